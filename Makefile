@@ -1,0 +1,72 @@
+# The only front door. Each target builds what it needs from nothing; a second run is fast.
+#
+#   make PYTHON=python3.12 test     with another interpreter (after `make clean`)
+#   make demo ARGS="--orders 50"    with arguments for the program behind the door
+
+PYTHON ?= python3
+ARGS   ?=
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+# Two workers: the tests wait for servers and disks as often as they compute.
+PYTEST := $(BIN)/python -m pytest -n 2
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench docs format clean
+
+help: ## list what is behind this door
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.bare ## watch duplicate charges disappear (half a minute)
+	@$(BIN)/coatcheck demo $(ARGS)
+
+test: check ## everything that must hold before a commit: check, coverage of core, all tests
+	$(BIN)/python -m coverage run -m pytest -q -p no:randomly tests/core
+	$(BIN)/python -m coverage report
+	$(PYTEST) $(ARGS)
+
+check: $(VENV)/.test ## lint, format, types, who imports whom, spelling
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports --no-logo --no-cache # a cache does not notice a module that has appeared
+	$(BIN)/codespell src tests benchmarks examples docs *.md
+
+bench: $(VENV)/.bench ## how fast, beside a peer and the bare floor (ARGS=--quick: one minute)
+	$(BIN)/python -m benchmarks $(ARGS)
+
+docs: $(VENV)/.test ## write docs/reference anew from the code
+	$(BIN)/python docs/generate.py
+
+format: $(VENV)/.test ## let ruff mend what it can
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+clean: ## forget everything that was built
+	rm -rf $(VENV) build dist .coverage .hypothesis .import_linter_cache .*_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# What is installed, stamped. The package is installed in place: a change in src needs no new stamp.
+
+$(VENV)/.bare: pyproject.toml | $(BIN)/pip
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/pip
+	$(PIP) --editable '.[test]' --constraint constraints.txt
+	@touch $@ $(VENV)/.bare
+
+$(VENV)/.bench: pyproject.toml constraints.txt | $(BIN)/pip
+	$(PIP) --editable '.[bench]' --constraint constraints.txt
+	@touch $@ $(VENV)/.bare
+
+# pip comes last when an environment is made, so that one which broke off half-way is made anew.
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo \
+	  "coatcheck needs Python 3.11 or newer, and '$(PYTHON)' is not: make PYTHON=python3.12 …" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { [ "$$(id -u)" = 0 ] && \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq python3-venv; } || { echo \
+	  "Python's venv module is not installed: apt-get install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)

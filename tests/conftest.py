@@ -1,0 +1,21 @@
+"""What every test may rely on: Hypothesis judges results, never the speed of the machine."""
+
+import os
+
+from hypothesis import settings
+
+settings.register_profile("house", deadline=None, print_blob=True)
+# With CI set, Hypothesis loads a profile of its own: the same examples every time, and no deadline.
+if not os.environ.get("CI"):
+    settings.load_profile("house")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Say how much `tests/explore` visited; it travels with the reports, also from xdist."""
+    passed = terminalreporter.stats.get("passed", ())
+    seen = [v for report in passed for name, v in report.user_properties if name == "explored"]
+    if seen:
+        states, schedules = sum(s[0] for s in seen), sum(s[1] for s in seen)
+        terminalreporter.write_line(
+            f"explored {states:,} states in {schedules:,} schedules of {len(seen)} scenarios"
+        )
