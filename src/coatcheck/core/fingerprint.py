@@ -1,0 +1,231 @@
+"""Fingerprints: is this the same request as last time?
+
+Third step of the path. A key reused with a different request is a client bug, and answering it
+with the old response would hide that bug; so we compare fingerprints and refuse (422).
+
+JSON is compared by value (`canonical.py`), forms by their decoded fields, multipart without the
+spelling of its boundary, and all else byte by byte. What is too large, too deep or too odd for
+that is compared byte by byte as well, and that depends on the bytes alone: not on the stack, not
+on the interpreter's limits, not on how the body was cut into chunks.
+Invariant: equal requests give equal fingerprints on every Python version and platform, different
+ones do not, and no bytes whatsoever raise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from itertools import chain
+from typing import NamedTuple
+from urllib.parse import unquote_to_bytes
+
+from coatcheck.core.canonical import Pointer, canonical_json, parse_pointer
+from coatcheck.core.scope import fitted
+
+__all__ = ["Body", "Pointer", "fingerprint_of", "parse_pointer"]
+
+# 16 bytes: 128 bits, as wide as the id it stands beside.
+FINGERPRINT_BYTES = 16
+
+# 1 MiB: parsed in some tens of milliseconds; more would hold up everybody else.
+PARSED_BYTES_MAX = 1 << 20
+
+# 1 000: what PHP, Django and Starlette take of a form before they refuse it.
+FORM_FIELDS_MAX = 1_000
+
+# 70: RFC 2046 §5.1.1.
+BOUNDARY_CHARS_MAX = 70
+
+# 1 024: several times the longest honest content type; bounds what the cache below can hold.
+CONTENT_TYPE_BYTES_MAX = 1_024
+
+# In memory, or read piece by piece from where it was spooled.
+Body = bytes | Iterable[bytes]
+
+_DOMAIN = b"coatcheck-same"
+
+# How a body was read. It begins what is compared: what was read in two ways is never equal.
+_BYTES = "bytes "
+_JSON = "json "
+_FORM = "form "
+_MULTIPART = "multipart "
+
+
+def fingerprint_of(
+    *,
+    method: str,
+    path: str,
+    query: bytes,
+    content_type: bytes,
+    body: Body,
+    ignore: tuple[Pointer, ...] = (),
+    headers: Sequence[tuple[bytes, bytes]] = (),
+    secret: bytes = b"",
+) -> bytes:
+    """
+    16 bytes that are equal for equal requests.
+
+    Args:
+        path: as it was sent, or the template of the route.
+        ignore: members of a JSON body that may change between retries.
+        headers: those that the policy includes and the request has, in the policy's order.
+        secret: the deployment's; without it, who reads the store can try out short bodies.
+    """
+    if len(content_type) <= CONTENT_TYPE_BYTES_MAX:
+        media = _media_of(content_type)
+    else:
+        media = _Media(_BYTES, "", _BYTES + content_type.decode("latin-1"), b"")
+    media_type, content = _content_of(media, body, ignore)
+    included = _framed((name.lower(), value) for name, value in headers) if headers else b""
+    # Lengths first, so that no part can lend characters to the next.
+    head = (
+        f"{len(media_type)},{len(method)},{len(path)},{len(query)},{len(included)};"
+        f"{media_type}{method}{path}"
+    ).encode("utf-8", "surrogatepass")
+    in_memory = content if isinstance(content, bytes) else b""
+    digest = blake2b(
+        b"".join((head, query, included, in_memory)),
+        digest_size=FINGERPRINT_BYTES,
+        key=fitted(secret),
+        person=_DOMAIN,
+    )
+    if not isinstance(content, bytes):
+        for chunk in content:
+            digest.update(chunk)
+    return digest.digest()
+
+
+class _Media(NamedTuple):
+    """What a content type says of its body."""
+
+    kind: str  # how to read the body
+    as_read: str  # what is compared of the content type where the body was read that way
+    as_bytes: str  # what is compared of it where it was not: every parameter
+    boundary: bytes
+
+
+@lru_cache(maxsize=256)  # 256: an API has a handful; multipart brings a new one each time
+def _media_of(content_type: bytes) -> _Media:
+    essence, _, rest = content_type.decode("latin-1").partition(";")
+    essence = essence.strip(" \t").lower()
+    parameters = _parameters_of(rest)
+    # No parameter begins with "?", so a garbled one looks like no other.
+    whole = essence + (f";?{rest}" if parameters is None else _spelled(parameters))
+    as_bytes = _BYTES + whole
+    if essence == "application/json" or essence.endswith("+json"):
+        return _Media(_JSON, _JSON + essence, as_bytes, b"")  # RFC 8259 §11: no parameters
+    if essence == "application/x-www-form-urlencoded":
+        return _Media(_FORM, _FORM + whole, as_bytes, b"")
+    boundaries = [value for name, value in parameters or () if name == "boundary"]
+    if parameters and essence.startswith("multipart/") and _is_boundary(boundaries):
+        others = [parameter for parameter in parameters if parameter[0] != "boundary"]
+        as_read = _MULTIPART + essence + _spelled(others)
+        return _Media(_MULTIPART, as_read, as_bytes, boundaries[0].encode("ascii"))
+    return _Media(_BYTES, "", as_bytes, b"")
+
+
+_WORD = r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
+_parameter = re.compile(
+    rf'[ \t]*(?:({_WORD})=(?:({_WORD})|"((?:[^"\\]|\\.)*+)"))?[ \t]*(?:;|\Z)'
+).match
+
+
+def _parameters_of(text: str) -> list[tuple[str, str]] | None:
+    """The parameters in *text* (RFC 9110 §5.6.6), names in lower case; None if it is garbled."""
+    parameters: list[tuple[str, str]] = []
+    position = 0
+    while position < len(text):
+        found = _parameter(text, position)
+        if found is None:
+            return None
+        position = found.end()
+        name, token, quoted = found.groups()
+        if name is not None:
+            value = token if quoted is None else re.sub(r"\\(.)", r"\1", quoted)
+            name = name.lower()
+            parameters.append((name, value.lower() if name == "charset" else value))
+    return parameters
+
+
+def _spelled(parameters: list[tuple[str, str]]) -> str:
+    return "".join([f";{name}={len(value)}:{value}" for name, value in parameters])
+
+
+def _is_boundary(values: list[str]) -> bool:
+    """There is exactly one boundary, of printable ASCII characters."""
+    return (
+        len(values) == 1
+        and 1 <= len(values[0]) <= BOUNDARY_CHARS_MAX
+        and values[0].isascii()
+        and values[0].isprintable()
+    )
+
+
+def _content_of(media: _Media, body: Body, ignore: tuple[Pointer, ...]) -> tuple[str, Body]:
+    """What is compared of the content type, and of *body*."""
+    if media.kind == _BYTES:
+        return media.as_bytes, body
+    if media.kind == _MULTIPART:
+        chunks = (body,) if isinstance(body, bytes) else body
+        return media.as_read, _without_boundary(chunks, media.boundary)
+    if not isinstance(body, bytes):
+        body = _gathered(body)
+    if isinstance(body, bytes) and 0 < len(body) <= PARSED_BYTES_MAX:
+        read = canonical_json(body, ignore) if media.kind == _JSON else _canonical_form(body)
+        if read is not None:
+            return media.as_read, read
+    return media.as_bytes, body
+
+
+def _gathered(chunks: Iterable[bytes]) -> Body:
+    """All of *chunks* in one piece, or still in several if that is too much to parse."""
+    iterator = iter(chunks)
+    gathered: list[bytes] = []
+    size_bytes = 0
+    for chunk in iterator:
+        gathered.append(chunk)
+        size_bytes += len(chunk)
+        if size_bytes > PARSED_BYTES_MAX:
+            return chain(gathered, iterator)
+    return b"".join(gathered)
+
+
+_stray_percent = re.compile(rb"%(?![0-9A-Fa-f]{2})").search
+
+
+def _canonical_form(body: bytes) -> bytes | None:
+    """The fields of a form, decoded and in order; None if it is garbled or has too many."""
+    if body.count(b"&") >= FORM_FIELDS_MAX or _stray_percent(body) is not None:
+        return None
+    fields = [field.partition(b"=") for field in body.replace(b"+", b" ").split(b"&") if field]
+    return _framed((unquote_to_bytes(name), unquote_to_bytes(value)) for name, _, value in fields)
+
+
+def _framed(pairs: Iterable[tuple[bytes, bytes]]) -> bytes:
+    return b"".join([b"%d,%d;%b%b" % (len(one), len(two), one, two) for one, two in pairs])
+
+
+# What stands for the boundary, and for a byte in the body that looks like the beginning of it.
+_MARK = b"\x01\x02"
+_ESCAPE = b"\x01"
+_ESCAPED = b"\x01\x01"
+
+
+def _without_boundary(chunks: Iterable[bytes], boundary: bytes) -> Iterator[bytes]:
+    """
+    A multipart body with a mark for its boundary, whatever that was; all else byte by byte.
+
+    Clients draw a fresh boundary for every attempt, and that is all that changes in an honest
+    retry. A garbled body has its marks in odd places and is compared as it is.
+    """
+    delimiter = b"--" + boundary
+    held_bytes = len(delimiter) - 1  # the next chunk may complete a delimiter that begins here
+    tail = b""
+    for chunk in chunks:
+        *settled, last = (tail + chunk.replace(_ESCAPE, _ESCAPED)).split(delimiter)
+        settled.append(last[:-held_bytes])
+        yield _MARK.join(settled)
+        tail = last[-held_bytes:]
+    yield tail

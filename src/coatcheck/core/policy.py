@@ -1,0 +1,280 @@
+"""Policies: every knob, in one frozen dataclass, and presets that choose well.
+
+A policy is checked when it is made, so that a nonsensical one stops a deployment and not a
+request. Durations are seconds, a `timedelta`, or text such as "90s", "72h", "7d".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any, Literal, TypeAlias
+
+from coatcheck.core.fingerprint import Pointer, parse_pointer
+from coatcheck.core.replay import Keep
+from coatcheck.errors import Misconfigured
+
+Duration: TypeAlias = float | timedelta | str
+
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "CONNECT"})
+
+KIB = 1024
+MIB = 1024 * KIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """How requests are guarded. Every field is optional; the defaults are safe."""
+
+    # Whether a request without a key is refused. Default: it runs unguarded, as without us.
+    required: bool = False
+    # Which methods are guarded; safe methods never are.
+    methods: Collection[str] = frozenset({"POST", "PATCH"})
+
+    # How long every retry is deduplicated. 24 h: what most providers publish.
+    window: Duration = "24h"
+    # How much longer a record is kept than the window says, so that no retry races the sweep.
+    margin: Duration = "1h"
+    # How long a claim holds without renewal. 60 s: a restart is over by then; a living executor
+    # renews it three times in that span.
+    lease: Duration = "60s"
+    # How long a duplicate waits for the first to finish. 2 s: most writes are done by then, and
+    # a client's own timeout is seldom shorter.
+    wait: Duration = "2s"
+    # What a duplicate gets while the first runs: "wait" (then 409), "409" at once, or "202".
+    in_flight: Literal["wait", "409", "202"] = "wait"
+
+    # The status for the same key with another request.
+    mismatch: Literal[400, 409, 422] = 422
+    # Which answers are kept: "final", "all" (5xx too), or a function of the response.
+    keep: Keep = "final"
+
+    # What follows an attempt that died: "retry", "reconcile" (ask *reconcile*) or "manual".
+    recovery: Literal["retry", "reconcile", "manual"] = "retry"
+    # Asked what became of an attempt: a function of the operation, sync or async.
+    reconcile: Callable[..., Any] | None = None
+    # "record": claim and result are commits of their own; "transaction": one with the effect.
+    mode: Literal["record", "transaction"] = "record"
+
+    # What a late retry, after the window, meets: a free key, or a refusal for the margin's time.
+    on_expired: Literal["new", "refuse"] = "new"
+    # The status of that refusal.
+    expired_status: Literal[409, 410, 412, 429] = 409
+
+    # JSON members that may change between retries, by JSON pointer: ("/sent_at",).
+    ignore: Collection[str] = ()
+    # Headers that must not change between retries, by name.
+    include_headers: Collection[str] = ()
+
+    # The longest key. 255: what Stripe documents and most client libraries assume.
+    key_chars_max: int = 255
+    # The largest request body; from 1 MiB on it is kept in a temporary file, not in memory.
+    body_bytes_max: int = 64 * MIB
+    # The largest response that is kept; larger ones reach the first caller only.
+    response_bytes_max: int = 8 * MIB
+    # Keys one caller may have within one window, counted in each process; None: no limit.
+    live_keys_max: int | None = None
+    # Duplicates that may wait for one key at once in each process.
+    waiters_max: int = 100
+
+    # The header that brings the key.
+    key_header: str = "Idempotency-Key"
+    # The header that marks a replay.
+    replayed_header: str = "Idempotent-Replayed"
+    # The header that names the operation for people.
+    reference_header: str = "Idempotency-Reference"
+    # Where operations that answered 202 are asked after.
+    status_path: str = "/idempotency/operations/"
+    # Where the problem types are explained.
+    docs_url: str = "https://coatcheck.readthedocs.io/problems"
+
+    # Worked out once, for the path of a request.
+    window_ms: int = field(init=False, repr=False, compare=False)
+    retention_ms: int = field(init=False, repr=False, compare=False)
+    lease_ms: int = field(init=False, repr=False, compare=False)
+    wait_ms: int = field(init=False, repr=False, compare=False)
+    pointers: tuple[Pointer, ...] = field(init=False, repr=False, compare=False)
+    header_names: tuple[bytes, ...] = field(init=False, repr=False, compare=False)
+    key_name: bytes = field(init=False, repr=False, compare=False)
+    replayed_name: bytes = field(init=False, repr=False, compare=False)
+    reference_name: bytes = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        set_ = object.__setattr__
+        set_(self, "methods", frozenset(_methods(self.methods)))
+        set_(self, "ignore", _strings("ignore", self.ignore))
+        set_(self, "include_headers", _strings("include_headers", self.include_headers))
+        set_(self, "window_ms", _ms("window", self.window))
+        set_(self, "retention_ms", self.window_ms + _ms("margin", self.margin))
+        set_(self, "lease_ms", _ms("lease", self.lease))
+        set_(self, "wait_ms", _ms("wait", self.wait) if self.in_flight == "wait" else 0)
+        set_(self, "pointers", tuple(_pointer(text) for text in self.ignore))
+        set_(self, "header_names", tuple(_header_name(n) for n in self.include_headers))
+        set_(self, "key_name", _header_name(self.key_header))
+        set_(self, "replayed_name", _header_name(self.replayed_header))
+        set_(self, "reference_name", _header_name(self.reference_header))
+        for check in (_check_choices, _check_times, _check_recovery, _check_limits, _check_names):
+            check(self)
+
+    @property
+    def reruns(self) -> bool:
+        """An attempt with an unclear end may simply be run again."""
+        return self.recovery == "retry"
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Policy:
+        """The policy called *name*, with *changes*: "default", "ietf", "stripe" or "payments"."""
+        fields = PRESETS.get(name)
+        if fields is None:
+            known = ", ".join(PRESETS)
+            raise Misconfigured(f"there is no preset {name!r}; there are: {known}")
+        if "reconcile" in changes:
+            changes.setdefault("recovery", "reconcile")
+        return changed(cls(**fields), changes)
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "default": {},
+    # draft-ietf-httpapi-idempotency-key-header: 400, 409 and 422 as it says, the key required
+    # where the route says so, and a duplicate is told of the conflict rather than held.
+    "ietf": {"in_flight": "409", "wait": 0},
+    # What Stripe documents: every answer is kept, a mismatch is a 400, a conflict a 409 at once.
+    "stripe": {"in_flight": "409", "wait": 0, "mismatch": 400, "keep": "all", "window": "24h"},
+    # For money: no key, no charge; three days, so that a Friday's outage survives the weekend;
+    # and nothing with an unclear end runs again by itself.
+    "payments": {"required": True, "window": "72h", "recovery": "manual"},
+}
+
+
+def changed(policy: Policy, changes: Mapping[str, Any]) -> Policy:
+    """*policy* with *changes*; an unknown name is refused with the known ones."""
+    unknown = sorted(set(changes) - POLICY_FIELDS)
+    if unknown:
+        known = ", ".join(sorted(POLICY_FIELDS))
+        raise Misconfigured(f"a policy has no {', '.join(map(repr, unknown))}; it has: {known}")
+    return replace(policy, **changes)
+
+
+POLICY_FIELDS = frozenset(name for name, f in Policy.__dataclass_fields__.items() if f.init)
+
+_UNITS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "min": 60_000, "h": 3_600_000, "d": 86_400_000}
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|min|h|d)\s*")
+
+
+def duration_ms(value: Duration) -> int:
+    """*value* in whole milliseconds; raises ValueError if it is not a duration."""
+    if isinstance(value, timedelta):
+        return round(value.total_seconds() * 1_000)
+    if isinstance(value, str):
+        match = _DURATION.fullmatch(value)
+        if match is None:
+            raise ValueError(f'{value!r} is not a duration such as "90s", "72h" or "7d"')
+        return round(float(match[1]) * _UNITS_MS[match[2]])
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{value!r} is not a number of seconds, a timedelta or text")
+    return round(value * 1_000)
+
+
+def _ms(name: str, value: Duration) -> int:
+    try:
+        milliseconds = duration_ms(value)
+    except (ValueError, OverflowError) as error:
+        raise Misconfigured(f"{name}: {error}") from error
+    if milliseconds < 0:
+        raise Misconfigured(f"{name} is {value!r}; a duration cannot be negative")
+    return milliseconds
+
+
+def _strings(name: str, values: Collection[str]) -> tuple[str, ...]:
+    if isinstance(values, str):
+        raise Misconfigured(f"{name} is one text; write {name}=({values!r},)")
+    if not isinstance(values, Collection):
+        raise Misconfigured(f"{name} is {values!r}; it is a collection of texts")
+    for value in values:
+        if not isinstance(value, str):
+            raise Misconfigured(f"{name} holds {value!r}, which is not text")
+    return tuple(values)
+
+
+def _methods(values: Collection[str]) -> tuple[str, ...]:
+    methods = tuple(method.upper() for method in _strings("methods", values))
+    safe = sorted(SAFE_METHODS.intersection(methods))
+    if safe:
+        raise Misconfigured(f"{', '.join(safe)} cannot be guarded: it changes nothing")
+    return methods
+
+
+def _pointer(text: str) -> Pointer:
+    try:
+        return parse_pointer(text)
+    except ValueError as error:
+        raise Misconfigured(f"ignore: {error}") from error
+
+
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+
+
+def _header_name(name: object) -> bytes:
+    if not isinstance(name, str) or _HEADER_NAME.fullmatch(name) is None:
+        raise Misconfigured(f"{name!r} cannot be the name of a header")
+    return name.lower().encode()
+
+
+_CHOICES: Mapping[str, tuple[Any, ...]] = {
+    "in_flight": ("wait", "409", "202"),
+    "mismatch": (400, 409, 422),
+    "recovery": ("retry", "reconcile", "manual"),
+    "mode": ("record", "transaction"),
+    "on_expired": ("new", "refuse"),
+    "expired_status": (409, 410, 412, 429),
+}
+
+
+def _check_choices(policy: Policy) -> None:
+    for name, choices in _CHOICES.items():
+        value = getattr(policy, name)
+        if value not in choices:
+            offered = ", ".join(map(repr, choices))
+            raise Misconfigured(f"{name} is {value!r}; choose one of {offered}")
+    if not callable(policy.keep) and policy.keep not in ("final", "all"):
+        raise Misconfigured(
+            f"keep is {policy.keep!r}; choose 'final', 'all' or a function of the response"
+        )
+
+
+def _check_times(policy: Policy) -> None:
+    if policy.lease_ms <= 0:
+        raise Misconfigured("lease must be longer than zero: it is how long a claim holds")
+    if policy.window_ms < policy.lease_ms:
+        raise Misconfigured(
+            f"window ({policy.window!r}) is shorter than lease ({policy.lease!r}): a key would be "
+            "free again while its first attempt may still run"
+        )
+
+
+def _check_recovery(policy: Policy) -> None:
+    if policy.recovery == "reconcile" and not callable(policy.reconcile):
+        raise Misconfigured("recovery='reconcile' needs reconcile=, a function that is asked")
+    if policy.recovery != "reconcile" and policy.reconcile is not None:
+        raise Misconfigured(
+            f"reconcile= is given, but recovery is {policy.recovery!r}; write recovery='reconcile'"
+        )
+
+
+def _check_limits(policy: Policy) -> None:
+    least = {"key_chars_max": 1, "body_bytes_max": 0, "response_bytes_max": 0, "waiters_max": 0}
+    if policy.live_keys_max is not None:
+        least["live_keys_max"] = 1
+    for name, smallest in least.items():
+        value = getattr(policy, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+            raise Misconfigured(f"{name} is {value!r}; it is a whole number from {smallest} up")
+
+
+def _check_names(policy: Policy) -> None:
+    if not (policy.status_path.startswith("/") and policy.status_path.endswith("/")):
+        raise Misconfigured(f"status_path is {policy.status_path!r}; it begins and ends with '/'")
+    if not isinstance(policy.required, bool):
+        raise Misconfigured(f"required is {policy.required!r}; it is True or False")

@@ -1,0 +1,266 @@
+"""Replays: which responses are kept, and how they are given back.
+
+Fifth step of the path. A retry gets the first answer verbatim: its status, its body and those of
+its headers that speak of the answer and not of one message on one connection. The stored bytes
+are versioned, so that what one release wrote the next can read.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+Headers: TypeAlias = Sequence[tuple[bytes, bytes]]
+Keep: TypeAlias = "Literal['final', 'all'] | Callable[[Response], bool]"
+
+
+class Response(NamedTuple):
+    """A whole answer; header names are lower case."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
+class Fate(Enum):
+    """What becomes of the claim when its answer is known."""
+
+    KEEP = "completed with this answer"
+    RELEASE = "given back: nothing final happened, the next retry runs again"
+    FORGET = "given back, whatever the next request looks like: it was refused at the door"
+    DOUBT = "it may have happened: the recovery policy decides"
+
+
+# Told "not now": the same request may well succeed later, so replaying it for a day is a trap.
+_TRANSIENT = frozenset({408, 425, 429})
+# Refused before any work, for a reason the client corrects and tries again with the same key.
+_AT_THE_DOOR = frozenset({401, 403, 407, 413, 415})
+
+_SERVER_ERROR = 500
+
+
+def fate_of(response: Response, keep: Keep, *, reruns: bool) -> Fate:
+    """
+    What *response* means for its claim.
+
+    *reruns* is whether the route may simply run again after an unclear end; where it may not, an
+    answer that is not kept and does not say "not now" leaves the operation in doubt.
+    """
+    status = response.status
+    if callable(keep):
+        is_kept = keep(response)
+    elif status in _TRANSIENT or status in _AT_THE_DOOR:
+        is_kept = False
+    else:
+        is_kept = status < _SERVER_ERROR or keep == "all"
+    if is_kept:
+        return Fate.KEEP
+    if status in _AT_THE_DOOR:
+        return Fate.FORGET
+    if status in _TRANSIENT or reruns:
+        return Fate.RELEASE
+    return Fate.DOUBT
+
+
+# Headers of one message, one connection or one moment (RFC 9110 §7.6.1, RFC 9111 §3.1), and
+# Set-Cookie, which must reach one client once. Content-Length is made anew for each replay.
+_NOT_KEPT = frozenset(
+    b"""connection keep-alive proxy-connection te trailer transfer-encoding upgrade
+    proxy-authenticate proxy-authorization proxy-authentication-info
+    date age server via warning set-cookie set-cookie2 content-length alt-svc
+    server-timing traceparent tracestate traceresponse x-request-id x-correlation-id""".split()
+)
+
+
+def kept_headers(headers: Headers) -> list[tuple[bytes, bytes]]:
+    """Those of *headers* that belong to the answer itself."""
+    kept = [header for header in headers if header[0] not in _NOT_KEPT]
+    for name, value in headers:
+        if name == b"connection":  # names further headers of this connection only
+            listed = {token.strip().lower() for token in value.split(b",")}
+            kept = [header for header in kept if header[0] not in listed]
+    return kept
+
+
+# --- the stored bytes -----------------------------------------------------------------------
+# One byte says what follows: an HTTP response, a JSON value or bytes.
+#   response: status (2 bytes), number of headers (varint), headers, body
+#   header:   code of a common name or 0 and the name; then the value
+# Common names and whole common headers take one byte, because a record should cost little more
+# than the body it keeps. The tables only ever grow at their ends: old records refer to them.
+
+_RESPONSE, _JSON, _BYTES = 1, 2, 3
+_COMMON = (
+    (b"content-type", b"application/json"),
+    (b"content-type", b"application/problem+json"),
+    (b"content-type", b"text/plain; charset=utf-8"),
+    (b"content-type", b"text/html; charset=utf-8"),
+    (b"content-type", b"application/json; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"vary", b"Accept-Encoding"),
+    (b"content-encoding", b"gzip"),
+)
+_COMMON_CODES = {header: bytes((0x80 | code,)) for code, header in enumerate(_COMMON)}
+_NAMES = (
+    b"",
+    b"content-type",
+    b"location",
+    b"etag",
+    b"last-modified",
+    b"cache-control",
+    b"content-language",
+    b"content-encoding",
+    b"link",
+    b"vary",
+    b"retry-after",
+)
+_NAME_CODES = {name: code for code, name in enumerate(_NAMES) if name}
+
+
+def encode_response(response: Response) -> bytes:
+    """The bytes a record keeps of *response*."""
+    headers = kept_headers(response.headers)
+    parts = [b"\x01", response.status.to_bytes(2, "big"), _varint(len(headers))]
+    for header in headers:
+        common = _COMMON_CODES.get(header)
+        if common is not None:
+            parts.append(common)
+            continue
+        name, value = header
+        code = _NAME_CODES.get(name, 0)
+        parts.append(bytes((code,)))
+        if not code:
+            parts += _varint(len(name)), name
+        parts += _varint(len(value)), value
+    parts.append(response.body)
+    return b"".join(parts)
+
+
+def decode_response(blob: bytes) -> Response:
+    """What `encode_response` made *blob* from."""
+    assert blob[0] == _RESPONSE
+    status = int.from_bytes(blob[1:3], "big")
+    count, at = _read_varint(blob, 3)
+    headers: list[tuple[bytes, bytes]] = []
+    for _ in range(count):
+        code = blob[at]
+        at += 1
+        if code & 0x80:
+            headers.append(_COMMON[code & 0x7F])
+            continue
+        name = _NAMES[code]
+        if not code:
+            name, at = _read_bytes(blob, at)
+        value, at = _read_bytes(blob, at)
+        headers.append((name, value))
+    return Response(status, headers, blob[at:])
+
+
+# Made once: json.dumps with other than its default options makes an encoder for each call.
+_to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+_from_json = json.JSONDecoder().decode
+
+
+def encode_value(value: Any) -> bytes | None:  # noqa: ANN401 - any result of a user's function
+    """The bytes a record keeps of a function's result; None if JSON cannot say it."""
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return b"\x03" + bytes(value)
+    try:
+        return b"\x02" + _to_json(value).encode()
+    except (TypeError, ValueError, RecursionError):
+        return None
+
+
+def decode_value(blob: bytes) -> Any:  # noqa: ANN401 - any result of a user's function
+    """What `encode_value` made *blob* from."""
+    assert blob[0] in (_JSON, _BYTES)
+    return blob[1:] if blob[0] == _BYTES else _from_json(blob[1:].decode())
+
+
+def _varint(number: int) -> bytes:
+    if number < 0x80:
+        return bytes((number,))
+    return bytes((number & 0x7F | 0x80,)) + _varint(number >> 7)
+
+
+def _read_varint(blob: bytes, at: int) -> tuple[int, int]:
+    number = shift = 0
+    while True:
+        byte = blob[at]
+        at += 1
+        number |= (byte & 0x7F) << shift
+        if not byte & 0x80:
+            return number, at
+        shift += 7
+
+
+def _read_bytes(blob: bytes, at: int) -> tuple[bytes, int]:
+    length, at = _read_varint(blob, at)
+    return blob[at : at + length], at + length
+
+
+# --- giving it back -------------------------------------------------------------------------
+
+
+def for_client(response: Response, accept_encoding: bytes) -> Response | None:
+    """
+    *response* in a coding this client accepts; None if that cannot be made.
+
+    The first caller may have asked for gzip where this one does not understand it (RFC 9110
+    §12.5.3): then the body is decoded, and an entity tag that named the coded bytes turns weak.
+    """
+    coding = b""
+    for name, value in response.headers:
+        if name == b"content-encoding":
+            coding = value.strip().lower()
+    if coding in (b"", b"identity") or _accepts(accept_encoding, coding):
+        return response
+    body = _decoded(response.body, coding)
+    if body is None:
+        return None
+    return Response(response.status, list(_identity_headers(response.headers)), body)
+
+
+def _identity_headers(headers: Headers) -> Iterable[tuple[bytes, bytes]]:
+    for name, value in headers:
+        if name == b"content-encoding":
+            continue
+        weakened = name == b"etag" and not value.startswith(b"W/")
+        yield name, b"W/" + value if weakened else value
+
+
+def _accepts(accept_encoding: bytes, coding: bytes) -> bool:
+    """RFC 9110 §12.5.3, with the x- alias of gzip."""
+    weights: dict[bytes, bool] = {}
+    for member in accept_encoding.lower().split(b","):
+        name, *parameters = (part.strip() for part in member.split(b";"))
+        refused = any(p.startswith(b"q=") and not p[2:].strip(b"0. ") for p in parameters)
+        weights[name.removeprefix(b"x-")] = not refused
+    return weights.get(coding.removeprefix(b"x-"), weights.get(b"*", False))
+
+
+def _decoded(body: bytes, coding: bytes) -> bytes | None:
+    """*body* without its coding; None if it is broken, or a coding that nobody here knows."""
+    # 47: zlib or gzip by their own headers; -15: bare deflate, which some servers send.
+    window_bits = {b"gzip": (47,), b"x-gzip": (47,), b"deflate": (47, -15)}.get(coding, ())
+    for bits in window_bits:
+        try:
+            return _inflated(body, bits)
+        except zlib.error:
+            continue
+    return None
+
+
+def _inflated(body: bytes, bits: int) -> bytes:
+    """Every member of *body*, for gzip may have several (RFC 1952 §2.2); none may be cut short."""
+    parts: list[bytes] = []
+    while body:
+        member = zlib.decompressobj(bits)
+        parts.append(member.decompress(body))
+        if not member.eof:
+            raise zlib.error("the body ends in the middle")
+        body = member.unused_data.lstrip(b"\0")  # zeros may pad a member
+    return b"".join(parts)

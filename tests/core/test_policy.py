@@ -1,0 +1,169 @@
+"""Policies: refused when they make no sense, with a sentence that helps."""
+
+from datetime import timedelta
+
+import pytest
+
+from coatcheck.core.policy import PRESETS, Policy, changed, duration_ms
+from coatcheck.errors import Misconfigured
+
+
+def test_the_defaults_are_the_published_ones():
+    """T1, S3, L3, F1."""
+    policy = Policy()
+    assert policy.window_ms == 24 * 3_600_000
+    assert policy.retention_ms == 25 * 3_600_000
+    assert policy.lease_ms == 60_000
+    assert policy.wait_ms == 2_000
+    assert policy.methods == {"POST", "PATCH"}
+    assert policy.mismatch == 422
+    assert not policy.required
+
+
+@pytest.mark.parametrize(
+    ("value", "milliseconds"),
+    [
+        (90, 90_000),
+        (0.5, 500),
+        (timedelta(minutes=2), 120_000),
+        ("250ms", 250),
+        ("90s", 90_000),
+        ("1.5h", 5_400_000),
+        (" 72 h ", 259_200_000),
+        ("7d", 604_800_000),
+        ("2m", 120_000),
+        ("2min", 120_000),
+    ],
+)
+def test_a_duration_is_a_number_a_timedelta_or_text(value, milliseconds):
+    assert duration_ms(value) == milliseconds
+
+
+@pytest.mark.parametrize("value", ["", "soon", "72", "-1h", "1 week", None, True, [1]])
+def test_what_is_no_duration_is_refused_with_an_example(value):
+    with pytest.raises(Misconfigured, match=r"window: .*(72h|seconds)"):
+        Policy(window=value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"window": "10s", "lease": "60s"}, "window .* is shorter than lease"),
+        ({"lease": 0}, "lease must be longer than zero"),
+        ({"margin": -1}, "cannot be negative"),
+        ({"window": float("inf")}, "window"),
+        ({"in_flight": "queue"}, "in_flight is 'queue'; choose one of 'wait', '409', '202'"),
+        ({"mismatch": 418}, "choose one of 400, 409, 422"),
+        ({"keep": "some"}, "a function of the response"),
+        ({"recovery": "pray"}, "choose one of 'retry', 'reconcile', 'manual'"),
+        ({"recovery": "reconcile"}, "needs reconcile="),
+        ({"reconcile": print}, "write recovery='reconcile'"),
+        ({"mode": "magic"}, "mode"),
+        ({"on_expired": "shrug"}, "on_expired"),
+        ({"expired_status": 500}, "expired_status"),
+        ({"methods": {"GET"}}, "GET cannot be guarded"),
+        ({"methods": ("POST", 1)}, "methods holds 1, which is not text"),
+        ({"methods": None}, "methods is None; it is a collection of texts"),
+        ({"ignore": (b"/sent_at",)}, "ignore holds b'/sent_at', which is not text"),
+        ({"include_headers": 5}, "include_headers is 5; it is a collection of texts"),
+        ({"key_header": None}, "None cannot be the name of a header"),
+        ({"methods": "POST"}, r"write methods=\('POST',\)"),
+        ({"ignore": "/sent_at"}, "ignore is one text"),
+        ({"ignore": ("sent_at",)}, "ignore: .*begin"),
+        ({"include_headers": ("X Y",)}, "cannot be the name of a header"),
+        ({"key_header": "Schlüssel"}, "cannot be the name of a header"),
+        ({"replayed_header": "a b"}, "cannot be the name of a header"),
+        ({"reference_header": "a:"}, "cannot be the name of a header"),
+        ({"key_header": ""}, "cannot be the name of a header"),
+        ({"key_chars_max": 0}, "key_chars_max is 0"),
+        ({"body_bytes_max": -1}, "body_bytes_max"),
+        ({"response_bytes_max": 1.5}, "response_bytes_max"),
+        ({"waiters_max": True}, "waiters_max"),
+        ({"live_keys_max": 0}, "live_keys_max"),
+        ({"status_path": "operations"}, "status_path .* begins and ends with '/'"),
+        ({"required": "yes"}, "required is 'yes'"),
+    ],
+)
+def test_a_nonsensical_policy_is_refused_with_a_sentence_that_helps(fields, sentence):
+    with pytest.raises(Misconfigured, match=sentence):
+        Policy(**fields)
+
+
+def test_an_unknown_field_is_refused_with_the_known_ones():
+    with pytest.raises(Misconfigured, match=r"no 'windw'; it has: .*window"):
+        changed(Policy(), {"windw": "1h"})
+
+
+def test_an_unknown_preset_is_refused_with_the_known_ones():
+    with pytest.raises(Misconfigured, match="default, ietf, stripe, payments"):
+        Policy.preset("paypal2")
+
+
+def test_every_preset_is_a_policy():
+    assert [Policy.preset(name).window_ms > 0 for name in PRESETS] == [True] * 4
+
+
+def test_the_payments_preset_never_runs_an_unclear_end_again():
+    """L6, K3: required, 72 hours, by reconcile or by hand."""
+    policy = Policy.preset("payments")
+    assert policy.required
+    assert policy.window_ms == 72 * 3_600_000
+    assert policy.recovery == "manual"
+    assert not policy.reruns
+    assert Policy.preset("payments", reconcile=print).recovery == "reconcile"
+
+
+def test_the_stripe_preset_keeps_server_errors_and_refuses_at_once():
+    """L4, L3, F1."""
+    policy = Policy.preset("stripe", window="48h")
+    assert (policy.keep, policy.mismatch, policy.wait_ms) == ("all", 400, 0)
+    assert policy.window_ms == 48 * 3_600_000
+
+
+def test_methods_are_compared_in_upper_case():
+    assert Policy(methods=["put", "Delete"]).methods == {"PUT", "DELETE"}
+
+
+def test_names_of_headers_are_compared_in_lower_case():
+    """K1, F3."""
+    policy = Policy(key_header="X-Key", include_headers=["X-Tenant"])
+    assert (policy.key_name, policy.header_names) == (b"x-key", (b"x-tenant",))
+    assert (policy.replayed_name, policy.reference_name) == (
+        b"idempotent-replayed",
+        b"idempotency-reference",
+    )
+
+
+def test_a_policy_cannot_be_changed_in_place():
+    with pytest.raises(AttributeError):
+        Policy().window_ms = 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "edge"),
+    [
+        ({"window": "60s", "lease": "60s"}, "window_ms"),
+        ({"margin": 0}, "retention_ms"),
+        ({"wait": 0}, "wait_ms"),
+        ({"lease": 0.001, "window": 0.001}, "lease_ms"),
+        ({"key_chars_max": 1, "body_bytes_max": 0, "response_bytes_max": 0}, "key_chars_max"),
+        ({"waiters_max": 0, "live_keys_max": 1}, "live_keys_max"),
+    ],
+)
+def test_the_smallest_values_that_make_sense_are_taken(fields, edge):
+    assert getattr(Policy(**fields), edge) >= 0
+
+
+def test_a_limit_on_keys_may_be_given():
+    """X2."""
+    assert Policy(live_keys_max=3).live_keys_max == 3
+
+
+def test_a_policy_that_does_not_wait_has_no_waiting_time():
+    assert Policy(in_flight="409", wait="2s").wait_ms == 0
+
+
+def test_changing_a_policy_works_out_its_times_anew():
+    policy = changed(Policy(), {"window": "1h", "ignore": ["/sent_at"]})
+    assert policy.window_ms == 3_600_000
+    assert policy.pointers == (("sent_at",),)

@@ -1,0 +1,365 @@
+"""The flow of a guarded request, stepped by hand: every verdict and every way it can end."""
+
+import pytest
+
+from coatcheck.core.policy import Policy
+from coatcheck.core.record import (
+    COMPLETED,
+    FAILED,
+    GONE,
+    IN_DOUBT,
+    RUNNING,
+    Swap,
+    completed,
+    failed,
+    in_doubt,
+    renewed,
+)
+from coatcheck.core.replay import Fate
+from coatcheck.core.serve import (
+    Ending,
+    Execute,
+    Executed,
+    Reconcile,
+    Refuse,
+    Replay,
+    Seen,
+    Ticket,
+    Watch,
+    first_attempt,
+    serve,
+)
+from coatcheck.errors import StoreUnavailable
+
+NOW = 1_700_000_000_000
+LEASE = 60_000
+DAY = 86_400_000
+POLICY = Policy()
+TICKET = Ticket(b"i" * 16, b"f" * 16, NOW, 7, "POST /orders", "caller", "key")
+# The same operation, a while ago, by somebody else.
+EARLIER = TICKET._replace(nonce=6, now_ms=NOW - 1_000)
+FIRST = first_attempt(EARLIER, POLICY, GONE, EARLIER.now_ms)
+DEAD = first_attempt(EARLIER._replace(now_ms=NOW - LEASE), POLICY, GONE, NOW - LEASE)
+DONE = completed(FIRST, b"answer")
+
+
+def begun(policy=POLICY, ticket=TICKET, **options):
+    flow = serve(ticket, policy, **options)
+    return flow, next(flow)
+
+
+def end_of(flow, sent):
+    with pytest.raises(StopIteration) as stopped:
+        flow.send(sent)
+    return stopped.value.value
+
+
+def refused(answer):
+    assert isinstance(answer, Refuse)
+    return answer.problem.code, answer.problem.status
+
+
+def met(standing, policy=POLICY, ticket=TICKET):
+    """What the flow does next when its claim meets *standing*."""
+    flow, swap = begun(policy, ticket)
+    assert swap.expected == 0
+    try:
+        return flow, flow.send(standing)
+    except StopIteration as stopped:
+        return flow, stopped.value
+
+
+def test_a_new_key_is_claimed_executed_and_completed():
+    """L1, L2: one swap to claim, one to complete."""
+    flow, claim = begun()
+    assert claim == Swap(TICKET.id, 0, claim.record)
+    assert claim.record.lease_until_ms == NOW + LEASE
+    assert claim.record.window_until_ms == NOW + DAY
+    execute = flow.send(None)
+    assert execute == Execute(claim.record)
+    complete = flow.send(Ending(Fate.KEEP, b"answer"))
+    assert complete == Swap(TICKET.id, claim.record.version, completed(claim.record, b"answer"))
+    assert end_of(flow, None) == Executed(claim.record)
+
+
+@pytest.mark.parametrize(
+    ("ending", "state", "fingerprint"),
+    [
+        (Ending(Fate.KEEP, None), COMPLETED, TICKET.fingerprint),
+        (Ending(Fate.RELEASE), FAILED, TICKET.fingerprint),
+        (Ending(Fate.FORGET), FAILED, b""),
+        (Ending(Fate.DOUBT), IN_DOUBT, TICKET.fingerprint),
+    ],
+)
+def test_an_ending_decides_the_state_of_the_record(ending, state, fingerprint):
+    """L4."""
+    flow, _ = begun()
+    flow.send(None)
+    swap = flow.send(ending)
+    assert (swap.record.state, swap.record.fingerprint) == (state, fingerprint)
+
+
+@pytest.mark.parametrize(
+    ("policy", "state"), [(POLICY, FAILED), (Policy(recovery="manual"), IN_DOUBT)]
+)
+def test_an_exception_gives_the_claim_back_or_leaves_it_in_doubt(policy, state):
+    """L4, L6."""
+    flow, _ = begun(policy)
+    flow.send(None)
+    swap = flow.throw(ZeroDivisionError())
+    assert swap.record.state == state
+    with pytest.raises(ZeroDivisionError):
+        flow.send(None)
+
+
+def test_the_handlers_error_is_raised_even_if_it_cannot_be_written_down():
+    flow, _ = begun()
+    flow.send(None)
+    flow.throw(ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        flow.throw(StoreUnavailable("down"))
+
+
+def test_a_completed_record_is_replayed():
+    """L2."""
+    assert met(DONE)[1] == Replay(DONE, b"answer")
+
+
+def test_a_response_that_was_not_kept_is_said_to_have_happened():
+    """L12."""
+    assert refused(met(completed(FIRST, None))[1]) == ("result-unavailable", 409)
+
+
+@pytest.mark.parametrize("standing", [FIRST, DEAD, DONE, failed(FIRST), in_doubt(FIRST)])
+def test_another_request_is_refused_in_every_state(standing):
+    """F1."""
+    other = TICKET._replace(fingerprint=b"g" * 16)
+    assert refused(met(standing, ticket=other)[1]) == ("key-reused", 422)
+    assert refused(met(standing, Policy(mismatch=409), other)[1]) == ("key-reused", 409)
+
+
+def test_what_was_refused_at_the_door_may_be_corrected():
+    corrected = TICKET._replace(fingerprint=b"g" * 16)
+    _, swap = met(failed(FIRST)._replace(fingerprint=b""), ticket=corrected)
+    assert swap.record.fingerprint == b"g" * 16
+    assert swap.record.attempt == 2
+
+
+def test_a_running_attempt_is_waited_for_and_then_replayed():
+    """L3."""
+    flow, watch = met(FIRST)
+    assert watch == Watch(TICKET.id, FIRST.version, NOW + 2_000)
+    assert end_of(flow, Seen(DONE, NOW + 500)) == Replay(DONE, b"answer")
+
+
+def test_a_waiter_that_wakes_to_another_request_is_refused():
+    """F1: the fingerprint is checked again."""
+    flow, _ = met(FIRST)
+    other = DONE._replace(fingerprint=b"g" * 16)
+    assert refused(end_of(flow, Seen(other, NOW + 500))) == ("key-reused", 422)
+
+
+def test_a_waiter_gives_up_when_its_time_is_over():
+    """L3: and has changed nothing."""
+    flow, _ = met(FIRST)
+    assert refused(end_of(flow, Seen(FIRST, NOW + 2_000))) == ("in-progress", 409)
+
+
+def test_a_waiter_waits_no_longer_than_the_lease():
+    """L5."""
+    short = FIRST._replace(lease_until_ms=NOW + 300)
+    flow, watch = met(short)
+    assert watch.until_ms == NOW + 300
+    swap = flow.send(Seen(short, NOW + 300))
+    assert (swap.expected, swap.record.attempt) == (short.version, 2)
+
+
+def test_a_full_line_is_refused():
+    """X2."""
+    flow, _ = met(FIRST)
+    assert refused(end_of(flow, None)) == ("too-many-waiting", 429)
+
+
+def test_a_policy_may_refuse_at_once():
+    """L3."""
+    assert refused(met(FIRST, Policy(in_flight="409"))[1]) == ("in-progress", 409)
+
+
+def test_a_dead_attempt_is_taken_over_by_the_next():
+    """L5."""
+    flow, swap = met(DEAD)
+    assert swap.expected == DEAD.version
+    assert swap.record.attempt == 2
+    assert swap.record.version > DEAD.version
+    assert swap.record.created_ms == DEAD.created_ms
+    assert flow.send(None) == Execute(swap.record)
+
+
+def test_who_loses_the_take_over_follows_the_winner():
+    """L1, L5."""
+    flow, swap = met(DEAD)
+    winner = completed(swap.record._replace(nonce=99), b"other")
+    assert end_of(flow, winner) == Replay(winner, b"other")
+
+
+def test_a_dead_attempt_is_parked_where_only_a_person_may_decide():
+    """L6."""
+    manual = Policy(recovery="manual")
+    flow, swap = met(DEAD, manual)
+    assert swap.record == in_doubt(DEAD)
+    assert refused(end_of(flow, None)) == ("outcome-unknown", 409)
+    assert refused(met(in_doubt(FIRST), manual)[1]) == ("outcome-unknown", 409)
+    assert refused(met(in_doubt(FIRST))[1]) == ("outcome-unknown", 409)
+
+
+def test_who_loses_the_parking_follows_the_winner():
+    flow, _ = met(DEAD, Policy(recovery="manual"))
+    assert end_of(flow, DONE) == Replay(DONE, b"answer")
+
+
+ASKS = Policy(recovery="reconcile", reconcile=print)
+
+
+@pytest.mark.parametrize("standing", [DEAD, in_doubt(FIRST)])
+def test_the_application_is_asked_what_became_of_a_dead_attempt(standing):
+    """L6."""
+    flow, swap = met(standing, ASKS)
+    assert flow.send(None) == Reconcile(swap.record)
+    settle = flow.send(Ending(Fate.KEEP, b"told"))
+    assert settle.record == completed(swap.record, b"told")
+    assert end_of(flow, None).response == b"told"
+
+
+def test_what_did_not_happen_is_executed():
+    """L6."""
+    flow, swap = met(DEAD, ASKS)
+    flow.send(None)
+    assert flow.send(Ending(Fate.RELEASE)) == Execute(swap.record)
+
+
+def test_what_nobody_knows_stays_in_doubt():
+    """L6."""
+    flow, swap = met(DEAD, ASKS)
+    flow.send(None)
+    assert flow.send(Ending(Fate.DOUBT)).record == in_doubt(swap.record)
+    assert refused(end_of(flow, None)) == ("outcome-unknown", 409)
+
+
+def test_a_reconciler_that_was_overtaken_gives_the_surviving_answer():
+    flow, _ = met(DEAD, ASKS)
+    flow.send(None)
+    flow.send(Ending(Fate.KEEP, b"told"))
+    assert end_of(flow, DONE) == Replay(DONE, b"answer")
+
+
+def test_a_failed_attempt_is_followed_by_the_next():
+    """L4."""
+    _, swap = met(failed(FIRST))
+    assert (swap.expected, swap.record.attempt, swap.record.state) == (
+        failed(FIRST).version,
+        2,
+        RUNNING,
+    )
+
+
+def test_a_key_past_its_window_begins_a_new_life():
+    """T2."""
+    old = DONE._replace(window_until_ms=NOW)
+    _, swap = met(old)
+    assert (swap.expected, swap.record.attempt, swap.record.created_ms) == (old.version, 1, NOW)
+    assert swap.record.version > old.version
+
+
+@pytest.mark.parametrize("status", [409, 429])
+def test_a_late_retry_may_be_refused(status):
+    """T2."""
+    policy = Policy(on_expired="refuse", expired_status=status)
+    old = DONE._replace(window_until_ms=NOW)
+    assert refused(met(old, policy)[1]) == ("key-expired", status)
+
+
+def test_a_late_retry_is_refused_no_longer_than_its_retention():
+    """T2: the refusal lasts for the grace; then the key is free, swept or not."""
+    policy = Policy(on_expired="refuse")
+    old = DONE._replace(window_until_ms=NOW - 10, expires_ms=NOW + 1)
+    assert refused(met(old, policy)[1]) == ("key-expired", 409)
+    _, swap = met(old._replace(expires_ms=NOW), policy)
+    assert (swap.expected, swap.record.created_ms) == (old.version, NOW)
+
+
+def test_a_record_that_is_gone_when_looked_at_again_is_claimed_anew():
+    """T3."""
+    flow, _ = met(FIRST)
+    swap = flow.send(Seen(GONE, NOW + 100))
+    assert (swap.expected, swap.record.attempt) == (0, 1)
+
+
+def test_a_renewal_of_our_own_does_not_make_the_completion_lose():
+    """L5."""
+    flow, claim = begun()
+    flow.send(None)
+    flow.send(Ending(Fate.KEEP, b"answer"))
+    ours = renewed(claim.record, NOW + 2 * LEASE)
+    again = flow.send(ours)
+    assert again == Swap(TICKET.id, ours.version, completed(ours, b"answer"))
+    assert isinstance(end_of(flow, None), Executed)
+
+
+def ended_against(standing):
+    flow, _ = begun()
+    flow.send(None)
+    flow.send(Ending(Fate.KEEP, b"late"))
+    return end_of(flow, standing)
+
+
+def test_a_zombie_gets_the_surviving_answer():
+    """L5: and overwrites nothing."""
+    assert ended_against(DONE) == Replay(DONE, b"answer")
+    assert refused(ended_against(in_doubt(FIRST))) == ("outcome-unknown", 409)
+
+
+@pytest.mark.parametrize("standing", [FIRST, failed(FIRST)])
+def test_a_zombie_whose_successor_is_not_done_is_told_to_ask_again(standing):
+    """L5."""
+    assert refused(ended_against(standing)) == ("in-progress", 409)
+
+
+def test_a_zombie_whose_key_is_in_use_for_another_request_is_told_so():
+    """F1."""
+    assert refused(ended_against(FIRST._replace(fingerprint=b"g" * 16))) == ("key-reused", 422)
+
+
+def test_a_zombie_never_claims_a_new_life():
+    old = DONE._replace(window_until_ms=NOW)
+    assert refused(ended_against(old)) == ("in-progress", 409)
+
+
+def test_who_outlived_its_whole_retention_still_gets_its_answer():
+    assert isinstance(ended_against(GONE), Executed)
+
+
+def test_a_caller_with_too_many_keys_may_only_use_one_it_knows():
+    """X2."""
+    flow, watch = begun(may_claim=False)
+    assert watch == Watch(TICKET.id, 0, NOW)
+    assert refused(end_of(flow, Seen(GONE, NOW))) == ("too-many-keys", 429)
+    flow, _ = begun(may_claim=False)
+    assert end_of(flow, Seen(DONE, NOW)) == Replay(DONE, b"answer")
+
+
+def test_who_was_parked_but_lived_ends_the_doubt():
+    """L5, L6: its lease ran out and somebody parked it, but it knows what it did."""
+    flow, claim = begun(Policy(recovery="manual"))
+    flow.send(None)
+    flow.send(Ending(Fate.KEEP, b"answer"))
+    parked = in_doubt(claim.record)
+    again = flow.send(parked)
+    assert again == Swap(TICKET.id, parked.version, completed(parked, b"answer"))
+    assert isinstance(end_of(flow, None), Executed)
+
+
+def test_who_was_parked_and_does_not_know_either_leaves_it_so():
+    flow, claim = begun(Policy(recovery="manual"))
+    flow.send(None)
+    flow.send(Ending(Fate.DOUBT))
+    assert isinstance(end_of(flow, in_doubt(claim.record)), Executed)
