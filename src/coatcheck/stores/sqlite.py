@@ -1,0 +1,266 @@
+"""The SQLite store: the embedded default. One file, durable, shared by any number of processes.
+
+What a swap has acknowledged survives `kill -9` and a power cut (write-ahead log, one fsync for
+each commit). One connection writes, one reads beside it, one is for operators; SQLite lets one
+process write at a time, and the others wait for it.
+
+A batch is a few statements, whatever its size. The writing thread shares the interpreter lock with
+an event loop, and every statement gives that lock away and has to get it back; so claims go in as
+one `insert` of many rows and changes as one `update` from many rows. That all of them won is seen
+from the number of rows that changed; only if not is anything read.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import TypedDict
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from coatcheck.core.policy import duration_ms
+from coatcheck.core.record import GONE, Record, Swap
+from coatcheck.errors import Misconfigured, StoreUnavailable
+from coatcheck.stores import sqlite_rows as rows
+from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query
+from coatcheck.stores.sqlite_file import findings_about, identity_of, in_turn, prepare
+from coatcheck.stores.sqlite_line import Line
+
+# 5 s: thousands of commits of others. Who has waited that long for a lock is better told so.
+BUSY_TIMEOUT_S = 5.0
+
+
+class SqliteStore:
+    """
+    Records in an SQLite file, which may be the application's own database.
+
+    Args:
+        path: the file; created where there is none, in a directory that must exist.
+        compact: keep only digests; label, scope and key are stored empty.
+        busy_timeout_s: how long to wait while other processes write.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        compact: bool = False,
+        busy_timeout_s: float = BUSY_TIMEOUT_S,
+    ) -> None:
+        # Absolute, because a server may change its directory before the first request.
+        self.path = os.path.abspath(path)  # noqa: PTH100 - no pathlib word says only that
+        prepare(self.path, busy_timeout_s)
+        self._identity = identity_of(self.path)
+        self._row_of = rows.compact_row_of if compact else rows.row_of
+        self._busy_timeout_s = busy_timeout_s
+        self._writer = Line(self.path, busy_timeout_s, writes=True)
+        self._reader = Line(self.path, busy_timeout_s)
+        self._finder = Line(self.path, busy_timeout_s)
+
+    @classmethod
+    def from_url(cls, url: str) -> SqliteStore:
+        """
+        The store that *url* names: `sqlite:///relative.db` or `sqlite:////absolute.db`.
+
+        Options: `?compact=1`, `?busy_timeout=5s`.
+        """
+        parts = urlsplit(url)
+        path = unquote(parts.path.removeprefix("/"))
+        if parts.netloc or parts.fragment or path in ("", ":memory:"):
+            raise Misconfigured(
+                f"{url!r} names no file; write sqlite:///relative.db or sqlite:////absolute.db "
+                "('#' as %23), or memory:// for a store that may forget"
+            )
+        return cls(path, **_options(parts.query))
+
+    def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
+        """Write each record if the version its caller saw still stands."""
+        if not swaps:
+            return []
+        with self._writer as connection:
+            if len(swaps) == 1:
+                return [self._swap_alone(connection, swaps[0])]
+            return self._swap_together(connection, swaps)
+
+    def _swap_alone(self, connection: sqlite3.Connection, swap: Swap) -> Record | None:
+        """One plain statement where it wins, one more where it loses, and no transaction."""
+        if self._write_alone(connection, swap):
+            return None
+        standing = _read(connection, (swap.id,)).get(swap.id)
+        if swap.expected != (0 if standing is None else standing.version):
+            return GONE if standing is None else standing
+        # It lost, and yet it should win: a new life, whose expiry is another one; or the record
+        # went or came between the two statements. In a transaction nothing can.
+        return self._swap_together(connection, (swap,))[0]
+
+    def _write_alone(self, connection: sqlite3.Connection, swap: Swap) -> bool:
+        if swap.record is None:
+            statement, row = rows.DELETE_ONE, (swap.id, swap.expected)
+        elif swap.expected == 0:
+            statement, row = rows.claim_many(1), self._row_of(swap.record)
+        else:
+            statement, row = rows.CHANGE_ONE, (*self._row_of(swap.record), swap.expected)
+        return in_turn(connection, self._busy_timeout_s, statement, row).rowcount == 1
+
+    def _swap_together(
+        self, connection: sqlite3.Connection, swaps: Sequence[Swap]
+    ) -> Sequence[Record | None]:
+        """One transaction, and in it one answer for each; see `Line` for what an error does."""
+        claims: list[Swap] = []
+        changes: list[Swap] = []
+        deletes: list[Swap] = []
+        for swap in swaps:
+            kind = deletes if swap.record is None else changes if swap.expected else claims
+            kind.append(swap)
+        in_turn(connection, self._busy_timeout_s, "begin immediate")
+        lost = [
+            *self._change(connection, changes),  # first, because it may begin anew
+            *self._claim(connection, claims),
+            *self._delete(connection, deletes),
+        ]
+        standing = _read(connection, [swap.id for swap in lost]) if lost else {}
+        connection.execute("commit")
+        if not lost:
+            return [None] * len(swaps)
+        losers = {swap.id for swap in lost}
+        return [
+            standing.get(swap.id, GONE if swap.expected else None) if swap.id in losers else None
+            for swap in swaps
+        ]
+
+    def _change(self, connection: sqlite3.Connection, changes: list[Swap]) -> list[Swap]:
+        """Write *changes*; whoever lost."""
+        if not changes:
+            return []
+        written = [(*self._row_of(_record(swap)), swap.expected) for swap in changes]
+        won = 0
+        for some in rows.portions(written):
+            won += connection.execute(rows.change_many(len(some)), _flat(some)).rowcount
+        if won == len(changes):
+            return []
+        # Who lost cannot be seen from what stands now, for an equal swap of somebody else leaves
+        # equal traces; and a new life has not lost at all. So once more, one by one.
+        connection.execute("rollback")
+        in_turn(connection, self._busy_timeout_s, "begin immediate")
+        return [
+            swap
+            for swap, row in zip(changes, written, strict=True)
+            if connection.execute(rows.REPLACE_ONE, row).rowcount == 0
+        ]
+
+    def _claim(self, connection: sqlite3.Connection, claims: list[Swap]) -> list[Swap]:
+        """Write *claims*; whoever lost."""
+        won = last = 0
+        for some in rows.portions([self._row_of(_record(swap)) for swap in claims]):
+            cursor = connection.execute(rows.claim_many(len(some)), _flat(some))
+            won += cursor.rowcount
+            last = cursor.lastrowid or 0
+        if won == len(claims) or won == 0:
+            return claims if won == 0 else []
+        # Rows are numbered as they come, so those we have just written are the last *won* ones.
+        numbers: dict[bytes, int] = {}
+        for some_ids in rows.portions([swap.id for swap in claims]):
+            numbers.update(connection.execute(rows.number_many(len(some_ids)), some_ids))
+        return [swap for swap in claims if numbers[swap.id] <= last - won]
+
+    def _delete(self, connection: sqlite3.Connection, deletes: list[Swap]) -> list[Swap]:
+        """Delete one by one, because it is rare; whoever lost, or had nothing to delete."""
+        return [
+            swap
+            for swap in deletes
+            if connection.execute(rows.DELETE_ONE, (swap.id, swap.expected)).rowcount == 0
+        ]
+
+    def get(self, ids: Sequence[bytes]) -> Sequence[Record | None]:
+        """The records that stand, in the order of *ids*; never waits for a commit."""
+        with self._reader as connection:
+            standing = _read(connection, ids)
+        return [standing.get(id) for id in ids]
+
+    def find(self, query: Query) -> Page:
+        """Records for operators, in id order; on a connection where nobody else has to wait."""
+        statement, values = rows.find(query)
+        with self._finder as connection:
+            found = connection.execute(statement, values).fetchall()
+        records = [rows.record_of(row) for row in found[: query.limit]]
+        return Page(records, records[-1].id if len(found) > query.limit else None)
+
+    def sweep(self, now_ms: int, limit: int = SWEEP_BATCH) -> int:
+        """Delete up to *limit* records whose retention is over."""
+        with self._writer as connection:
+            swept = in_turn(connection, self._busy_timeout_s, rows.SWEEP, (now_ms, limit))
+            return swept.rowcount
+
+    def check(self) -> Sequence[Finding]:
+        """Whether the file is whole, can be written, and will be found again."""
+        findings: list[Finding] = []
+        try:
+            with self._writer as connection:
+                in_turn(connection, self._busy_timeout_s, "begin immediate")
+                connection.execute("rollback")
+            self._finder.hang_up()  # what it remembers of the file is not what is to be checked
+            with self._finder as connection:
+                findings += [Finding(*about) for about in findings_about(connection, self.path)]
+        except StoreUnavailable as error:
+            findings.append(Finding("error", str(error)))
+        if identity_of(self.path) != self._identity:
+            message = f"{self.path}: deleted or replaced while in use; new records are being lost"
+            findings.append(Finding("error", message))
+        return findings
+
+    def now_ms(self) -> int:
+        """This machine's clock."""
+        return time.time_ns() // 1_000_000
+
+    def close(self) -> None:
+        """Close the file; whoever closes it last moves the log into it."""
+        self._reader.close()
+        self._finder.close()
+        self._writer.close()
+
+
+def _read(connection: sqlite3.Connection, ids: Sequence[bytes]) -> dict[bytes, Record]:
+    standing: dict[bytes, Record] = {}
+    for some in rows.portions(ids):
+        for row in connection.execute(rows.read_many(len(some)), some).fetchall():
+            standing[row[0]] = rows.record_of(row)
+    return standing
+
+
+def _record(swap: Swap) -> Record:
+    assert swap.record is not None
+    return swap.record
+
+
+def _flat(written: Iterable[rows.Row]) -> list[object]:
+    return list(chain.from_iterable(written))
+
+
+class _Options(TypedDict, total=False):
+    compact: bool
+    busy_timeout_s: float
+
+
+def _options(query: str) -> _Options:
+    """What stands behind the question mark of a URL."""
+    options: _Options = {}
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if name == "compact" and value in ("0", "1"):
+            options["compact"] = value == "1"
+        elif name == "busy_timeout":
+            options["busy_timeout_s"] = _seconds(name, value)
+        else:
+            raise Misconfigured(
+                f"sqlite: {name}={value} is no option; there are compact=0 or 1 (keep only "
+                "digests) and busy_timeout=5s (how long to wait while others write)"
+            )
+    return options
+
+
+def _seconds(name: str, value: str) -> float:
+    try:
+        return duration_ms(value) / 1_000
+    except ValueError as error:
+        raise Misconfigured(f"sqlite: {name}: {error}") from error
