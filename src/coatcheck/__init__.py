@@ -1,0 +1,58 @@
+"""coatcheck: idempotency keys done right. A retried write happens once.
+
+Start reading at `coatcheck.core.serve`; ARCHITECTURE.md is the map.
+"""
+
+from coatcheck.core.policy import Policy
+from coatcheck.core.record import Record
+from coatcheck.core.replay import Response
+from coatcheck.engine import AsyncEngine, Engine
+from coatcheck.errors import (
+    ClaimLost,
+    CoatcheckError,
+    KeyBusy,
+    KeyExpired,
+    KeyRejected,
+    KeyReused,
+    LimitExceeded,
+    Misconfigured,
+    MissingExtra,
+    OutcomeUnknown,
+    Refused,
+    ResultUnavailable,
+    StoreUnavailable,
+)
+from coatcheck.operation import DidNotHappen, Happened, Operation, Unknown, current_operation
+from coatcheck.stores import open_async_store, open_store
+from coatcheck.telemetry import Decision
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AsyncEngine",
+    "ClaimLost",
+    "CoatcheckError",
+    "Decision",
+    "DidNotHappen",
+    "Engine",
+    "Happened",
+    "KeyBusy",
+    "KeyExpired",
+    "KeyRejected",
+    "KeyReused",
+    "LimitExceeded",
+    "Misconfigured",
+    "MissingExtra",
+    "Operation",
+    "OutcomeUnknown",
+    "Policy",
+    "Record",
+    "Refused",
+    "Response",
+    "ResultUnavailable",
+    "StoreUnavailable",
+    "Unknown",
+    "current_operation",
+    "open_async_store",
+    "open_store",
+]

@@ -1,0 +1,61 @@
+"""The cache: completed records of this process, for replays that need no store.
+
+Sound because a completed record never changes until its window is over, and `verdict` checks the
+window of a cached record like that of any other. Bounded in number and in bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+from coatcheck.core.record import Record
+
+# 16 MiB and 10 000 records: some minutes of retries at a thousand requests a second, and a size
+# nobody notices in a Python process.
+CACHE_BYTES_MAX = 16 * 1024 * 1024
+CACHE_RECORDS_MAX = 10_000
+# A few large responses must not push out thousands of small ones.
+RESPONSE_BYTES_MAX = 64 * 1024
+
+
+class Cache:
+    """Least recently used records leave first."""
+
+    def __init__(
+        self, *, bytes_max: int = CACHE_BYTES_MAX, records_max: int = CACHE_RECORDS_MAX
+    ) -> None:
+        self._records: OrderedDict[bytes, Record] = OrderedDict()
+        self._bytes = 0
+        # Only for changes: a count that two threads get wrong would be wrong for ever.
+        self._mutex = threading.Lock()
+        self._bytes_max = bytes_max
+        self._records_max = records_max
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def get(self, id: bytes) -> Record | None:
+        """The completed record of *id*, if it is here."""
+        record = self._records.get(id)
+        if record is not None:
+            try:
+                self._records.move_to_end(id)
+            except KeyError:  # another thread just pushed it out; what we hold is still true
+                pass
+        return record
+
+    def put(self, record: Record) -> None:
+        """Remember a completed *record*."""
+        size = len(record.response or b"")
+        if size > RESPONSE_BYTES_MAX:
+            return
+        with self._mutex:
+            before = self._records.pop(record.id, None)
+            if before is not None:
+                self._bytes -= len(before.response or b"")
+            self._records[record.id] = record
+            self._bytes += size
+            while self._bytes > self._bytes_max or len(self._records) > self._records_max:
+                _, oldest = self._records.popitem(last=False)
+                self._bytes -= len(oldest.response or b"")

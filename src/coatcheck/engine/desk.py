@@ -1,0 +1,246 @@
+"""The desk: all that a sync and an async engine have in common, which is all but the waiting.
+
+It makes tickets, knows what can be answered from memory, notices what was written, and tells the
+observers. Engines add the words that perform effects.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from coatcheck.core.call import fingerprint_of_call
+from coatcheck.core.key import reference_of
+from coatcheck.core.policy import Policy
+from coatcheck.core.problem import problem
+from coatcheck.core.record import (
+    COMPLETED,
+    RUNNING,
+    Record,
+    Swap,
+    is_same_write,
+    is_window_over,
+)
+from coatcheck.core.replay import Fate, Response, decode_value, encode_response, encode_value
+from coatcheck.core.scope import operation_id
+from coatcheck.core.serve import Answer, Ending, Executed, Refuse, Replay, Ticket, verdict
+from coatcheck.engine.cache import Cache
+from coatcheck.engine.clock import StoreClock
+from coatcheck.engine.crowd import Crowd
+from coatcheck.engine.heart import Archive, Heart
+from coatcheck.engine.waiting import Line
+from coatcheck.errors import Misconfigured, StoreUnavailable
+from coatcheck.operation import DidNotHappen, Happened, Unknown
+from coatcheck.stores import Store
+from coatcheck.stores.fork import renew_after_fork
+from coatcheck.telemetry import Decision, Observer, log_decision
+
+logger = logging.getLogger("coatcheck")
+
+# About how often each engine sweeps; a sweep looks at an index and takes small batches.
+SWEEP_EVERY_S = 60.0
+
+
+class Desk:
+    """What both engines share."""
+
+    def __init__(
+        self,
+        store: Store,
+        policy: Policy | str | None,
+        *,
+        secret: bytes | str,
+        clock: Callable[[], int] | None,
+        observers: Sequence[Observer],
+        sweep_every_s: float | None,
+        archive: Archive | None,
+    ) -> None:
+        self.policy = policy_of(policy)
+        self.secret = secret.encode() if isinstance(secret, str) else secret
+        self.clock = StoreClock(store, clock)
+        self.now_ms = self.clock.now_ms
+        self._crowd = Crowd()
+        self._observers = tuple(observers)
+        self._store = store
+        self._sweep_every_s = sweep_every_s
+        self._archive = archive
+        self._renew()
+        renew_after_fork(self)
+
+    def _renew(self) -> None:
+        """Make what belongs to one process: a child of a fork has no heart and nobody waiting."""
+        self.cache = Cache()
+        self.line = Line()
+        # Counted from a random place, so that no two attempts anywhere share one. The place is
+        # from the system's source, never from `random`: an application that seeds that one the
+        # same way in two processes must not make their attempts look like one.
+        self._nonces = itertools.count(int.from_bytes(os.urandom(8), "big") >> 2)
+        self.heart = Heart(
+            self._store, self.clock, sweep_every_s=self._sweep_every_s, archive=self._archive
+        )
+
+    def ticket(
+        self, key: str, fingerprint: bytes, *, caller: str, scope: str, route: str
+    ) -> Ticket:
+        """A request at the counter, now."""
+        return Ticket(
+            operation_id(caller=caller, route=route, key=key, secret=self.secret),
+            fingerprint,
+            self.now_ms(),
+            next(self._nonces),
+            route,
+            scope,
+            key,
+        )
+
+    def ticket_of_call(self, key: str, scope: str, call: functools.partial[Any]) -> Ticket:
+        """The ticket of a guarded function's call."""
+        if not 1 <= len(key) <= self.policy.key_chars_max:
+            reason = f"a key has 1 to {self.policy.key_chars_max} characters, this has {len(key)}"
+            raise problem("key-invalid", reason=reason).error()
+        args, kwargs, inner = call.args, call.keywords, call.func
+        while isinstance(inner, functools.partial):  # not always folded into one by Python
+            args, kwargs, inner = (*inner.args, *args), inner.keywords | kwargs, inner.func
+        fingerprint = fingerprint_of_call(args, kwargs)
+        return self.ticket(key, fingerprint, caller="", scope="", route=scope)
+
+    def recall(self, ticket: Ticket, policy: Policy) -> Replay | Refuse | None:
+        """The answer to *ticket*, if memory holds it: the replay of a completed record."""
+        record = self.cache.get(ticket.id)
+        # After the window another engine may have begun a new life: only the store knows.
+        if record is None or is_window_over(record, ticket.now_ms):
+            return None
+        decided = verdict(record, ticket, policy, ticket.now_ms)
+        return decided if isinstance(decided, (Replay, Refuse)) else None
+
+    def may_claim(self, ticket: Ticket, policy: Policy) -> bool:
+        """The caller may use another new key."""
+        keys_max = policy.live_keys_max
+        return keys_max is None or not self._crowd.is_full(ticket.scope, ticket.now_ms, keys_max)
+
+    def wrote(self, swap: Swap) -> None:
+        """Notice a swap of ours that took effect: remember a final answer, wake who waits."""
+        record = swap.record
+        if record is None:
+            return
+        if record.state == RUNNING:
+            if swap.expected and record.attempt == 1:
+                logger.warning("late retry: %s began a new life", reference_of(record.id))
+            return
+        if record.state == COMPLETED and record.response is not None:
+            self.cache.put(record)
+        self.line.tell(record)
+
+    def tell(self, ticket: Ticket, policy: Policy, answer: Answer | None) -> None:
+        """Tell the observers what became of *ticket*; None: its handler failed."""
+        if policy.live_keys_max is not None and not isinstance(answer, (Replay, Refuse)):
+            self._crowd.add(
+                ticket.scope, ticket.id, ticket.now_ms + policy.window_ms, policy.live_keys_max
+            )
+        level = logging.WARNING if isinstance(answer, Refuse) else logging.INFO
+        if self._observers or logger.isEnabledFor(level):
+            decision = _decision(ticket, answer, self.now_ms())
+            log_decision(decision)
+            for observer in self._observers:
+                try:
+                    observer(decision)
+                except Exception:  # the work is done, and must not look undone because of this
+                    logger.exception("an observer failed")
+
+    def tell_outage(self, ticket: Ticket, policy: Policy, error: StoreUnavailable) -> None:
+        """Tell the observers that the store did not answer."""
+        refusal = problem("store-unavailable", key=ticket.key, id=ticket.id, reason=str(error))
+        self.tell(ticket, policy, Refuse(refusal))
+
+    def result_of(
+        self, ticket: Ticket, policy: Policy, answer: Answer, response: bytes | None, result: object
+    ) -> Any:  # noqa: ANN401 - what the user's function returned
+        """
+        What the caller of a guarded function gets; *response* keeps what its own call returned.
+
+        Decoded from the stored bytes even the first time, so that a retry gets nothing else. Only
+        a *result* that could not be kept goes to its first caller as it is.
+        """
+        self.tell(ticket, policy, answer)
+        if isinstance(answer, Refuse):
+            raise answer.problem.error()
+        if isinstance(answer, Replay):
+            response = answer.response
+        return result if response is None else decode_value(response)
+
+
+def _decision(ticket: Ticket, answer: Answer | None, now_ms: int) -> Decision:
+    outcome: Literal["executed", "replayed", "refused", "failed"] = "failed"
+    attempt, code = 0, ""
+    match answer:
+        case Executed(record):
+            outcome, attempt = "executed", record.attempt
+        case Replay(record):
+            outcome, attempt = "replayed", record.attempt
+        case Refuse(refusal):
+            outcome, code = "refused", refusal.code
+        case None:
+            pass
+    duration_ms = now_ms - ticket.now_ms
+    reference = reference_of(ticket.id)
+    return Decision(outcome, reference, ticket.label, ticket.scope, attempt, code, duration_ms)
+
+
+def is_own(lost: Record, swap: Swap) -> bool:
+    """*swap* has lost against itself: it took effect before, but nobody heard of it."""
+    return swap.record is not None and is_same_write(lost, swap.record)
+
+
+def name_of(function: Callable[..., object]) -> str:
+    """What a guarded function is called where no scope is given; not everything has a name."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__qualname__", type(function).__qualname__)
+
+
+def ending_of_result(ticket: Ticket, result: object) -> Ending:
+    """What a guarded function's *result* means for its claim."""
+    response = encode_value(result)
+    if response is None:
+        logger.error(
+            "%s returned a %s, which is neither JSON nor bytes: it is not kept, and a retry is "
+            "told so",
+            *(ticket.label, type(result).__name__),
+        )
+    return Ending(Fate.KEEP, response)
+
+
+def ending_of_reconcile(answer: object, *, as_value: bool) -> Ending:
+    """What a reconcile function's *answer* means for the claim."""
+    match answer:
+        case Happened() if as_value:
+            return Ending(Fate.KEEP, encode_value(answer.value))
+        case Happened():
+            headers = [
+                (name.lower().encode("latin-1"), value.encode("latin-1"))
+                for name, value in answer.headers
+            ]
+            response = Response(answer.status, headers, answer.body)
+            return Ending(Fate.KEEP, encode_response(response))
+        case DidNotHappen():
+            return Ending(Fate.RELEASE)
+        case Unknown():
+            return Ending(Fate.DOUBT)
+        case _:
+            logger.error("reconcile answered %r, not Happened, DidNotHappen or Unknown", answer)
+            return Ending(Fate.DOUBT)
+
+
+def policy_of(policy: Policy | str | None) -> Policy:
+    """A policy, or the preset of that name."""
+    if policy is None:
+        policy = Policy()
+    elif isinstance(policy, str):
+        policy = Policy.preset(policy)
+    if policy.mode == "transaction":
+        raise Misconfigured("mode='transaction' needs a store in your own database; use 'record'")
+    return policy

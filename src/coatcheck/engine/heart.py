@@ -1,0 +1,181 @@
+"""The heart: one thread for each engine that renews leases and keeps house.
+
+A thread, not a task: it must beat while a handler blocks the event loop. It renews every claim
+that is a third of its lease old, sweeps a little from time to time, and looks at the store's
+clock. A renewal that fails is tried again at the next beat; one that finds another attempt's
+record marks the claim as lost.
+
+Holding and letting go of a claim is two dictionary operations, because most claims are over
+before their first renewal is due.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from coatcheck.core.record import Record, Swap, is_same_attempt, is_same_write, renewed
+from coatcheck.engine.clock import StoreClock
+from coatcheck.stores.contract import SWEEP_BATCH, Query, Store
+
+Archive: TypeAlias = Callable[[Sequence[Record]], object]
+
+logger = logging.getLogger("coatcheck")
+
+# Renewed after a third: two renewals may fail before a lease is lost.
+RENEWALS_PER_LEASE = 3
+# A beat at least this often, so that an engine that is gone ends its thread soon.
+BEAT_MAX_S = 5.0
+# At most this many batches at once, so that a long backlog does not crowd out claims.
+SWEEP_BATCHES_MAX = 20
+
+
+class Held:
+    """A claim that this process executes."""
+
+    __slots__ = ("claim", "is_lost", "lease_ms", "renew_ms")
+
+    def __init__(self, claim: Record, lease_ms: int) -> None:
+        self.claim = claim
+        self.lease_ms = lease_ms
+        self.renew_ms = claim.lease_until_ms - lease_ms + lease_ms // RENEWALS_PER_LEASE
+        self.is_lost = False
+
+
+class Heart:
+    """Renews what is held; made and driven by an engine."""
+
+    def __init__(
+        self,
+        store: Store,
+        clock: StoreClock,
+        *,
+        sweep_every_s: float | None = None,
+        archive: Archive | None = None,
+    ) -> None:
+        self.store = store
+        self.now_ms = clock.now_ms
+        self._clock = clock
+        self.held: dict[bytes, Held] = {}
+        self._archive = archive
+        self._sweep_every_s = sweep_every_s
+        self._sweep_ms: int | None = None  # not known before the clock was looked at
+        self._pause_s = BEAT_MAX_S
+        self._wake = threading.Event()
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+        self._mutex = threading.Lock()
+
+    def hold(self, claim: Record, lease_ms: int) -> Held:
+        """Keep *claim* alive from now on."""
+        held = self.held[claim.id] = Held(claim, lease_ms)
+        pause_s = lease_ms / (2_000 * RENEWALS_PER_LEASE)
+        if pause_s < self._pause_s:
+            self._pause_s = pause_s
+            self._wake.set()
+        if self._thread is None:
+            self._start()
+        return held
+
+    def let_go(self, held: Held) -> None:
+        """Stop renewing: the attempt has ended, or its executor is gone."""
+        if self.held.get(held.claim.id) is held:
+            self.held.pop(held.claim.id, None)
+
+    def beat(self) -> None:
+        """One beat: look at the clock, renew what is due, and sweep if it is time."""
+        self._clock.look()
+        now_ms = self.now_ms()
+        due = [held for held in list(self.held.values()) if held.renew_ms <= now_ms]
+        if due:
+            self._renew(due, now_ms)
+        if self._is_time_to_sweep(now_ms):
+            sweep(self.store, now_ms, self._archive)
+
+    def _is_time_to_sweep(self, now_ms: int) -> bool:
+        sweep_ms = self._sweep_ms
+        if self._sweep_every_s is None or (sweep_ms is not None and now_ms < sweep_ms):
+            return False
+        # Jittered from the first time on, so that many nodes do not sweep at the same moment.
+        jitter = random.uniform(0.5, 1.5)  # noqa: S311 - no secret
+        self._sweep_ms = now_ms + round(1_000 * self._sweep_every_s * jitter)
+        return sweep_ms is not None
+
+    def stop(self) -> None:
+        """End the thread; claims still held are no longer renewed."""
+        self._stopped = True
+        self._wake.set()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _renew(self, due: list[Held], now_ms: int) -> None:
+        swaps = [
+            Swap(h.claim.id, h.claim.version, renewed(h.claim, now_ms + h.lease_ms)) for h in due
+        ]
+        for held, swap, lost in zip(due, swaps, self.store.swap(swaps), strict=True):
+            assert swap.record is not None
+            if lost is None or is_same_write(lost, swap.record):
+                held.claim = swap.record
+                held.renew_ms = now_ms + held.lease_ms // RENEWALS_PER_LEASE
+            elif is_same_attempt(lost, held.claim):  # an earlier renewal whose answer was lost
+                held.claim = lost
+            elif self.held.get(held.claim.id) is held:
+                held.is_lost = True
+                self.let_go(held)
+
+    def _start(self) -> None:
+        with self._mutex:
+            if self._thread is None and not self._stopped:
+                self._thread = threading.Thread(
+                    target=_beat_until_gone,
+                    args=(weakref.ref(self), self._wake),
+                    name="coatcheck-heart",
+                    daemon=True,
+                )
+                self._thread.start()
+
+
+def _beat_until_gone(heart: weakref.ref[Heart], wake: threading.Event) -> None:
+    """The thread: it does not keep its engine alive, and ends when the engine is gone."""
+    pause_s = BEAT_MAX_S
+    while True:
+        wake.wait(pause_s)
+        wake.clear()
+        living = heart()
+        if living is None or living._stopped:  # noqa: SLF001 - the body of the class
+            return
+        try:
+            living.beat()
+        except Exception as error:  # noqa: BLE001 - a heart that stops loses every lease
+            logger.warning("a beat failed and is tried again: %s", error)
+        pause_s = living._pause_s  # noqa: SLF001 - as above
+        del living
+
+
+def sweep(store: Store, now_ms: int, archive: Archive | None = None) -> int:
+    """Take what retention allows, in small batches; how many records it were."""
+    taken = 0
+    for _ in range(SWEEP_BATCHES_MAX):
+        if archive is None:
+            count = found = store.sweep(now_ms, SWEEP_BATCH)
+        else:
+            count, found = _archive_and_delete(store, now_ms, archive)
+        taken += count
+        if found < SWEEP_BATCH:
+            break
+    return taken
+
+
+def _archive_and_delete(store: Store, now_ms: int, archive: Archive) -> tuple[int, int]:
+    """Delete only what *archive* has taken without an error, and only if it did not change."""
+    records = store.find(Query(expired_at_ms=now_ms, limit=SWEEP_BATCH)).records
+    if not records:
+        return 0, 0
+    archive(records)
+    lost = store.swap([Swap(record.id, record.version, None) for record in records])
+    return lost.count(None), len(records)

@@ -1,0 +1,434 @@
+"""The heart: renews leases, whatever the handlers do, and keeps house."""
+
+import asyncio
+import gc
+import threading
+import weakref
+
+import pytest
+from engines import NOW_MS, WAIT_S_MAX, Clock, Handler, WatchedStore, eventually, held_up, wait_for
+
+from coatcheck import AsyncEngine, Engine, Policy
+from coatcheck.core.record import GONE, RUNNING, Record, completed, failed
+from coatcheck.engine.clock import StoreClock
+from coatcheck.engine.heart import BEAT_MAX_S, SWEEP_BATCHES_MAX, Heart, sweep
+from coatcheck.errors import StoreUnavailable
+from coatcheck.stores.contract import SWEEP_BATCH
+from coatcheck.stores.memory import AsyncMemoryStore
+
+LEASE_MS = 60_000
+CLAIM = Record(
+    *(b"i" * 16, NOW_MS, RUNNING, 1, b"f" * 16, NOW_MS, NOW_MS + LEASE_MS),
+    *(NOW_MS + 3_600_000, NOW_MS + 7_200_000, 7, "", "", "", None, None),
+)
+
+
+@pytest.fixture
+def store():
+    store = WatchedStore()
+    store._records[CLAIM.id] = CLAIM
+    return store
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def heart(store, clock):
+    heart = heart_of(store, clock)
+    yield heart
+    heart.stop()
+
+
+def heart_of(store, clock, **options):
+    return Heart(store, StoreClock(store, clock), **options)
+
+
+# --- leases -----------------------------------------------------------------------------------
+
+
+def test_a_claim_is_renewed_when_a_third_of_its_lease_is_over(heart, store, clock):
+    """L5: two renewals may fail before a lease is lost."""
+    heart.hold(CLAIM, LEASE_MS)
+    clock.pass_s(19.999)
+    heart.beat()
+    assert store.record == CLAIM
+    clock.pass_s(0.001)
+    heart.beat()
+    renewed = store.record
+    assert renewed.lease_until_ms == clock.now_ms + LEASE_MS
+    assert (renewed.state, renewed.nonce, renewed.attempt) == (RUNNING, 7, 1)
+    heart.beat()
+    assert store.record == renewed
+    clock.pass_s(20)
+    heart.beat()
+    assert store.record.lease_until_ms == clock.now_ms + LEASE_MS
+
+
+def test_what_was_let_go_is_renewed_no_longer(heart, store, clock):
+    """L5."""
+    heart.let_go(heart.hold(CLAIM, LEASE_MS))
+    clock.pass_s(30)
+    heart.beat()
+    assert store.record == CLAIM
+
+
+def test_a_renewal_whose_answer_was_lost_is_followed_by_the_next(heart, store, clock):
+    """L5: the record names our own attempt, so nothing is lost."""
+    held = heart.hold(CLAIM, LEASE_MS)
+    clock.pass_s(20)
+    store.troubles = ["deaf"]
+    with pytest.raises(StoreUnavailable):
+        heart.beat()
+    clock.pass_s(5)
+    heart.beat()
+    heart.beat()
+    assert not held.is_lost
+    assert store.record.version == CLAIM.version + 2
+    assert store.record.lease_until_ms == clock.now_ms + LEASE_MS
+    assert held.claim == store.record
+
+
+def test_one_renewal_that_is_lost_does_not_hold_up_the_others(heart, store, clock):
+    """L5."""
+    other = CLAIM._replace(id=b"j" * 16)
+    store._records[other.id] = other
+    lost, kept = heart.hold(CLAIM, LEASE_MS), heart.hold(other, LEASE_MS)
+    store._records[CLAIM.id] = CLAIM._replace(version=CLAIM.version + 5, nonce=8, attempt=2)
+    clock.pass_s(20)
+    heart.beat()
+    assert (lost.is_lost, kept.is_lost) == (True, False)
+    assert list(heart.held.values()) == [kept]
+    assert store._records[other.id].lease_until_ms == clock.now_ms + LEASE_MS
+
+
+@pytest.mark.parametrize(
+    "standing",
+    [
+        CLAIM._replace(version=NOW_MS + 9, nonce=8, attempt=2),
+        completed(CLAIM._replace(nonce=8, attempt=2), b"theirs"),
+        failed(CLAIM),
+        None,
+    ],
+    ids=["taken over", "completed", "failed", "swept"],
+)
+def test_a_claim_that_is_lost_is_marked_and_left_alone(heart, store, clock, standing):
+    """L5: the fence holds, and the record stays what it is."""
+    held = heart.hold(CLAIM, LEASE_MS)
+    if standing is None:
+        del store._records[CLAIM.id]
+    else:
+        store._records[CLAIM.id] = standing
+    clock.pass_s(20)
+    heart.beat()
+    assert held.is_lost
+    assert heart.held == {}
+    assert store.records == ([] if standing is None else [standing])
+
+
+def test_a_zombie_does_not_let_go_of_what_its_successor_holds(heart):
+    """L5: two attempts of one operation in one process."""
+    zombie = heart.hold(CLAIM, LEASE_MS)
+    successor = heart.hold(CLAIM._replace(version=NOW_MS + 1, nonce=8, attempt=2), LEASE_MS)
+    heart.let_go(zombie)
+    assert heart.held == {CLAIM.id: successor}
+    heart.let_go(successor)
+    heart.let_go(successor)
+    assert heart.held == {}
+
+
+def test_a_handler_that_ends_during_its_own_renewal_is_not_marked_as_lost(heart, store, clock):
+    """L5: a renewal on its way when the handler finishes."""
+    held = heart.hold(CLAIM, LEASE_MS)
+    clock.pass_s(20)
+    swap = store.swap
+
+    def ends_meanwhile(swaps):
+        heart.let_go(held)
+        store._records[CLAIM.id] = completed(CLAIM, b"done")
+        return swap(swaps)
+
+    store.swap = ends_meanwhile
+    heart.beat()
+    assert not held.is_lost
+    assert store.record == completed(CLAIM, b"done")
+
+
+# --- the thread -------------------------------------------------------------------------------
+
+SHORT = Policy(lease="150ms", window="1h")
+
+
+def test_a_lease_is_renewed_while_its_handler_blocks_the_event_loop():
+    """L5: which no task on that loop could do."""
+    store = WatchedStore()
+
+    async def blocking():
+        claim = store.record
+        store.wait_for(lambda record: record.version >= claim.version + 2)
+        return store.record.lease_until_ms > claim.lease_until_ms
+
+    async def use():
+        async with AsyncEngine(AsyncMemoryStore(store), SHORT) as engine:
+            return await engine.run("k", blocking)
+
+    assert asyncio.run(use()) is True
+    assert store.record.attempt == 1
+
+
+def test_nobody_takes_over_what_is_renewed_however_long_it_takes(guards, clock):
+    """L5: a duplicate elsewhere waits for many leases, because each is renewed in time."""
+    store = WatchedStore()
+    here, there = (guards.engine(store, Policy(wait="1h"), clock=clock) for _ in range(2))
+    handler = held_up("done")
+    first = guards.beside(here, "k", handler)
+    wait_for(handler.is_running)
+    second = guards.beside(there, "k", handler)
+    for _ in range(5):
+        seen = store.gets
+        eventually(lambda seen=seen: store.gets > seen)
+        clock.pass_s(50)
+        here.heart.beat()
+    handler.may_end.set()
+    assert [first.result(), second.result()] == ["done", "done"]
+    assert handler.calls == 1
+
+
+def test_a_beat_that_fails_is_tried_again(guards, caplog):
+    """L5: a heart that stopped would lose every lease."""
+    store = WatchedStore()
+    engine = guards.engine(store, SHORT)
+    handler = held_up("done")
+    call = guards.beside(engine, "k", handler)
+    wait_for(handler.is_running)
+    store.troubles = ["down"]
+    began = store.record.version
+    store.wait_for(lambda record: record.version >= began + 1)
+    handler.may_end.set()
+    assert call.result() == "done"
+    assert "a beat failed and is tried again: the store is down" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [Engine, AsyncEngine])
+def test_an_engine_that_is_forgotten_ends_its_heart(kind):
+    """A heart holds no engine alive; its thread ends at its next beat."""
+    store = WatchedStore()
+    engine = kind(store if kind is Engine else AsyncMemoryStore(store))
+    if kind is Engine:
+        engine.run("k", Handler())
+    else:
+
+        async def done():
+            return "done"
+
+        asyncio.run(engine.run("k", done))
+    thread, wake, living = engine.heart._thread, engine.heart._wake, weakref.ref(engine.heart)
+    assert thread.is_alive()
+    assert thread.daemon
+    del engine
+    gc.collect()
+    assert living() is None
+    wake.set()  # sooner than its longest pause
+    thread.join(WAIT_S_MAX)
+    assert not thread.is_alive()
+    assert BEAT_MAX_S <= 5
+
+
+def test_a_heart_that_was_stopped_begins_no_new_thread(heart):
+    heart.hold(CLAIM, LEASE_MS)
+    thread = heart._thread
+    heart.stop()
+    heart.stop()
+    assert not thread.is_alive()
+    heart.hold(CLAIM, LEASE_MS)
+    assert heart._thread is thread
+
+
+def test_a_heart_that_never_held_anything_has_no_thread(heart):
+    heart.stop()
+    heart.hold(CLAIM, LEASE_MS)
+    assert heart._thread is None
+
+
+def test_many_threads_that_begin_at_once_start_one_heart(store, clock):
+    heart = heart_of(store, clock)
+    barrier = threading.Barrier(8, timeout=WAIT_S_MAX)
+
+    def begin(number):
+        barrier.wait()
+        heart.hold(CLAIM._replace(id=b"%16d" % number), LEASE_MS)
+
+    threads = [threading.Thread(target=begin, args=(number,)) for number in range(8)]
+    hearts_before = hearts()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S_MAX)
+    assert len(hearts() - hearts_before) == 1
+    assert len(heart.held) == 8
+    heart.stop()
+
+
+def hearts():
+    return {thread for thread in threading.enumerate() if thread.name == "coatcheck-heart"}
+
+
+def test_a_short_lease_makes_the_heart_beat_faster(store, clock):
+    """L5: also where the first lease that it held was a long one."""
+    heart = heart_of(store, clock)
+    heart.hold(CLAIM, LEASE_MS)
+    clock.pass_s(1)
+    heart.hold(CLAIM._replace(lease_until_ms=clock.now_ms), 300)
+    store.wait_for(lambda record: record.lease_until_ms == clock.now_ms + 300)
+    heart.stop()
+
+
+# --- the sweep --------------------------------------------------------------------------------
+
+
+def expired(count, *, at_ms=NOW_MS):
+    """A store full of what retention allows to take."""
+    store = WatchedStore()
+    for number in range(count):
+        record = GONE._replace(id=b"%16d" % number, version=1, expires_ms=at_ms)
+        store._records[record.id] = record
+    return store
+
+
+def test_a_sweep_takes_small_batches_until_nothing_is_left():
+    """T3."""
+    store = expired(2 * SWEEP_BATCH + 7)
+    keeps = CLAIM._replace(expires_ms=NOW_MS)
+    store._records[CLAIM.id] = keeps  # past its retention, but somebody holds a live lease
+    assert sweep(store, NOW_MS) == 2 * SWEEP_BATCH + 7
+    assert store.sweeps == [SWEEP_BATCH, SWEEP_BATCH, 7]
+    assert store.records == [keeps]
+
+
+def test_a_long_backlog_does_not_crowd_out_claims():
+    """T3: the rest is for the next time, or for another node."""
+    store = expired((SWEEP_BATCHES_MAX + 2) * SWEEP_BATCH)
+    assert sweep(store, NOW_MS) == SWEEP_BATCHES_MAX * SWEEP_BATCH
+    assert len(store.records) == 2 * SWEEP_BATCH
+
+
+def test_what_is_swept_can_be_archived_first():
+    """T3: every record once, in small batches, and before it is gone."""
+    store = expired(SWEEP_BATCH + 3)
+    archived = []
+
+    def archive(records):
+        assert {record.id for record in records} <= set(store._records)
+        archived.append(list(records))
+
+    everything = store.records
+    assert sweep(store, NOW_MS, archive) == SWEEP_BATCH + 3
+    assert [len(batch) for batch in archived] == [SWEEP_BATCH, 3]
+    assert sorted(record for batch in archived for record in batch) == everything
+    assert store.records == []
+
+
+def test_nothing_to_archive_is_not_archived():
+    """T3."""
+    assert sweep(expired(3, at_ms=NOW_MS + 1), NOW_MS, pytest.fail) == 0
+
+
+def test_an_archive_that_fails_deletes_nothing():
+    """T3."""
+    store = expired(5)
+
+    def broken(_records):
+        raise OSError("the archive is full")
+
+    with pytest.raises(OSError, match="the archive is full"):
+        sweep(store, NOW_MS, broken)
+    assert len(store.records) == 5
+
+
+def test_what_changes_while_it_is_archived_is_not_deleted():
+    """T3, T2: a late retry began a new life meanwhile."""
+    store = expired(2)
+    first, second = store.records
+    alive = CLAIM._replace(id=second.id)
+
+    def archive(_records):
+        store._records[second.id] = alive
+
+    assert sweep(store, NOW_MS, archive) == 1
+    assert store.records == [alive]
+    assert first.id not in store._records
+
+
+def test_many_nodes_may_sweep_at_once():
+    """T3: each record is taken once."""
+    store = expired(3 * SWEEP_BATCH)
+    taken = []
+    threads = [
+        threading.Thread(target=lambda: taken.append(sweep(store, NOW_MS))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S_MAX)
+    assert sum(taken) == 3 * SWEEP_BATCH
+    assert store.records == []
+
+
+def test_a_heart_sweeps_about_as_often_as_it_was_told(clock):
+    """T3: not at its first beat, when a whole fleet has just been started."""
+    store = expired(1)
+    heart = heart_of(store, clock, sweep_every_s=60)
+    heart.beat()
+    clock.pass_s(29)
+    heart.beat()
+    assert store.sweeps == []
+    clock.pass_s(61)
+    heart.beat()
+    assert store.sweeps == [1]
+    clock.pass_s(29)
+    heart.beat()
+    assert store.sweeps == [1]
+
+
+def test_nodes_do_not_sweep_in_step(clock):
+    """T3: jittered, by half of the time in both directions."""
+    times = set()
+    for _ in range(50):
+        heart = heart_of(WatchedStore(), clock, sweep_every_s=60)
+        heart.beat()
+        times.add(heart._sweep_ms - clock.now_ms)
+    assert len(times) > 40
+    assert all(30_000 <= time_ms <= 90_000 for time_ms in times)
+
+
+def test_the_first_sweep_is_jittered_on_the_stores_own_clock():
+    """T3: before the first look at that clock, nobody knows what time it is."""
+    store = expired(1, at_ms=0)
+    heart = Heart(store, StoreClock(store), sweep_every_s=60)
+    heart.beat()
+    assert store.sweeps == []
+    assert 29_000 <= heart._sweep_ms - store.now_ms() <= 91_000
+
+
+def test_a_heart_that_was_told_not_to_sweep_does_not(clock):
+    """T3."""
+    store = expired(1)
+    heart = heart_of(store, clock, sweep_every_s=None)
+    clock.pass_s(1_000_000)
+    heart.beat()
+    assert store.sweeps == []
+
+
+def test_an_engine_sweeps_and_archives_by_itself(guards, clock):
+    """T3: nothing has to be set up."""
+    store = expired(3)
+    archived = []
+    engine = guards.engine(store, clock=clock, archive=archived.extend)
+    guards.run(engine, "k", Handler())
+    engine.heart.beat()
+    clock.pass_s(90)
+    engine.heart.beat()
+    eventually(lambda: len(archived) == 3)
+    assert len(store.records) == 1
