@@ -1,0 +1,91 @@
+"""Answers: what a client sees on the wire, for every answer that is not the handler's own.
+
+Both adapters send what is made here and nothing else, so that they say exactly the same.
+"""
+
+from __future__ import annotations
+
+from coatcheck.core.key import reference_of
+from coatcheck.core.policy import Policy
+from coatcheck.core.problem import Problem, problem
+from coatcheck.core.replay import (
+    Fate,
+    Headers,
+    Response,
+    decode_response,
+    encode_response,
+    fate_of,
+    for_client,
+)
+from coatcheck.core.serve import Ending, Replay, Ticket
+
+RAN_NOT = "whether this request ran before cannot be told now, so it was not run"
+RAN_UNRECORDED = "this request ran, but its outcome could not be recorded"
+
+
+def ending_of(response: Response, policy: Policy) -> Ending:
+    """What the handler's *response* means for its claim."""
+    fate = fate_of(response, policy.keep, reruns=policy.reruns)
+    if fate is not Fate.KEEP:
+        return Ending(fate)
+    if len(response.body) > policy.response_bytes_max:
+        return Ending(fate, None)
+    return Ending(fate, encode_response(response))
+
+
+def refused(refusal: Problem, policy: Policy) -> Response:
+    """The answer on the wire for a refusal."""
+    body = refusal.document(policy.docs_url)
+    headers = [
+        (b"content-type", b"application/problem+json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"cache-control", b"no-store"),
+    ]
+    if refusal.kind.retry_after_s is not None:
+        headers.append((b"retry-after", str(refusal.kind.retry_after_s).encode()))
+    if refusal.reference is not None:
+        headers.append((policy.reference_name, refusal.reference.encode()))
+    return Response(refusal.status, headers, body)
+
+
+_NO_CONTENT = frozenset({204, 205, 304})
+
+
+def replayed(replay: Replay, ticket: Ticket, policy: Policy, accept_encoding: bytes) -> Response:
+    """The answer on the wire for a replay."""
+    response = for_client(decode_response(replay.response), accept_encoding)
+    if response is None:
+        reason = "its response is kept in a content coding that this request does not accept"
+        refusal = problem("result-unavailable", key=ticket.key, id=ticket.id, reason=reason)
+        return refused(refusal, policy)
+    headers = list(response.headers)
+    if response.status not in _NO_CONTENT:
+        headers.append((b"content-length", str(len(response.body)).encode()))
+    headers.append((policy.replayed_name, b"true"))
+    headers.append(reference_header(replay.record.id, policy))
+    return Response(response.status, headers, response.body)
+
+
+def reference_header(id: bytes, policy: Policy) -> tuple[bytes, bytes]:
+    """The header that names the operation for people (K5)."""
+    return policy.reference_name, reference_of(id).encode()
+
+
+def header_of(headers: Headers, name: bytes) -> bytes:
+    """The first value of *name* in *headers*."""
+    return next((value for found, value in headers if found == name), b"")
+
+
+def has_length(response: Response) -> bool:
+    """Its end can be told: it has no content, or says how long it is."""
+    return response.status in _NO_CONTENT or bool(header_of(response.headers, b"content-length"))
+
+
+def body_too_large(policy: Policy) -> Problem:
+    """The refusal of a body over the limit."""
+    return problem("body-too-large", reason=f"at most {policy.body_bytes_max} bytes are taken")
+
+
+def is_endless(headers: Headers) -> bool:
+    """Server-sent events: a response that is never whole, so it is passed on as it comes."""
+    return header_of(headers, b"content-type").lower().startswith(b"text/event-stream")

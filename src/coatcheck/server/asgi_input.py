@@ -1,0 +1,93 @@
+"""ASGI requests: read whole before the claim, and given to the application as if they were not.
+
+The request's side of `asgi.py`; what is sent back is made there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from typing import Any, TypeAlias
+
+from coatcheck.core.policy import Policy
+from coatcheck.core.problem import Problem
+from coatcheck.server.answers import body_too_large
+from coatcheck.server.body import Body
+from coatcheck.server.request import Request
+
+AsgiScope: TypeAlias = MutableMapping[str, Any]
+Message: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+
+
+async def read(
+    fields: dict[bytes, bytes], receive: Receive, policy: Policy
+) -> Body | Problem | None:
+    """The whole body; a problem if it is too large; None if the client left."""
+    declared = fields.get(b"content-length", b"")
+    if declared.isdigit() and int(declared[:20]) > policy.body_bytes_max:
+        return body_too_large(policy)
+    body: Body | None = None
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            break
+        chunk = message.get("body", b"")
+        if body is None:
+            body = Body(chunk)
+        else:
+            body.add(chunk)
+        if body.size > policy.body_bytes_max:
+            body.close()
+            return body_too_large(policy)
+        if not message.get("more_body", False):
+            return body
+    if body is not None:
+        body.close()
+    return None
+
+
+def request_of(asgi_scope: AsgiScope, fields: dict[bytes, bytes], body: Body) -> Request:
+    """The request in *asgi_scope*."""
+    raw_path = asgi_scope.get("raw_path")
+    return Request(
+        asgi_scope["method"],
+        asgi_scope["path"] if raw_path is None else raw_path.decode("latin-1"),
+        asgi_scope.get("query_string", b""),
+        fields,
+        body,
+        asgi_scope,
+        asgi_scope.get("root_path", ""),
+    )
+
+
+class Rewound:
+    """A body that was read already, for the application to read again; then what *after* says."""
+
+    def __init__(self, body: Body, after: Receive) -> None:
+        self._body = body
+        self._messages: Iterator[tuple[bytes, bool]] | None = None
+        self._after = after
+
+    async def receive(self) -> Message:
+        """The next piece of the body."""
+        if self._messages is None:
+            whole = self._body.bytes_or_chunks()
+            if isinstance(whole, bytes):  # nearly always: one message brings it all
+                self._messages = iter(())
+                return {"type": "http.request", "body": whole, "more_body": False}
+            self._messages = self._body.messages()
+        for chunk, more_body in self._messages:
+            return {"type": "http.request", "body": chunk, "more_body": more_body}
+        return await self._after()
+
+
+def hide_short_cuts(asgi_scope: AsgiScope) -> None:
+    """Do not offer the application ways to send its response around us, as a file's path is."""
+    extensions = asgi_scope.get("extensions")
+    if extensions:
+        asgi_scope["extensions"] = {
+            name: value
+            for name, value in extensions.items()
+            if not name.startswith("http.response.")
+        }

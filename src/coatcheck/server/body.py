@@ -1,0 +1,84 @@
+"""Request bodies: needed whole before the claim, so kept small in memory.
+
+What is larger than a megabyte goes to a temporary file, and what is larger than the policy allows
+is refused before anything runs.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from typing import IO
+
+# 1 MiB in memory for each request: a thousand at once is a gigabyte, which a server survives.
+MEMORY_BYTES_MAX = 1024 * 1024
+CHUNK_BYTES = 64 * 1024
+
+
+class Body:
+    """A request body that grows while it is read, and is then given out any number of times."""
+
+    __slots__ = ("_chunks", "_file", "size")
+
+    def __init__(self, chunk: bytes = b"") -> None:
+        self._chunks = [chunk]
+        self._file: IO[bytes] | None = None
+        self.size = len(chunk)
+        if self.size > MEMORY_BYTES_MAX:
+            self._spool()
+
+    def add(self, chunk: bytes) -> None:
+        """Take another piece."""
+        self.size += len(chunk)
+        if self._file is not None:
+            self._file.write(chunk)
+            return
+        self._chunks.append(chunk)
+        if self.size > MEMORY_BYTES_MAX:
+            self._spool()
+
+    def _spool(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
+        self._file.writelines(self._chunks)
+        self._chunks.clear()
+
+    def bytes_or_chunks(self) -> bytes | Iterator[bytes]:
+        """All of it where it is in memory, else piece by piece."""
+        if self._file is not None:
+            return self.chunks()
+        if len(self._chunks) != 1:
+            self._chunks = [b"".join(self._chunks)]
+        return self._chunks[0]
+
+    def chunks(self) -> Iterator[bytes]:
+        """Piece by piece, from the start."""
+        if self._file is None:
+            yield from self._chunks
+            return
+        self._file.seek(0)
+        while chunk := self._file.read(CHUNK_BYTES):
+            yield chunk
+
+    def messages(self) -> Iterator[tuple[bytes, bool]]:
+        """Piece by piece, each with whether more follows; at least one, perhaps empty."""
+        before = b""
+        for chunk in self.chunks():
+            if before:
+                yield before, True
+            before = chunk
+        yield before, False
+
+    def stream(self) -> IO[bytes] | None:
+        """The file it is in, at its start; None where it is in memory."""
+        if self._file is not None:
+            self._file.seek(0)
+        return self._file
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def __del__(self) -> None:
+        # A `caller=` or `key=` function of the user's may have raised before anybody could close.
+        self.close()

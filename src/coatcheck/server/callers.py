@@ -1,0 +1,93 @@
+"""Callers: whose key it is, as a function of the request (S2).
+
+Ready ones for credentials, the framework's user, a cookie and the client's address. Each gives a
+text that is digested before it goes anywhere, so none of them is ever stored in clear. Write your
+own as `def caller(request: Request) -> str`; the same person must give the same text with each
+retry, also after a token was refreshed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from coatcheck.errors import Misconfigured
+from coatcheck.server.request import Request
+
+Caller: TypeAlias = Callable[[Request], str]
+
+
+def credential(request: Request) -> str:
+    """
+    The credential that came with the request: `Authorization` and `X-API-Key`. The default.
+
+    Two credentials never share a key. Where users' tokens are refreshed between retries, use
+    `user` or a function of your own, or a retry with the new token is somebody else's request.
+    """
+    authorization = request.header(b"authorization")
+    both = b"%d,%b%b" % (len(authorization), authorization, request.header(b"x-api-key"))
+    return both.decode("latin-1")
+
+
+def api_key(header: str = "X-API-Key") -> Caller:
+    """The value of one header."""
+    name = header.lower().encode()
+    return lambda request: request.header(name).decode("latin-1")
+
+
+def cookie(name: str) -> Caller:
+    """The value of one cookie, such as the session's."""
+    if not name or any(character in name for character in "=; \t"):
+        raise Misconfigured(f"{name!r} cannot be the name of a cookie")
+
+    def caller(request: Request) -> str:
+        for pair in request.header(b"cookie").decode("latin-1").split(";"):
+            found, _, value = pair.strip().partition("=")
+            if found == name:
+                return value
+        return ""
+
+    return caller
+
+
+def user(request: Request) -> str:
+    """
+    The user that an authentication middleware in front of ours has found.
+
+    Starlette's `scope["user"]`, or WSGI's `REMOTE_USER`. A request without a user falls back to
+    its credential, so that two strangers are not one.
+    """
+    found: Any = request.native.get("user") or request.native.get("REMOTE_USER")
+    if found and isinstance(found, str):
+        return f"user {found}"
+    if getattr(found, "is_authenticated", False):
+        for attribute in ("identity", "id", "pk", "username", "display_name"):
+            try:
+                value = getattr(found, attribute)
+            except (AttributeError, NotImplementedError):
+                continue
+            if value is not None:
+                return f"user {attribute} {value}"
+    return f"credential {credential(request)}"
+
+
+def client_address(*, proxies: int = 0) -> Caller:
+    """
+    The client's network address.
+
+    Behind *proxies* of your own, the address is the one that the outermost of them wrote into
+    `X-Forwarded-For`; with the wrong number a client can write any address it likes, and many
+    clients behind one gateway are one caller. Prefer a credential where there is one.
+    """
+    if proxies < 0:
+        raise Misconfigured(f"proxies is {proxies}; it is how many of your own stand in front")
+
+    def caller(request: Request) -> str:
+        if proxies:
+            hops = request.header(b"x-forwarded-for").decode("latin-1").split(",")
+            if len(hops) >= proxies and hops[-proxies].strip():
+                return hops[-proxies].strip()
+        client: Any = request.native.get("client")
+        return str(client[0]) if client else str(request.native.get("REMOTE_ADDR", ""))
+
+    return caller

@@ -1,0 +1,121 @@
+"""The counter: where a request becomes a ticket; shared by the adapters.
+
+Nothing here waits or sends; the adapters do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from coatcheck.core.fingerprint import fingerprint_of
+from coatcheck.core.key import Key, Malformed, parse_key, reference_of
+from coatcheck.core.policy import Policy
+from coatcheck.core.problem import Problem, problem
+from coatcheck.core.replay import Response
+from coatcheck.core.scope import caller_digest, scope_of
+from coatcheck.core.serve import Refuse, Replay, Ticket
+from coatcheck.engine.desk import Desk
+from coatcheck.server.answers import refused, replayed
+from coatcheck.server.callers import Caller, credential
+from coatcheck.server.request import Request
+from coatcheck.server.status import accepted, id_of, token_of
+
+NaturalKey: TypeAlias = Callable[[Request], str]
+
+
+class Counter:
+    """Where requests of one application hand in their keys."""
+
+    def __init__(self, desk: Desk, caller: Caller | None, key: NaturalKey | None) -> None:
+        self.desk = desk
+        self._caller = caller
+        self._key = key
+        self.has_natural_keys = key is not None
+        self._nobody = caller_digest("", secret=desk.secret)
+
+    def key_of(self, values: Sequence[bytes], policy: Policy) -> Key | Problem | None:
+        """The key in the header's *values*; None where there is none and none is needed."""
+        if not values:
+            if policy.required and self._key is None:
+                return problem("key-missing", reason=policy.key_header)
+            return None
+        key = parse_key(values, policy.key_chars_max)
+        if isinstance(key, Malformed):
+            return problem("key-invalid", reason=f"{policy.key_header}: {key.reason}")
+        return key
+
+    def natural_key_of(self, request: Request, policy: Policy) -> str | Problem | None:
+        """The key that the request itself names (K4), for one that came without a header."""
+        if self._key is None:
+            return None
+        try:
+            key = str(self._key(request) or "")
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            # The function did not find a key in what the client sent: the client's mistake.
+            return problem("key-invalid", reason=f"no key can be found in the request: {error!r}")
+        if not key:
+            return problem("key-missing", reason=policy.key_header) if policy.required else None
+        if len(key) > policy.key_chars_max:
+            reason = f"the key has {len(key)} characters; {policy.key_chars_max} are allowed"
+            return problem("key-invalid", reason=reason)
+        return key
+
+    def ticket(self, request: Request, policy: Policy, key: str, template: str | None) -> Ticket:
+        """The ticket of *request*; *template* is its route's, where that is known."""
+        desk = self.desk
+        caller, included = self._caller_of(request)
+        if policy.header_names:
+            included = [*included, *((n, request.header(n)) for n in policy.header_names)]
+        fingerprint = fingerprint_of(
+            method=request.method,
+            path=request.path,
+            query=request.query,
+            content_type=request.header(b"content-type"),
+            body=request.body.bytes_or_chunks(),
+            ignore=policy.pointers,
+            headers=included,
+            secret=desk.secret,
+        )
+        route = f"{request.method} {template or request.path}"
+        return desk.ticket(key, fingerprint, caller=caller, scope=scope_of(caller), route=route)
+
+    def is_held_by(self, request: Request, ticket: Ticket) -> bool:
+        """
+        *request* runs under the claim of *ticket* already: it was guarded further out.
+
+        By a middleware that was added twice, or by one around a mounted application that has its
+        own. Who claimed again would wait for itself.
+        """
+        operation = request.native.get("coatcheck.operation")
+        return operation is not None and operation.reference == reference_of(ticket.id)
+
+    def answered(
+        self, answer: Replay | Refuse, ticket: Ticket, policy: Policy, request: Request
+    ) -> Response:
+        """The answer on the wire where no handler ran for this request."""
+        if isinstance(answer, Replay):
+            return replayed(answer, ticket, policy, request.header(b"accept-encoding"))
+        if answer.problem.code == "in-progress" and policy.in_flight == "202":
+            caller, _ = self._caller_of(request)
+            token = token_of(ticket.id, caller, self.desk.secret)
+            return accepted(ticket.id, f"{request.root}{policy.status_path}{token}", policy)
+        return refused(answer.problem, policy)
+
+    def polled_id(self, token: str, request: Request) -> bytes | None:
+        """The operation whose status *request* may see; None: there is none, for this caller."""
+        caller, _ = self._caller_of(request)
+        return id_of(token, caller, self.desk.secret)
+
+    def _caller_of(self, request: Request) -> tuple[str, list[tuple[bytes, bytes]]]:
+        """Whose key it is, and what of the request's headers must not change between retries."""
+        if self._caller is not None:
+            return caller_digest("own", self._caller(request), secret=self.desk.secret), []
+        fields = request.fields
+        if b"authorization" in fields or b"x-api-key" in fields:
+            return caller_digest("credential", credential(request), secret=self.desk.secret), []
+        # A cookie may hold a session, or an advertiser's clock. If it named the caller, a retry
+        # with a fresh clock would run again; if it were ignored, one session could read another's
+        # answer. So it is compared: another cookie is refused, and neither can happen.
+        cookie = fields.get(b"cookie")
+        return self._nobody, [(b"cookie", cookie)] if cookie else []

@@ -1,0 +1,35 @@
+"""FastAPI: a route's policy beside the route, and the operation as a parameter.
+
+@app.post("/charges", status_code=201)
+@idempotent(required=True, window="72h")
+async def charge(body: Charge, operation: CurrentOperation): ...
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from coatcheck.errors import Misconfigured, MissingExtra
+from coatcheck.operation import Operation, current_operation
+from coatcheck.server.asgi import IdempotencyMiddleware
+from coatcheck.server.routes import idempotent
+
+try:
+    from fastapi import Depends
+except ImportError as error:
+    raise MissingExtra("fastapi", "FastAPI") from error
+
+__all__ = ["CurrentOperation", "IdempotencyMiddleware", "idempotent"]
+
+
+async def _operation() -> Operation:
+    operation = current_operation()
+    if operation is None:
+        raise Misconfigured(
+            "this route asks for its operation, but the request is not guarded: add the "
+            "IdempotencyMiddleware, and make the key required on this route"
+        )
+    return operation
+
+
+CurrentOperation = Annotated[Operation, Depends(_operation)]

@@ -1,0 +1,41 @@
+"""The request as `caller=` and `key=` functions see it: the same over ASGI and WSGI."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, MutableMapping
+from typing import Any, NamedTuple
+
+from coatcheck.core.replay import Headers
+from coatcheck.server.body import Body
+
+
+class Request(NamedTuple):
+    """One request, wholly read."""
+
+    method: str
+    path: str  # as it was sent: percent-encoded, where the server tells
+    query: bytes
+    fields: Mapping[bytes, bytes]  # the headers, names in lower case; see `fields_of`
+    body: Body
+    native: MutableMapping[str, Any]  # the ASGI scope or the WSGI environ
+    root: str = ""  # where the application is mounted
+
+    def header(self, name: bytes) -> bytes:
+        """The value of the header *name* (lower case); b"" if absent."""
+        return self.fields.get(name, b"")
+
+    def json(self) -> Any:  # noqa: ANN401 - whatever the client sent
+        """The body as JSON; raises ValueError if it is none."""
+        return json.loads(b"".join(self.body.chunks()))
+
+
+def fields_of(headers: Headers) -> dict[bytes, bytes]:
+    """*headers* by name; several lines of one name joined, as RFC 9110 §5.3 does it."""
+    fields = dict(headers)
+    if len(fields) < len(headers):
+        fields.clear()
+        for name, value in headers:
+            before = fields.get(name)
+            fields[name] = value if before is None else b"%b, %b" % (before, value)
+    return fields

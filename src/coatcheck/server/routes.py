@@ -1,0 +1,187 @@
+"""Routes: a route's policy, written beside the route.
+
+`idempotent` marks an endpoint; the middleware finds the mark by asking the application's own
+routes which of them matches, as Starlette and FastAPI do, before the request gets there. So one
+middleware guards everything, and each route says what is particular to it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+from coatcheck.core.policy import Policy, changed
+from coatcheck.engine.desk import policy_of
+from coatcheck.errors import Misconfigured
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_MARK = "__coatcheck_policy__"
+# Remembered matches; routes with parameters make many paths, so the memory is bounded.
+MATCHES_MAX = 4_096
+
+# The mark that a middleware went by for the present request. An endpoint that runs under another
+# one than its own was not found, and must not look as if it were guarded.
+_WENT_BY: ContextVar[object] = ContextVar("coatcheck.mark", default=None)
+_SAFE = object()
+
+
+def idempotent(
+    **changes: Any,
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """
+    Give an endpoint a policy of its own: the middleware's, with *changes*.
+
+    Every unsafe method of the route is guarded, whatever the middleware's `methods` say;
+    `methods=()` takes the route out.
+    """
+    if "reconcile" in changes:
+        changes.setdefault("recovery", "reconcile")
+    policy_of(changed(Policy(), changes))
+
+    def decorate(endpoint: Callable[P, T]) -> Callable[P, T]:
+        guarded = _checked(endpoint, changes)
+        setattr(guarded, _MARK, changes)
+        return guarded
+
+    return decorate
+
+
+def _checked(endpoint: Callable[P, T], mark: Mapping[str, Any]) -> Callable[P, T]:
+    """*endpoint*, refusing to run where no middleware guards it: a mark alone protects nothing."""
+
+    def check() -> None:
+        went_by = _WENT_BY.get()
+        if went_by is not mark and went_by is not _SAFE:
+            raise Misconfigured(
+                f"{endpoint.__qualname__} is marked @idempotent, but no IdempotencyMiddleware "
+                "guards it: app.add_middleware(IdempotencyMiddleware, store=...)"
+            )
+
+    @functools.wraps(endpoint)
+    async def guarded_async(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the endpoint's own
+        check()
+        return await endpoint(*args, **kwargs)  # type: ignore[misc]  # it is a coroutine function
+
+    @functools.wraps(endpoint)
+    def guarded_sync(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the endpoint's own
+        check()
+        return endpoint(*args, **kwargs)
+
+    guarded: Any = guarded_async if inspect.iscoroutinefunction(endpoint) else guarded_sync
+    try:  # frameworks look for annotations written as text in the wrong module: this one
+        guarded.__signature__ = inspect.signature(endpoint, eval_str=True)
+    except NameError:
+        pass
+    checked: Callable[P, T] = guarded
+    return checked
+
+
+class _Match(NamedTuple):
+    """What is known of a request by its method and place."""
+
+    policy: Policy | None
+    template: str | None
+    mark: Mapping[str, Any] | None
+
+
+class Routes:
+    """Which policy guards which request of one application."""
+
+    def __init__(self, policy: Policy, app: object) -> None:
+        self._policy = policy
+        self._app = app
+        self._matches: dict[tuple[str, ...], _Match] = {}
+        self._known: tuple[int, int] | None = None
+        self._has_marks = False
+        self._has_hosts = False
+
+    def let_pass(self) -> None:
+        """A request with a safe method: nothing of it is guarded, whatever its route says."""
+        _WENT_BY.set(_SAFE)
+
+    def policy_for(self, asgi_scope: MutableMapping[str, Any]) -> tuple[Policy | None, str | None]:
+        """The policy for this request and its route's template; None: it is not guarded."""
+        method = asgi_scope["method"]
+        # An application that is wrapped by us has not said yet which one it is.
+        routes = getattr(asgi_scope.get("app", self._app), "routes", None)
+        if routes is None or not self._look_for_marks(routes):
+            return (self._policy if method in self._policy.methods else None), None
+        place = (method, asgi_scope["path"], *self._hosts(asgi_scope))
+        found = self._matches.get(place)
+        if found is None:
+            found = self._match(asgi_scope, routes)
+            if len(self._matches) >= MATCHES_MAX:
+                self._matches.clear()
+            self._matches[place] = found
+        _WENT_BY.set(found.mark)
+        return found.policy, found.template
+
+    def _hosts(self, asgi_scope: MutableMapping[str, Any]) -> list[str]:
+        if not self._has_hosts:
+            return []
+        return [value.decode("latin-1") for n, value in asgi_scope["headers"] if n == b"host"]
+
+    def _look_for_marks(self, routes: Sequence[Any]) -> bool:
+        """Whether any route is marked; looked up again when routes were added."""
+        known = (id(routes), len(routes))
+        if known != self._known:
+            self._matches.clear()
+            everything = list(_all_in(routes))
+            self._has_hosts = any(hasattr(route, "host_regex") for route in everything)
+            self._has_marks = any(_mark_of(route) is not None for route in everything)
+            self._known = known
+        return self._has_marks
+
+    def _match(self, asgi_scope: MutableMapping[str, Any], routes: Sequence[Any]) -> _Match:
+        method = asgi_scope["method"]
+        route, template = _matching(routes, asgi_scope)
+        mark = _mark_of(route)
+        if mark is None:
+            return _Match(self._policy if method in self._policy.methods else None, None, None)
+        changes = {"methods": {method}, **mark}
+        if mark.get("recovery", "reconcile") != "reconcile":  # then nobody is asked
+            changes["reconcile"] = None
+        policy = changed(self._policy, changes)
+        return _Match(policy if method in policy.methods else None, template, mark)
+
+
+def _mark_of(route: object) -> Mapping[str, Any] | None:
+    mark: Mapping[str, Any] | None = getattr(getattr(route, "endpoint", None), _MARK, None)
+    return mark
+
+
+def _flat(routes: Sequence[Any]) -> Iterator[Any]:
+    """*routes* as they match: FastAPI keeps a router that was included as one of them."""
+    for route in routes:
+        included = getattr(route, "effective_route_contexts", None)
+        if included is None:
+            yield route
+        else:
+            for context in included():
+                yield getattr(context, "starlette_route", None) or context
+
+
+def _all_in(routes: Sequence[Any]) -> Iterator[Any]:
+    for route in _flat(routes):
+        yield route
+        yield from _all_in(getattr(route, "routes", None) or ())
+
+
+def _matching(routes: Sequence[Any], asgi_scope: MutableMapping[str, Any]) -> tuple[Any, str]:
+    """The route that will take the request, and its template; as Starlette's router finds it."""
+    for route in _flat(routes):
+        match, child = route.matches(asgi_scope)
+        if match.name == "NONE":
+            continue
+        below = getattr(route, "routes", None)
+        if below:
+            found, template = _matching(below, {**asgi_scope, **child})
+            return found, getattr(route, "path", "") + template
+        if match.name == "FULL":
+            return route, getattr(route, "path_format", getattr(route, "path", ""))
+    return None, ""

@@ -1,0 +1,13 @@
+"""Starlette: a route's policy beside the route.
+
+    @idempotent(required=True, window="72h")
+    async def charge(request): ...
+
+The operation of a request is `current_operation()`, or `request.scope["coatcheck.operation"]`.
+"""
+
+from coatcheck.operation import current_operation
+from coatcheck.server.asgi import IdempotencyMiddleware
+from coatcheck.server.routes import idempotent
+
+__all__ = ["IdempotencyMiddleware", "current_operation", "idempotent"]

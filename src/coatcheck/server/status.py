@@ -1,0 +1,94 @@
+"""Status: where a client asks how its operation is doing, after a 202 (L3, L10).
+
+The address names the operation and the caller it was given to, sealed with the deployment's
+secret: it cannot be guessed, and for anybody else it does not exist (X3).
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+from hashlib import blake2b
+
+from coatcheck.core.key import reference_of
+from coatcheck.core.policy import Policy
+from coatcheck.core.problem import problem
+from coatcheck.core.record import COMPLETED, IN_DOUBT, RUNNING, STATE_NAMES, Record
+from coatcheck.core.replay import Response
+from coatcheck.core.scope import ID_BYTES, fitted
+from coatcheck.core.serve import Replay, Ticket
+from coatcheck.server.answers import reference_header, refused, replayed
+
+# 1 s: as for a conflict; what takes much longer should report its progress.
+RETRY_AFTER_S = 1
+
+NOT_FOUND = Response(404, [(b"content-length", b"0"), (b"cache-control", b"no-store")], b"")
+
+
+def token_of(id: bytes, caller: str, secret: bytes) -> str:
+    """The last part of the address of *id*, for *caller* alone."""
+    return (id + _seal(id, caller, secret)).hex()
+
+
+def id_of(token: str, caller: str, secret: bytes) -> bytes | None:
+    """The operation that *token* names; None unless it was made for *caller*."""
+    try:
+        raw = bytes.fromhex(token)
+    except ValueError:
+        return None
+    id, seal = raw[:ID_BYTES], raw[ID_BYTES:]
+    return id if hmac.compare_digest(seal, _seal(id, caller, secret)) else None
+
+
+def _seal(id: bytes, caller: str, secret: bytes) -> bytes:
+    return blake2b(
+        id + caller.encode(), digest_size=16, key=fitted(secret), person=b"coatcheck-poll"
+    ).digest()
+
+
+def accepted(record_id: bytes, location: str, policy: Policy) -> Response:
+    """The answer while the operation runs: 202, and where to ask again."""
+    members = {"status": "running", "reference": reference_of(record_id)}
+    body = json.dumps(members).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"cache-control", b"no-store"),
+        (b"location", location.encode("latin-1", "replace")),
+        (b"retry-after", str(RETRY_AFTER_S).encode()),
+        reference_header(record_id, policy),
+    ]
+    return Response(202, headers, body)
+
+
+def status_of(
+    record: Record | None, location: str, policy: Policy, accept_encoding: bytes
+) -> Response:
+    """What the address answers for *record*."""
+    if record is None:
+        return NOT_FOUND
+    if record.state == RUNNING:
+        return accepted(record.id, location, policy)
+    if record.state == IN_DOUBT:
+        return refused(problem("outcome-unknown", key=record.key, id=record.id), policy)
+    if record.state == COMPLETED and record.response is not None:
+        ticket = Ticket(record.id, record.fingerprint, 0, 0, key=record.key)
+        return replayed(Replay(record, record.response), ticket, policy, accept_encoding)
+    if record.state == COMPLETED:
+        reason = "its response was not kept"
+        return refused(
+            problem("result-unavailable", key=record.key, id=record.id, reason=reason), policy
+        )
+    members = {
+        "status": STATE_NAMES[record.state],
+        "reference": reference_of(record.id),
+        "retry": "same-key",
+    }
+    body = json.dumps(members).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"cache-control", b"no-store"),
+        reference_header(record.id, policy),
+    ]
+    return Response(200, headers, body)

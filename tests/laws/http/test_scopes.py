@@ -1,0 +1,159 @@
+"""S: whose key it is, and what is guarded."""
+
+import pytest
+
+from coatcheck.server import callers
+
+from .api import Api, with_key
+from .conftest import OpenApi
+
+METHODS = ("GET", "HEAD", "OPTIONS")
+
+
+def test_the_same_key_of_another_caller_is_another_operation(api: Api):
+    """S1: B gets a result of its own, never A's answer, a 409 or a 422."""
+    first = api.post("k-1", body=b'{"a": 1}', headers=[("Authorization", "Bearer alice")])
+    other = api.post("k-1", body=b'{"b": 2}', headers=[("Authorization", "Bearer bob")])
+    assert first.status == other.status == 201
+    assert other.body != first.body
+    assert other.reference != first.reference
+    assert not other.is_replay
+    assert api.effects() == 2
+
+
+@pytest.mark.parametrize("name", ["Authorization", "X-API-Key"])
+def test_a_retry_without_the_credential_never_sees_the_answer(api: Api, name: str):
+    """S1."""
+    api.post("k-1", headers=[(name, "secret")])
+    assert not api.post("k-1").is_replay
+    assert api.effects() == 2
+
+
+def test_the_same_key_on_another_route_is_another_operation(api: Api):
+    """S1: by path and by method."""
+    api.post("k-1", "/orders")
+    other_path = api.post("k-1", "/refunds")
+    other_method = api.send("PATCH", "/orders", with_key("k-1"), b'{"item": 1}')
+    assert not other_path.is_replay
+    assert not other_method.is_replay
+    assert len(api.shop.effects) == 3
+
+
+def test_paths_that_differ_in_their_encoding_are_not_mixed_up(api: Api):
+    """S1: /a%2Fb is one segment, and its answer is never that of another path."""
+    first = api.post("k-1", "/orders/a%2Fb")
+    other = api.post("k-1", "/orders/c")
+    assert not other.is_replay
+    assert other.reference != first.reference
+
+
+def test_two_cookies_never_share_an_answer(api: Api):
+    """S1: a cookie may be a session, so another one is refused rather than let in."""
+    api.post("k-1", headers=[("Cookie", "session=alice")])
+    other = api.post("k-1", headers=[("Cookie", "session=bob")])
+    assert (other.status, other.code) == (422, "key-reused")
+    assert api.effects() == 1
+
+
+def test_the_caller_is_a_function_of_the_request(open_api: OpenApi):
+    """S2: rotated credentials of one user are one caller if the application says so."""
+    api = open_api(caller=lambda request: request.header(b"x-user").decode())
+    first = api.post("k-1", headers=[("X-User", "alice"), ("Authorization", "Bearer old")])
+    again = api.post("k-1", headers=[("X-User", "alice"), ("Authorization", "Bearer new")])
+    other = api.post("k-1", headers=[("X-User", "bob"), ("Authorization", "Bearer old")])
+    assert again.is_replay
+    assert again.body == first.body
+    assert not other.is_replay
+    assert api.effects() == 2
+
+
+@pytest.mark.parametrize(
+    ("caller", "header"),
+    [
+        (callers.credential, "Authorization"),
+        (callers.api_key(), "X-API-Key"),
+        (callers.api_key("X-Tenant"), "X-Tenant"),
+        (callers.user, "Authorization"),
+        (callers.client_address(proxies=1), "X-Forwarded-For"),
+    ],
+    ids=["credential", "api_key", "named_header", "user", "client_address"],
+)
+def test_the_ready_callers_tell_two_callers_apart(open_api: OpenApi, caller, header: str):
+    """S2."""
+    api = open_api(caller=caller)
+    api.post("k-1", headers=[(header, "198.51.100.7")])
+    again = api.post("k-1", headers=[(header, "198.51.100.7")])
+    other = api.post("k-1", headers=[(header, "198.51.100.8")])
+    assert again.is_replay
+    assert not other.is_replay
+    assert api.effects() == 2
+
+
+def test_a_cookie_can_be_the_caller(open_api: OpenApi):
+    """S2: one cookie of several; the others may change."""
+    api = open_api(caller=callers.cookie("session"))
+    api.post("k-1", headers=[("Cookie", "ad=1; session=alice")])
+    assert api.post("k-1", headers=[("Cookie", "session=alice; ad=2")]).is_replay
+    assert not api.post("k-1", headers=[("Cookie", "session=bob; ad=1")]).is_replay
+    assert api.effects() == 2
+
+
+def test_a_credential_is_never_stored_in_clear(api: Api):
+    """S2: neither in the record nor in any of its parts."""
+    api.post("k-1", headers=[("Authorization", "Bearer hunter2hunter2")])
+    (record,) = api.records()
+    assert "hunter2" not in repr(record)
+    assert record.scope
+
+
+@pytest.mark.parametrize("size", [1, 2_000_000])
+def test_an_error_of_the_caller_function_runs_nothing(open_api: OpenApi, size: int):
+    """S2: nobody is served as somebody else because a function failed; and no file stays open."""
+
+    def caller(request):
+        raise LookupError("no such tenant")
+
+    api = open_api(caller=caller)
+    failed = api.post(body=b"x" * size)
+    assert isinstance(failed.error, LookupError)
+    assert api.shop.effects == []
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_safe_methods_pass_untouched(open_api: OpenApi, method: str):
+    """S3: also where a key is required."""
+    api = open_api(required=True)
+    first = api.send(method, "/orders", with_key("k-1"))
+    api.send(method, "/orders", with_key("k-1"))
+    api.send(method, "/orders")
+    assert first.status == 201
+    assert first.all("idempotency-reference") == []
+    assert len(api.shop.effects) == 3
+    assert api.records() == []
+
+
+@pytest.mark.parametrize(
+    ("method", "effects"), [("POST", 1), ("PATCH", 1), ("PUT", 2), ("DELETE", 2)]
+)
+def test_post_and_patch_are_guarded_by_default(api: Api, method: str, effects: int):
+    """S3."""
+    api.send(method, "/orders", with_key("k-1"), b"{}")
+    api.send(method, "/orders", with_key("k-1"), b"{}")
+    assert len(api.shop.effects) == effects
+
+
+def test_put_and_delete_are_guarded_on_request(open_api: OpenApi):
+    """S3: and what is left out is not."""
+    api = open_api(methods={"PUT", "delete"})
+    for method in ("PUT", "DELETE", "POST"):
+        api.send(method, "/orders", with_key("k-1"))
+        api.send(method, "/orders", with_key("k-1"))
+    assert [call.method for call in api.shop.effects] == ["PUT", "DELETE", "POST", "POST"]
+
+
+def test_with_a_secret_ids_cannot_be_worked_out(open_api: OpenApi):
+    """S1: two deployments with two secrets have nothing in common."""
+    one = open_api(settings={"secret": b"one"}).post()
+    other = open_api(settings={"secret": "other"}).post()
+    assert not other.is_replay
+    assert one.reference != other.reference

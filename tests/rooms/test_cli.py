@@ -1,0 +1,357 @@
+"""The command line: what operators ask a store, and what they are told when they ask wrongly."""
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+
+import pytest
+
+import coatcheck
+from coatcheck.cli import main
+from coatcheck.core.key import reference_of
+from coatcheck.core.record import COMPLETED, IN_DOUBT, RUNNING, Record, Swap
+from coatcheck.core.replay import Response, encode_response, encode_value
+
+COMMANDS = ("demo", "lookup", "list", "sweep", "doctor")
+
+HOUR_MS = 3_600_000
+BODY = b'{"secret": "of the customer"}'
+
+
+def record_of(number: int, now_ms: int, **changes) -> Record:
+    created_ms = now_ms - 2 * HOUR_MS
+    record = Record(
+        id=bytes([number]) * 16,
+        version=created_ms,
+        state=COMPLETED,
+        attempt=1,
+        fingerprint=b"f" * 16,
+        created_ms=created_ms,
+        lease_until_ms=0,
+        window_until_ms=created_ms + 24 * HOUR_MS,
+        expires_ms=created_ms + 25 * HOUR_MS,
+        nonce=number,
+        label="POST /orders",
+        scope="5c0pe5c0pe5c0pe0",
+        key=f"key-{number}-of-the-client",
+        progress=None,
+        response=None,
+    )
+    return record._replace(**changes)
+
+
+class Shelf:
+    """A store in a file, with records as a test wants them."""
+
+    def __init__(self, path):
+        self.path = path
+        self.url = f"sqlite:///{path}"
+        store = coatcheck.open_store(self.url)
+        self.now_ms = store.now_ms()
+        store.close()
+
+    def put(self, number: int, **changes) -> str:
+        """Keep a record; its reference."""
+        record = record_of(number, self.now_ms, **changes)
+        store = coatcheck.open_store(self.url)
+        assert store.swap([Swap(record.id, 0, record)]) == [None]
+        store.close()
+        return reference_of(record.id)
+
+
+@pytest.fixture
+def shelf(tmp_path) -> Shelf:
+    return Shelf(tmp_path / "shelf.db")
+
+
+def asked(capsys, *words: str) -> tuple[int, str, str]:
+    """The exit code of a command, what it answered and what it complained of."""
+    code = main(words)
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+# ---------------------------------------------------------------------------------------- lookup
+
+
+def test_an_operation_is_found_by_its_reference_as_people_type_it(shelf, capsys):
+    """K5: the reference is enough to find the operation."""
+    response = encode_response(Response(201, [(b"x-a", b"b")], BODY))
+    reference = shelf.put(7, response=response, attempt=3)
+    shelf.put(8)
+    for text in (reference, reference.lower(), reference.replace("-", "")):
+        code, out, _err = asked(capsys, "lookup", text, "--store", shelf.url)
+        assert code == 0
+        facts = dict(line.split(maxsplit=1) for line in out.splitlines())
+        assert facts["reference"] == reference
+        assert facts["state"] == "completed"
+        assert facts["label"] == "POST /orders"
+        assert facts["attempt"] == "3"
+        assert facts["scope"] == "5c0pe5c0pe5c0pe0"
+        assert facts["created"].endswith("Z")
+        assert facts["expires"] > facts["created"]
+        assert facts["response"] == f"status 201, {len(BODY)} bytes"
+
+
+def test_an_operation_is_found_by_its_key(shelf, capsys):
+    """K5: so is the key, and one key of two callers is two operations."""
+    shelf.put(1, key="shared key")
+    shelf.put(2, key="shared key", scope="another")
+    shelf.put(3)
+    code, out, _err = asked(capsys, "lookup", "shared key", "--store", shelf.url, "--json")
+    assert code == 0
+    assert {facts["scope"] for facts in json.loads(out)} == {"5c0pe5c0pe5c0pe0", "another"}
+
+
+def test_a_key_that_looks_like_a_reference_is_found_as_well(shelf, capsys):
+    shelf.put(1, key="7D3F92AB1C4E")
+    assert asked(capsys, "lookup", "7D3F92AB1C4E", "--store", shelf.url)[0] == 0
+
+
+def test_a_body_is_never_shown(shelf, capsys):
+    """O3: no bodies, in no format."""
+    reference = shelf.put(1, response=encode_response(Response(200, [], BODY)))
+    value = shelf.put(2, response=encode_value("of the customer"))
+    for text in (reference, value):
+        for options in ([], ["--json"]):
+            code, out, _err = asked(capsys, "lookup", text, "--store", shelf.url, *options)
+            assert code == 0
+            assert "of the customer" not in out
+            assert "bytes" in out
+
+
+def test_json_tells_the_same_as_the_text(shelf, capsys):
+    reference = shelf.put(1, response=encode_response(Response(402, [], BODY)))
+    _code, out, _err = asked(capsys, "lookup", reference, "--store", shelf.url, "--json")
+    (facts,) = json.loads(out)
+    assert facts["reference"] == reference
+    assert facts["key"] == "key-1-of-the-client"
+    assert facts["response"] == {"status": 402, "bytes": len(BODY)}
+    assert facts["lease_until"] is None
+
+
+def test_a_crashed_attempt_is_told_from_a_living_one(shelf, capsys):
+    """L5: the lease of a crash is over; nobody has to guess."""
+    dead = shelf.put(1, state=RUNNING, lease_until_ms=shelf.now_ms - 1)
+    living = shelf.put(2, state=RUNNING, lease_until_ms=shelf.now_ms + HOUR_MS)
+    assert "the next retry takes over" in asked(capsys, "lookup", dead, "--store", shelf.url)[1]
+    out = asked(capsys, "lookup", living, "--store", shelf.url)[1]
+    assert "lease until" in out
+    assert "takes over" not in out
+
+
+def test_what_is_not_there_is_not_found(shelf, capsys):
+    for text in ("7D3F-92AB-1C4E", "no such key"):
+        code, out, err = asked(capsys, "lookup", text, "--store", shelf.url)
+        assert (code, out) == (1, "")
+        assert text in err
+    code, out, _err = asked(capsys, "lookup", "no such key", "--store", shelf.url, "--json")
+    assert (code, json.loads(out)) == (1, [])
+
+
+def test_a_near_miss_of_a_reference_is_a_miss(shelf, capsys):
+    """K5: the range scan compares 56 of the 60 bits, so the last character is compared by hand."""
+    reference = shelf.put(1)
+    near = reference[:-1] + ("0" if reference[-1] != "0" else "1")
+    assert asked(capsys, "lookup", near, "--store", shelf.url)[0] == 1
+
+
+def test_a_key_cannot_make_a_terminal_do_something(shelf, capsys):
+    reference = shelf.put(1, key="\x1b[2J\x07", label="POST /\x1b]0;title\x07")
+    for words in (["lookup", reference], ["list"]):
+        out = asked(capsys, *words, "--store", shelf.url)[1]
+        assert "\x1b" not in out
+        assert "\x07" not in out
+        assert "\\x1b" in out
+
+
+# ------------------------------------------------------------------------------------------ list
+
+
+def references(out: str) -> set[str]:
+    return {line.split()[0] for line in out.splitlines()[1:]}
+
+
+def test_a_list_is_narrowed_by_state_and_age(shelf, capsys):
+    """O1: what is stuck can be listed."""
+    old = shelf.put(1, state=IN_DOUBT)
+    new = shelf.put(2, state=IN_DOUBT, version=shelf.now_ms, created_ms=shelf.now_ms)
+    done = shelf.put(3)
+    store = ("--store", shelf.url)
+    assert references(asked(capsys, "list", *store)[1]) == {old, new, done}
+    assert references(asked(capsys, "list", *store, "--state", "in_doubt")[1]) == {old, new}
+    narrow = ("--state", "in_doubt", "--older-than", "1h")
+    assert references(asked(capsys, "list", *store, *narrow)[1]) == {old}
+    code, out, err = asked(capsys, "list", *store, "--state", "failed")
+    assert (code, out) == (0, "")
+    assert "none" in err
+
+
+def test_a_list_has_a_limit_and_says_that_there_is_more(shelf, capsys):
+    for number in range(5):
+        shelf.put(number)
+    _code, out, err = asked(capsys, "list", "--store", shelf.url, "--limit", "3")
+    assert len(references(out)) == 3
+    assert "more" in err
+    _code, out, err = asked(capsys, "list", "--store", shelf.url, "--limit", "5")
+    assert (len(references(out)), err) == (5, "")
+
+
+def test_a_list_shows_the_beginning_of_keys_only(shelf, capsys):
+    shelf.put(1, key="3f2a91c0-secret-of-a-caller")
+    out = asked(capsys, "list", "--store", shelf.url)[1]
+    assert "3f2a91c0…" in out
+    assert "secret" not in out
+
+
+def test_a_list_for_programs_is_one_document(shelf, capsys):
+    shelf.put(1, state=IN_DOUBT)
+    (facts,) = json.loads(asked(capsys, "list", "--store", shelf.url, "--json")[1])
+    assert facts["state"] == "in_doubt"
+
+
+# ------------------------------------------------------------------------------ sweep and doctor
+
+
+def test_a_sweep_takes_what_is_over_and_nothing_else(shelf, capsys):
+    """T3: by hand as well."""
+    shelf.put(1, expires_ms=shelf.now_ms - 1)
+    shelf.put(2, expires_ms=shelf.now_ms - 1, state=RUNNING, lease_until_ms=shelf.now_ms + HOUR_MS)
+    kept = shelf.put(3)
+    assert asked(capsys, "sweep", "--store", shelf.url)[:2] == (0, "swept 1 record\n")
+    assert json.loads(asked(capsys, "sweep", "--store", shelf.url, "--json")[1]) == {"swept": 0}
+    assert kept in references(asked(capsys, "list", "--store", shelf.url)[1])
+
+
+def test_the_doctor_finds_a_sound_store_sound(shelf, capsys):
+    code, out, _err = asked(capsys, "doctor", "--store", shelf.url)
+    assert code == 0
+    assert out.startswith("ok")
+    findings = json.loads(asked(capsys, "doctor", "--store", shelf.url, "--json")[1])
+    assert {finding["level"] for finding in findings} == {"ok"}
+
+
+# ------------------------------------------------------------------------------- wrong questions
+
+BAD_STORES = [
+    ("sqlite:///no/such/place.db", "no database at no/such/place.db"),
+    ("sqlite:///absent.db", "no database at absent.db"),
+    ("sqlite://", "names no file"),
+    ("mongodb://here", "no store is known"),
+    ("absent.db", "no store is known"),
+    ("http://[", "is not a URL"),
+    ("memory://", "memory:// ends with its process"),
+]
+
+
+@pytest.mark.parametrize("command", [["lookup", "x"], ["list"], ["sweep"], ["doctor"]])
+@pytest.mark.parametrize("bad", BAD_STORES, ids=lambda bad: bad[0])
+def test_a_bad_store_is_one_clear_line(command, bad, tmp_path, monkeypatch, capsys):
+    url, complaint = bad
+    monkeypatch.chdir(tmp_path)
+    code, out, err = asked(capsys, *command, "--store", url)
+    assert (code, out) == (2, "")
+    assert complaint in err
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []  # looking creates nothing
+
+
+def test_a_database_of_somebody_else_is_left_as_it_is(tmp_path, capsys):
+    path = tmp_path / "theirs.db"
+    with sqlite3.connect(path) as connection:
+        connection.execute("create table theirs (x)")
+    connection.close()
+    before = path.read_bytes()
+    code, _out, err = asked(capsys, "list", "--store", f"sqlite:///{path}")
+    assert code == 2
+    assert "holds no records" in err
+    assert path.read_bytes() == before
+
+
+def test_a_file_that_is_no_database_is_one_clear_line(tmp_path, capsys):
+    path = tmp_path / "letter.txt"
+    path.write_text("Dear Sir or Madam, this is not a database. " * 50)
+    code, _out, err = asked(capsys, "doctor", "--store", f"sqlite:///{path}")
+    assert code == 2
+    assert "not an SQLite database" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["lookup"],
+        ["list", "--state", "asleep"],
+        ["list", "--older-than", "soon"],
+        ["list", "--limit", "0"],
+        ["unheard-of"],
+    ],
+)
+def test_a_wrong_word_is_a_usage_error(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert "usage: coatcheck" in capsys.readouterr().err
+
+
+def test_no_command_at_all_shows_what_there_is(capsys):
+    code, _out, err = asked(capsys)
+    assert code == 2
+    assert all(command in err for command in COMMANDS)
+
+
+# ---------------------------------------------------------------------------------------- around
+
+
+def test_the_store_comes_from_the_environment_if_it_is_not_named(shelf, capsys, monkeypatch):
+    reference = shelf.put(1)
+    monkeypatch.setenv("COATCHECK_STORE", shelf.url)
+    assert asked(capsys, "lookup", reference)[0] == 0
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_and_an_example(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert f"example:\n  coatcheck {command}" in shown
+    assert "--json" in shown
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, check=False, timeout=30
+    )
+
+
+def test_the_module_is_the_command():
+    done = run("-m", "coatcheck", "--version")
+    assert (done.returncode, done.stdout) == (0, f"coatcheck {coatcheck.__version__}\n")
+
+
+def test_help_loads_no_servers_and_no_demo():
+    script = (
+        "import sys, coatcheck.cli\n"
+        "try: coatcheck.cli.main(['--help'])\n"
+        "except SystemExit: print(*sorted(sys.modules), sep='\\n')"
+    )
+    loaded = set(run("-c", script).stdout.splitlines())
+    assert "coatcheck.cli" in loaded
+    assert not [name for name in loaded if name.startswith(("coatcheck.demo", "coatcheck.server"))]
+    assert "wsgiref" not in loaded
+
+
+def test_a_reader_that_has_seen_enough_is_no_traceback(shelf):
+    for number in range(40):
+        shelf.put(number, label="POST /" + "long" * 1_000)
+    command = [sys.executable, "-m", "coatcheck", "list", "--store", shelf.url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as lister:
+        assert lister.stdout is not None
+        assert lister.stderr is not None
+        os.read(lister.stdout.fileno(), 1)
+        lister.stdout.close()
+        assert lister.stderr.read() == b""
+    assert lister.returncode == 1
