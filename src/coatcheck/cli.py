@@ -1,0 +1,359 @@
+"""The command line: the demo, and what operators ask a store.
+
+Exit codes: 0 yes; 1 no: not found, an error diagnosed, a promise broken; 2 the question was wrong:
+usage, or a store that cannot be opened. Operators' commands never create a database, and never
+print what a response contains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import sqlite3
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from coatcheck import __version__
+from coatcheck.core.key import parse_reference, prefix_of, redacted, reference_of
+from coatcheck.core.policy import duration_ms
+from coatcheck.core.record import COMPLETED, RUNNING, STATE_NAMES, Record, is_lease_over
+from coatcheck.core.replay import decode_response
+from coatcheck.errors import CoatcheckError, Misconfigured
+from coatcheck.stores import Query, Store, open_store
+
+STORE_VARIABLE = "COATCHECK_STORE"
+STORE_DEFAULT = "sqlite:///coatcheck.db"
+
+# 200 orders: the whole story in ten seconds or so.
+DEMO_ORDERS = 200
+DEMO_ORDERS_MAX = 10_000
+DEMO_SEED = 7
+
+LIST_LIMIT = 50
+LIST_LIMIT_MAX = 10_000
+
+# One key may have been used by many callers and on many routes; nobody reads more than this.
+LOOKUP_LIMIT = 100
+
+# The first byte of what a record keeps of an HTTP response; see core/replay.py.
+_HTTP_RESPONSE = 1
+
+_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a narrow encoding shall not end in a traceback
+        sys.stdout.reconfigure(errors="backslashreplace")
+    parser = command_line()
+    arguments = parser.parse_args(argv)
+    if arguments.run is None:
+        parser.print_help(sys.stderr)
+        return 2
+    try:
+        code: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except CoatcheckError as error:
+        print(f"coatcheck: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has seen enough. Python would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+# --- what can be asked ----------------------------------------------------------------------
+
+
+def command_line() -> argparse.ArgumentParser:
+    """Every command with its options, help and an example."""
+    parser = argparse.ArgumentParser(
+        prog="coatcheck",
+        description="Make any write safe to retry: idempotency keys done right.",
+        epilog=f"Stores are URLs, by default ${STORE_VARIABLE} or {STORE_DEFAULT}.",
+    )
+    parser.add_argument("--version", action="version", version=f"coatcheck {__version__}")
+    parser.set_defaults(run=None)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for name, (run, help, example) in _COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=help,
+            description=f"{help[0].upper()}{help[1:]}.",
+            epilog=f"example:\n  {example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.set_defaults(run=run)
+        command.add_argument("--json", action="store_true", help="answer in JSON")
+        _add_options(command, name)
+    return parser
+
+
+def _add_options(command: argparse.ArgumentParser, name: str) -> None:
+    if name == "demo":
+        _add_demo_options(command)
+        return
+    url = os.environ.get(STORE_VARIABLE) or STORE_DEFAULT
+    command.add_argument("--store", metavar="URL", default=url, help="(default: %(default)s)")
+    if name == "lookup":
+        command.add_argument("reference_or_key", metavar="REF_OR_KEY")
+    if name == "list":
+        _add_list_options(command)
+
+
+def _add_demo_options(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    number = _whole_number(1, DEMO_ORDERS_MAX)
+    add("--orders", metavar="N", type=number, default=DEMO_ORDERS, help="how many (%(default)s)")
+    add("--seed", metavar="S", type=int, default=DEMO_SEED, help="draws the fates (%(default)s)")
+    where = "a new directory for databases and logs (default: a temporary one)"
+    add("--keep", metavar="DIR", type=Path, help=where)
+
+
+def _add_list_options(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    number = _whole_number(1, LIST_LIMIT_MAX)
+    add("--state", choices=sorted(STATE_NAMES.values()), help="only operations in this state")
+    add("--older-than", metavar="AGE", type=_duration, help='only older ones: "90s", "10m", "7d"')
+    add("--limit", metavar="N", type=number, default=LIST_LIMIT, help="at most (%(default)s)")
+
+
+def _whole_number(smallest: int, largest: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        value = int(text) if text.isdecimal() else -1
+        if not smallest <= value <= largest:
+            message = f"{text!r} is not a whole number from {smallest} to {largest:,}"
+            raise argparse.ArgumentTypeError(message)
+        return value
+
+    return number
+
+
+def _duration(text: str) -> int:
+    try:
+        return duration_ms(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+# --- the commands ---------------------------------------------------------------------------
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from coatcheck.demo.command import run  # noqa: PLC0415 - no other command needs servers
+
+    return run(
+        orders=arguments.orders, seed=arguments.seed, keep=arguments.keep, as_json=arguments.json
+    )
+
+
+def _lookup(arguments: argparse.Namespace) -> int:
+    wanted: str = arguments.reference_or_key
+    with closing(_opened(arguments.store)) as store:
+        records = _find_reference(store, wanted) or _find_key(store, wanted)
+        now_ms = store.now_ms()
+    if arguments.json:
+        _print_json([_facts(record, now_ms) for record in records])
+    elif records:
+        print("\n\n".join(_portrait(record, now_ms) for record in records))
+    if not records:
+        print(f"coatcheck: nothing is known of {wanted!r} in {arguments.store}", file=sys.stderr)
+    return 0 if records else 1
+
+
+def _find_reference(store: Store, text: str) -> list[Record]:
+    reference = parse_reference(text)
+    if reference is None:
+        return []
+    page = store.find(Query(id_prefix=prefix_of(reference), limit=LOOKUP_LIMIT))
+    return [record for record in page.records if reference_of(record.id) == reference]
+
+
+def _find_key(store: Store, text: str) -> list[Record]:
+    return list(store.find(Query(key=text, limit=LOOKUP_LIMIT)).records)
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    states = {name: state for state, name in STATE_NAMES.items()}
+    age_ms: int | None = arguments.older_than
+    with closing(_opened(arguments.store)) as store:
+        now_ms = store.now_ms()
+        records, more = store.find(
+            Query(
+                state=states.get(arguments.state),
+                created_before_ms=None if age_ms is None else now_ms - age_ms,
+                limit=arguments.limit,
+            )
+        )
+    if arguments.json:
+        _print_json([_facts(record, now_ms) for record in records])
+        return 0
+    if records:
+        print("reference       state      attempt  created               key        label")
+    for record in records:
+        created, state = _iso(record.created_ms), STATE_NAMES[record.state]
+        told = f"{reference_of(record.id):<14}  {state:<9}  {record.attempt:>7}  {created:<20}"
+        print(f"{told}  {_printable(redacted(record.key)):<9}  {_printable(record.label)}")
+    if more is not None:
+        print(f"coatcheck: there are more; these are the first {len(records)}", file=sys.stderr)
+    elif not records:
+        print("coatcheck: there are none", file=sys.stderr)
+    return 0
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    from coatcheck.engine.heart import sweep  # noqa: PLC0415 - no other command needs it
+
+    taken = 0
+    with closing(_opened(arguments.store)) as store:
+        now_ms = store.now_ms()  # once, so that there is an end while servers write
+        while batch := sweep(store, now_ms):
+            taken += batch
+            if sys.stderr.isatty():
+                print(f"\rswept {taken:,} …", end="", file=sys.stderr, flush=True)
+    if taken and sys.stderr.isatty():
+        print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
+    if arguments.json:
+        _print_json({"swept": taken})
+    else:
+        print(f"swept {taken:,} record{'' if taken == 1 else 's'}")
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    with closing(_opened(arguments.store)) as store:
+        findings = store.check()
+    if arguments.json:
+        _print_json([finding._asdict() for finding in findings])
+    else:
+        for level, message in findings:
+            print(f"{level:<7}  {message}")
+    return 1 if any(finding.level == "error" for finding in findings) else 0
+
+
+# --- stores and records ---------------------------------------------------------------------
+
+
+def _opened(url: str) -> Store:
+    """The store at *url*, if there is one: looking must not create what is looked for."""
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise Misconfigured(f"{url!r} is not a URL: {error}") from error
+    if parts.scheme == "memory":
+        raise Misconfigured("memory:// ends with its process, so there is nothing to look at here")
+    if parts.scheme == "sqlite" and not parts.netloc and parts.path.strip("/"):
+        _require_records(Path(unquote(parts.path.removeprefix("/"))))
+    return open_store(url)
+
+
+def _require_records(path: Path) -> None:
+    if not path.is_file():
+        raise Misconfigured(f"there is no database at {path}; is it another --store?")
+    address = f"{path.resolve().as_uri()}?mode=ro"
+    # What is wrong with a file, if that is the matter, is better explained by the store.
+    with suppress(sqlite3.Error), closing(sqlite3.connect(address, uri=True)) as connection:
+        ours = "select 1 from sqlite_master where name = 'coatcheck_records'"
+        if connection.execute(ours).fetchone() is None:
+            raise Misconfigured(f"{path} holds no records of coatcheck; is it another --store?")
+
+
+def _facts(record: Record, now_ms: int) -> dict[str, Any]:
+    """What an operator may know of *record*: everything but what the response contains."""
+    running = record.state == RUNNING
+    return {
+        "reference": reference_of(record.id),
+        "state": STATE_NAMES[record.state],
+        "label": record.label,
+        "attempt": record.attempt,
+        "scope": record.scope,
+        "key": record.key,
+        "created": _iso(record.created_ms),
+        "window_until": _iso(record.window_until_ms),
+        "expires": _iso(record.expires_ms),
+        "lease_until": _iso(record.lease_until_ms) if running else None,
+        "is_lease_over": is_lease_over(record, now_ms) if running else None,
+        "response": _answer(record.response),
+    }
+
+
+def _answer(blob: bytes | None) -> dict[str, Any] | None:
+    if blob is None:
+        return None
+    if blob[0] != _HTTP_RESPONSE:
+        return {"status": None, "bytes": len(blob) - 1}
+    response = decode_response(blob)
+    return {"status": response.status, "bytes": len(response.body)}
+
+
+def _portrait(record: Record, now_ms: int) -> str:
+    """*record* for people."""
+    facts = _facts(record, now_ms)
+    answer = facts.pop("response")
+    facts.pop("window_until")
+    is_stuck = facts.pop("is_lease_over")
+    if facts["lease_until"] is None:
+        facts.pop("lease_until")
+    elif is_stuck:
+        facts["lease_until"] += "  (over: the next retry takes over)"
+    if answer is not None:
+        kind = "a value" if answer["status"] is None else f"status {answer['status']}"
+        facts["response"] = f"{kind}, {answer['bytes']:,} bytes"
+    elif record.state == COMPLETED:
+        facts["response"] = "not kept"
+    return "\n".join(
+        f"{name.replace('_', ' '):<12} {_printable(str(value))}" for name, value in facts.items()
+    )
+
+
+def _printable(text: str) -> str:
+    """*text* without what would make a terminal do something: it came from a client."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def _iso(at_ms: int) -> str:
+    moment = datetime.fromtimestamp(at_ms // 1_000, UTC)
+    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _print_json(document: object) -> None:
+    print(json.dumps(document, indent=2, default=str))
+
+
+_COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, str]] = {
+    "demo": (
+        _demo,
+        "watch duplicate charges disappear: a shop, a bad network, a kill -9",
+        "coatcheck demo --orders 500 --seed 42",
+    ),
+    "lookup": (
+        _lookup,
+        "find an operation by its reference or its key",
+        "coatcheck lookup 7D3F-92AB-1C4E --store sqlite:///orders.db",
+    ),
+    "list": (
+        _list,
+        "list operations by state and age",
+        "coatcheck list --state in_doubt --older-than 10m",
+    ),
+    "sweep": (
+        _sweep,
+        "delete what retention allows, as servers also do by themselves",
+        "coatcheck sweep --store sqlite:///orders.db",
+    ),
+    "doctor": (
+        _doctor,
+        "examine a store: can it be reached, is it whole, could it forget",
+        "coatcheck doctor --store sqlite:///orders.db",
+    ),
+}
