@@ -1,0 +1,84 @@
+"""`python -m benchmarks [--quick] [--only NAME] [--json FILE] [--markdown FILE]`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import RESULTS, facts
+from benchmarks.questions import NAMES, question
+from benchmarks.report import Table
+
+
+def main() -> int:
+    """Ask every question, print every table as it is there, then keep all of it."""
+    chosen = _arguments()
+    machine = facts()
+    started_s = time.monotonic()
+    print("  ".join(f"{name}: {value}" for name, value in machine.items() if name != "packages"))
+    print("  ".join(f"{name} {number}" for name, number in machine["packages"].items()), "\n")
+    tables: list[Table] = []
+    for name in chosen.only or NAMES:
+        table = question(name).measure(quick=chosen.quick)
+        tables.append(table)
+        print(table.text(), "\n", flush=True)
+    machine["took_s"] = round(time.monotonic() - started_s)
+    machine["quick"] = chosen.quick
+    _keep(tables, machine, chosen.json, chosen.markdown)
+    missed = [
+        f"{table.name}, {row.what}"
+        for table in tables
+        for row in table.rows
+        if not all(target.is_met for target in row.targets)
+    ]
+    print(f"{machine['took_s']} s; {chosen.json}; missed: {', '.join(missed) or 'nothing'}")
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=main.__doc__)
+    parser.add_argument("--quick", action="store_true", help="within a minute; wider spreads")
+    parser.add_argument("--only", action="append", choices=NAMES, help="one question, or some")
+    parser.add_argument("--json", type=Path, default=RESULTS / "bench.json", metavar="FILE")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="the tables for the docs")
+    return parser.parse_args()
+
+
+def _keep(tables: list[Table], machine: dict[str, Any], data: Path, page: Path | None) -> None:
+    data.parent.mkdir(parents=True, exist_ok=True)
+    found = {"machine": machine, "tables": [table.data() for table in tables]}
+    data.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    if page is not None:
+        page.write_text("\n".join([_head(machine), *(table.markdown() for table in tables)]))
+
+
+def _head(machine: dict[str, Any]) -> str:
+    """What the reader of the page must know before the first table."""
+    lines = [
+        "# Benchmarks",
+        "",
+        'Made by `make bench ARGS="--markdown docs/benchmarks.md"`; not written by hand.',
+        "How to read the tables is said in `benchmarks/README.md`.",
+        "Ratios travel from machine to machine, figures do not.",
+        "",
+        *(f"- {name}: {value}" for name, value in machine.items() if name != "packages"),
+        *(f"- {name} {number}" for name, number in machine["packages"].items()),
+        "",
+    ]
+    if machine["load_before"] > 1:
+        lines += [
+            "The machine was busy with other work when this was measured.",
+            "Rates are then lower and spreads wider than on an idle one.",
+            "A server with two threads then gets more of the processor than one with a single one.",
+            "Read processor times before rates.",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

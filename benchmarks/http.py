@@ -1,0 +1,189 @@
+"""Question: what share of the bare application's requests per second is left?
+
+Every contender is a server process of its own; all run at the same time, on the same processor,
+and one at a time is loaded from another processor. The peer's store is emptied before each slot.
+"""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import uvloop
+
+from benchmarks.http_load import Address, Load, Loaded, request_of
+from benchmarks.machine import pinned, workshop
+from benchmarks.measuring import ROUNDS_MIN, Samples, interleave
+from benchmarks.report import TIMES, Row, Table, Target
+
+CONNECTIONS = 64
+ROUNDS = 6
+# Keys that are replayed: far fewer than the cache holds, so that all of them stay warm.
+REPLAYED_KEYS = 512
+SLOT_S = 1.2
+SLOT_S_QUICK = 0.25
+WARM_UP_S = 0.1
+
+
+class Variant(NamedTuple):
+    """What is asked of which server."""
+
+    server: str
+    asks: str  # "new", "replay" or "keyless"
+
+
+VARIANTS = {
+    "bare": Variant("bare", "keyless"),
+    "product unguarded": Variant("product-memory", "keyless"),
+    "product memory": Variant("product-memory", "new"),
+    "product sqlite": Variant("product-sqlite", "new"),
+    "product replay": Variant("product-sqlite", "replay"),
+    "idemkit unguarded": Variant("idemkit", "keyless"),
+    "idemkit memory": Variant("idemkit", "new"),
+    "idemkit replay": Variant("idemkit", "replay"),
+    "floor memory": Variant("handmade-memory", "new"),
+    "floor sqlite": Variant("handmade-sqlite", "new"),
+    "floor replay": Variant("handmade-memory", "replay"),
+}
+
+
+# What is asked, how it is called, and which share of the bare application it should leave.
+ASKED = {
+    "memory": ("new keys, memory", 0.65),
+    "sqlite": ("new keys, SQLite", 0.33),
+    "replay": ("replays", 1.0),
+    "unguarded": ("no key sent", 0.97),
+}
+
+COLUMNS = ("product", "idemkit", "floor")
+NEW_KEYS = (b"key-%032d" % number for number in itertools.count())
+
+
+def measure(*, quick: bool) -> Table:
+    """The table of this question."""
+    wall_s = SLOT_S_QUICK if quick else SLOT_S
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(workshop()))
+        names = sorted({variant.server for variant in VARIANTS.values()})
+        # Before we pin ourselves: a child inherits where its parent may run.
+        servers = {name: stack.enter_context(Server(name, directory)) for name in names}
+        where = stack.enter_context(pinned("last"))
+        turns = {name: Turn(servers[v.server], v.asks, wall_s) for name, v in VARIANTS.items()}
+        found = interleave(turns, ROUNDS_MIN if quick else ROUNDS)
+    cpu_us = {name: Samples(tuple(turn.cpu_us)) for name, turn in turns.items()}
+    return Table(
+        name="http",
+        question="requests a second over HTTP with one uvicorn worker, 64 connections, as a share "
+        "of the bare application's",
+        rows=[*_rows(found), *_cpu_rows(cpu_us)],
+        notes=[
+            f"slots of {wall_s} s; the load runs on {where}, the server on the first",
+            "floor: a middleware written by hand that keeps responses and does nothing else",
+            "replays: the product from its warm cache, in front of SQLite",
+        ],
+    )
+
+
+def _rows(found: dict[str, Samples]) -> list[Row]:
+    bare = found["bare"]
+    rows = [Row(what="bare application, requests/s", floor=bare)]
+    for asked, (label, share_min) in ASKED.items():
+        product, idemkit, floor = (found.get(f"{name} {asked}") for name in COLUMNS)
+        assert product is not None
+        share = product.over(bare)
+        ratios = [("of bare", share)]
+        ratios += [("idemkit's", idemkit.over(bare))] if idemkit else []
+        ratios += [("floor's", floor.over(bare))] if floor else []
+        reach = Target(measured=share, bound="≥", limit=share_min, unit="of bare")
+        row = Row(
+            what=f"{label}, requests/s",
+            product=product,
+            idemkit=idemkit,
+            floor=floor,
+            ratios=ratios,
+            targets=[reach],
+        )
+        rows.append(row)
+    return rows
+
+
+def _cpu_rows(cpu_us: dict[str, Samples]) -> list[Row]:
+    """The same as processor time of the server: steadier than requests/s on a busy machine."""
+    bare = cpu_us["bare"]
+    rows = [Row(what="bare application, server µs", floor=bare)]
+    for asked, (label, _) in ASKED.items():
+        product, idemkit, floor = (cpu_us.get(f"{name} {asked}") for name in COLUMNS)
+        assert product is not None
+        row = Row(
+            what=f"{label}, server µs",
+            product=product,
+            idemkit=idemkit,
+            floor=floor,
+            ratios=[(f"{TIMES} bare", product.over(bare))],
+        )
+        rows.append(row)
+    return rows
+
+
+class Turn:
+    """What a contender does in its slot."""
+
+    def __init__(self, server: Server, asks: str, wall_s: float) -> None:
+        self._server = server
+        self._asks = asks
+        self._wall_s = wall_s
+        self.cpu_us: list[float] = []
+
+    def __call__(self) -> float:
+        """Requests a second."""
+        self._server.forget()
+        try:
+            loaded = uvloop.run(self._load())
+        except RuntimeError as error:
+            raise RuntimeError(f"{self._server.name}, {self._asks}: {error}") from error
+        self.cpu_us.append(loaded.server_us)
+        return loaded.per_second
+
+    async def _load(self) -> Loaded:
+        address = self._server.address
+        requests: Iterator[bytes]
+        if self._asks == "keyless":
+            requests = itertools.repeat(request_of(None))
+        elif self._asks == "new":
+            requests = (request_of(key) for key in NEW_KEYS)
+        else:
+            asked_before = [request_of(b"replayed-%028d" % n) for n in range(REPLAYED_KEYS)]
+            await Load(address, iter(asked_before), connections=8, replayed=None).run_out()
+            requests = itertools.cycle(asked_before)
+        is_replay = self._asks == "replay"
+        load = Load(address, requests, connections=CONNECTIONS, replayed=is_replay)
+        return await load.run(self._wall_s, WARM_UP_S)
+
+
+class Server:
+    """One contender's process, from listening to its end."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        self.name = name
+        command = [sys.executable, "-m", "benchmarks.http_apps", name, str(directory)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __enter__(self) -> Self:
+        assert self._process.stdout is not None
+        self.address = Address(int(self._process.stdout.readline()), self._process.pid)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
+
+    def forget(self) -> None:
+        """Empty the peer's store; the other contenders need no such favour."""
+        urllib.request.urlopen(f"http://127.0.0.1:{self.address.port}/forget").close()

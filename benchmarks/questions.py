@@ -1,0 +1,24 @@
+"""The questions, in the order in which they are asked."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Protocol
+
+from benchmarks.report import Table
+
+NAMES = ("memory", "sqlite", "http", "flatness", "waiting", "size")
+
+
+class Question(Protocol):
+    """A module that answers with a table."""
+
+    def measure(self, *, quick: bool) -> Table:
+        """Measure and answer."""
+        ...
+
+
+def question(name: str) -> Question:
+    """The module of *name*; imported only when asked, because each brings its own libraries."""
+    module: Question = importlib.import_module(f"benchmarks.{name}")
+    return module
