@@ -1,0 +1,175 @@
+"""Writes docs/reference from the code; `--check` tells whether it is up to date."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import inspect
+import os
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from coatcheck import errors
+from coatcheck.cli import command_line
+from coatcheck.core.policy import POLICY_FIELDS, PRESETS, Policy
+from coatcheck.core.problem import KINDS
+from coatcheck.core.record import MOVES, STATE_NAMES, State
+
+HERE = Path(__file__).parent / "reference"
+NOTE = "<!-- Made by docs/generate.py from the code; change the code. -->\n"
+
+
+def states() -> str:
+    """The state diagram and the table of moves."""
+
+    def name(state: State | None) -> str:
+        return "[*]" if state is None else STATE_NAMES[state]
+
+    lines = [NOTE, "# States and moves\n", "```mermaid", "stateDiagram-v2"]
+    lines += [f"    {name(m.source)} --> {name(m.target)}: {m.name}" for m in MOVES]
+    lines += ["```\n", "| move | from | to | allowed |", "|---|---|---|---|"]
+    lines += [
+        f"| {m.name} | {name(m.source).strip('[]') or '–'} | {name(m.target).strip('[]')} "
+        f"| {m.when.value} |"
+        for m in MOVES
+    ]
+    lines += ["", "`*` is no record: before the first claim, and after the sweep."]
+    return "\n".join(lines) + "\n"
+
+
+def problems() -> str:
+    """Every refusal a client can get."""
+    lines = [NOTE, "# Problems\n", "Every refusal is an `application/problem+json` document.\n"]
+    for code, kind in KINDS.items():
+        words = kind.words.replace("{key}", "…").replace("{reason}", "…")
+        lines += [f"## {code}\n", f"**{kind.status}** {kind.title}.", f"Retry: `{kind.retry}`."]
+        if kind.retry_after_s is not None:
+            lines.append(f"`Retry-After: {kind.retry_after_s}`.")
+        lines += [f"In Python: `coatcheck.{kind.error.__name__}`.\n", f"> {words}\n"]
+    return "\n".join(lines)
+
+
+def policy() -> str:
+    """Every knob with its default, and the comment beside it."""
+    lines = [NOTE, "# Policy\n", (inspect.getdoc(Policy) or "") + "\n"]
+    lines += ["| field | default | |", "|---|---|---|"]
+    comments = _field_comments()
+    for field in dataclasses.fields(Policy):
+        if field.name in POLICY_FIELDS:
+            value = getattr(Policy(), field.name)
+            default = sorted(value) if isinstance(value, frozenset) else value
+            lines.append(f"| `{field.name}` | `{default!r}` | {comments[field.name]} |")
+    lines += ["\n## Presets\n", "| preset | differs from the default in |", "|---|---|"]
+    for name, changes in PRESETS.items():
+        differs = ", ".join(f"`{key}={value!r}`" for key, value in changes.items()) or "nothing"
+        lines.append(f"| `{name}` | {differs} |")
+    return "\n".join(lines) + "\n"
+
+
+def _field_comments() -> dict[str, str]:
+    comments: dict[str, str] = {}
+    gathered: list[str] = []
+    for line in inspect.getsource(Policy).splitlines():
+        text = line.strip()
+        field = re.match(r"(\w+): ", text)
+        if text.startswith("#"):
+            gathered.append(text.removeprefix("#").strip())
+        elif field:
+            comments[field[1]] = " ".join(gathered).replace("|", "\\|")
+            gathered = []
+    return comments
+
+
+def errors_() -> str:
+    """The tree of exceptions."""
+    return f"{NOTE}\n# Errors\n\n```\n{inspect.cleandoc(errors.__doc__ or '')}\n```\n"
+
+
+def api() -> str:
+    """Every public name and what it is."""
+    lines = [NOTE, "# API\n"]
+    for module_name in MODULES:
+        module = importlib.import_module(module_name)
+        lines += [f"## {module_name}\n", (inspect.getdoc(module) or "").split("\n", 1)[0] + "\n"]
+        lines += ["| name | |", "|---|---|"]
+        for name in _public(module):
+            summary = (inspect.getdoc(getattr(module, name)) or "").strip().split("\n\n")[0]
+            lines.append(f"| `{name}` | {' '.join(summary.split())} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _public(module: ModuleType) -> list[str]:
+    named = getattr(module, "__all__", None)
+    if named is not None:
+        return list(named)
+    return [
+        name
+        for name, thing in vars(module).items()
+        if not name.startswith("_") and getattr(thing, "__module__", None) == module.__name__
+    ]
+
+
+def cli() -> str:
+    """The command line's own help."""
+    os.environ["COLUMNS"] = "80"  # argparse fills the terminal it finds
+    parser = command_line()
+    lines = [NOTE, "# Command line\n", f"```\n{parser.format_help()}```\n"]
+    for name, command in commands_of(parser).items():
+        lines += [f"## coatcheck {name}\n", f"```\n{command.format_help()}```\n"]
+    return "\n".join(lines)
+
+
+# argparse words its help a little differently in each version of Python; one of them rules.
+CLI_VERSION = (3, 11)
+
+
+def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The commands of *parser*, by name."""
+    (action,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))  # noqa: SLF001 - argparse offers no other way
+    return dict(action.choices)
+
+
+MODULES = (
+    "coatcheck",
+    "coatcheck.server.asgi",
+    "coatcheck.server.wsgi",
+    "coatcheck.server.fastapi",
+    "coatcheck.server.starlette",
+    "coatcheck.server.callers",
+    "coatcheck.stores",
+)
+
+PAGES = {
+    "cli.md": cli,
+    "api.md": api,
+    "states.md": states,
+    "problems.md": problems,
+    "policy.md": policy,
+    "errors.md": errors_,
+}
+
+
+def main() -> int:
+    """Write the pages; with --check, only tell which differ."""
+    HERE.mkdir(exist_ok=True)
+    stale = []
+    for name, make in PAGES.items():
+        if make is cli and sys.version_info[:2] != CLI_VERSION:
+            continue
+        page = HERE / name
+        text = make()
+        if not page.exists() or page.read_text() != text:
+            stale.append(name)
+            if "--check" not in sys.argv:
+                page.write_text(text)
+    if stale:
+        print("changed:", ", ".join(stale))
+    return 1 if stale and "--check" in sys.argv else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""The documentation is complete, true and up to date."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+import coatcheck
+from coatcheck.core.policy import POLICY_FIELDS
+from coatcheck.core.problem import KINDS
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md")])
+
+
+def text_of(*parts):
+    return DOCS.joinpath(*parts).read_text()
+
+
+def test_the_generated_pages_are_what_the_code_says():
+    made = subprocess.run(
+        [sys.executable, str(DOCS / "generate.py"), "--check"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert made.returncode == 0, f"run `make docs`: {made.stdout}{made.stderr}"
+
+
+def test_every_public_name_is_documented():
+    api = text_of("reference", "api.md")
+    assert [name for name in coatcheck.__all__ if f"| `{name}` | |" in api] == []
+    assert [name for name in coatcheck.__all__ if f"`{name}`" not in api] == []
+
+
+def test_every_policy_field_is_explained():
+    policy = text_of("reference", "policy.md")
+    unexplained = [
+        field
+        for field in sorted(POLICY_FIELDS)
+        if not re.search(rf"^\| `{field}` \| .+ \| .*\w.* \|$", policy, re.MULTILINE)
+    ]
+    assert unexplained == []
+
+
+def test_every_problem_has_a_heading_to_link_to():
+    problems = text_of("reference", "problems.md")
+    assert [code for code in KINDS if f"\n## {code}\n" not in problems] == []
+
+
+def test_every_error_is_in_the_drawn_tree():
+    drawn = text_of("reference", "errors.md")
+    classes = [
+        name
+        for name, thing in vars(coatcheck.errors).items()
+        if isinstance(thing, type) and issubclass(thing, coatcheck.CoatcheckError)
+    ]
+    assert [name for name in classes if name not in drawn and name != "Refused"] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page):
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
+    local = [link for link in links if "://" not in link and not link.startswith("mailto:")]
+    assert [link for link in local if not (page.parent / link).exists()] == []
+
+
+def load(name, monkeypatch, tmp_path):
+    """Import an example as a user would run it, with its files in a place of its own."""
+    monkeypatch.chdir(tmp_path)
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def post_twice(transport, path, body):
+    async def send():
+        async with httpx.AsyncClient(transport=transport, base_url="http://shop") as client:
+            headers = {"Idempotency-Key": "9f0c-42"}
+            return [await client.post(path, json=body, headers=headers) for _ in range(2)]
+
+    return asyncio.run(send())
+
+
+def assert_replayed(first, second):
+    assert first.status_code == second.status_code == 201
+    assert first.content == second.content
+    assert "idempotent-replayed" not in first.headers
+    assert second.headers["idempotent-replayed"] == "true"
+    reference = first.headers["idempotency-reference"]
+    assert second.headers["idempotency-reference"] == reference
+
+
+def close_app(app):
+    middleware = app.middleware_stack
+    while not hasattr(middleware, "engine"):
+        middleware = middleware.app
+    asyncio.run(middleware.engine.close())
+
+
+def test_the_asgi_example_takes_one_order(monkeypatch, tmp_path):
+    example = load("asgi_app", monkeypatch, tmp_path)
+    assert_replayed(*post_twice(httpx.ASGITransport(example.app), "/orders", {"item": "coat"}))
+    assert len(example.orders) == 1
+    close_app(example.app)
+
+
+def test_the_fastapi_example_charges_once(monkeypatch, tmp_path):
+    example = load("fastapi_app", monkeypatch, tmp_path)
+    first, second = post_twice(
+        httpx.ASGITransport(example.app), "/charges", {"amount": 5, "currency": "EUR"}
+    )
+    assert_replayed(first, second)
+    assert first.json()["see"] == first.headers["idempotency-reference"]
+    close_app(example.app)
+
+
+def test_the_wsgi_example_takes_one_order(monkeypatch, tmp_path):
+    example = load("wsgi_app", monkeypatch, tmp_path)
+    client = example.app.test_client()
+    first, second = (
+        client.post("/orders", json={"item": "coat"}, headers={"Idempotency-Key": "k"})
+        for _ in range(2)
+    )
+    assert first.status_code == second.status_code == 201
+    assert first.data == second.data
+    assert second.headers["Idempotent-Replayed"] == "true"
+    assert len(example.orders) == 1
+    example.app.wsgi_app.engine.close()
+
+
+def test_the_function_example_sends_one_invoice(monkeypatch, tmp_path):
+    example = load("functions", monkeypatch, tmp_path)
+    first = example.send_invoice(7, "ada@example.com")
+    assert example.send_invoice(7, "ada@example.com") == first
+    assert example.sent == ["ada@example.com"]
+    example.engine.close()
