@@ -77,7 +77,7 @@ def fill_without_room(path: str) -> None:
     acknowledged: list[Record] = []
 
     def fill() -> None:
-        for number in range(len(acknowledged), 500):
+        for number in range(len(acknowledged), 150):
             record = claim_of(number)._replace(progress=b"x" * 1_000)
             assert store.swap([claim(record)]) == [None]
             acknowledged.append(record)

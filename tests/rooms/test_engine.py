@@ -2,10 +2,11 @@
 
 import asyncio
 import functools
+import gc
 import threading
 
 import pytest
-from engines import NOW_MS, Clock, Guards, Handler, WatchedStore, held_up, wait_for
+from engines import NOW_MS, Clock, Guards, Handler, WatchedStore, eventually, held_up, wait_for
 
 from coatcheck import (
     AsyncEngine,
@@ -639,6 +640,20 @@ def test_a_closed_engine_on_a_file_runs_nothing(guards, tmp_path):
     with pytest.raises(StoreUnavailable, match="closed"):
         guards.run(engine, "k", handler)
     assert handler.calls == 0
+
+
+def test_an_async_engine_on_a_file_that_is_forgotten_ends_its_threads(tmp_path):
+    """A server that is reloaded in place must not gather threads and open files."""
+    before = set(threading.enumerate())
+    engine = AsyncEngine(f"sqlite:///{tmp_path}/keys.db")
+    assert asyncio.run(engine.run("k", as_coroutine(Handler()), scope="s")) == "done"
+    mine = [thread for thread in set(threading.enumerate()) - before if "coatcheck" in thread.name]
+    assert len(mine) == 2
+    wake = engine.heart._wake
+    del engine
+    gc.collect()
+    wake.set()  # sooner than its longest pause
+    eventually(lambda: not any(thread.is_alive() for thread in mine))
 
 
 def test_engines_are_context_managers(tmp_path):

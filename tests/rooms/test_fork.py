@@ -173,6 +173,26 @@ def test_attempts_of_parent_and_child_never_look_like_one(tmp_path, flavour):
     assert run_script(tmp_path, flavour, script) == "done\n"
 
 
+def test_a_child_is_not_locked_out_of_what_the_parent_was_using(tmp_path, flavour):
+    """L1: of a store in memory it has a copy, with the lock as it was at that moment."""
+    script = """
+        import signal
+        URL = "memory://"
+        guard = subject()
+        guard.run("before")
+        store = guard.engine.store if isinstance(guard, Sync) else guard.engine.store.blocking
+        def work():
+            signal.alarm(20)
+            assert guard.run("before") == os.getppid()
+            assert guard.run("child") == os.getpid()
+        with store._mutex, guard.engine.desk.cache._mutex:
+            child = in_child(work)
+        ended(child)
+        print("done")
+    """
+    assert run_script(tmp_path, flavour, script) == "done\n"
+
+
 def test_a_child_that_exits_without_closing_leaves_the_parent_alone(tmp_path, flavour):
     """L1."""
     script = """

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from coatcheck.core.record import GONE, Record, Swap, is_retention_over
 from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, Store, matches
+from coatcheck.stores.fork import renew_after_fork
 
 
 class MemoryStore:
@@ -19,6 +20,11 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self._records: dict[bytes, Record] = {}
+        self._renew()
+        renew_after_fork(self)
+
+    def _renew(self) -> None:
+        """A child has a copy, and nobody in it holds the lock."""
         self._mutex = threading.Lock()
 
     def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:

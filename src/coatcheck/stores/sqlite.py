@@ -53,7 +53,7 @@ class SqliteStore:
         self.path = os.path.abspath(path)  # noqa: PTH100 - no pathlib word says only that
         prepare(self.path, busy_timeout_s)
         self._identity = identity_of(self.path)
-        self._row_of = rows.compact_row_of if compact else rows.row_of
+        self._row_of = rows.Packer(compact=compact).row_of  # used by who holds the writer
         self._busy_timeout_s = busy_timeout_s
         self._writer = Line(self.path, busy_timeout_s, writes=True)
         self._reader = Line(self.path, busy_timeout_s)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
@@ -111,6 +112,7 @@ class ThreadedStore:
         work = (self._store, self._asks)
         thread = threading.Thread(target=_work, args=work, name="coatcheck-store", daemon=True)
         thread.start()
+        weakref.finalize(self, self._asks.put, None)  # a store that is forgotten ends its thread
         return thread
 
 
