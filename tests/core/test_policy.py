@@ -4,7 +4,7 @@ from datetime import timedelta
 
 import pytest
 
-from coatcheck.core.policy import PRESETS, Policy, changed, duration_ms
+from coatcheck.core.policy import POLICY_FIELDS, PRESETS, Policy, changed, duration_ms
 from coatcheck.errors import Misconfigured
 
 
@@ -18,6 +18,70 @@ def test_the_defaults_are_the_published_ones():
     assert policy.methods == {"POST", "PATCH"}
     assert policy.mismatch == 422
     assert not policy.required
+
+
+# The docs say these, and deployments rely on them: a change here is a change of the product.
+DEFAULTS = {
+    "required": False,
+    "methods": {"POST", "PATCH"},
+    "window": "24h",
+    "margin": "1h",
+    "lease": "60s",
+    "wait": "2s",
+    "in_flight": "wait",
+    "mismatch": 422,
+    "keep": "final",
+    "recovery": "retry",
+    "reconcile": None,
+    "mode": "record",
+    "on_expired": "new",
+    "expired_status": 409,
+    "ignore": (),
+    "include_headers": (),
+    "key_chars_max": 255,
+    "body_bytes_max": 67_108_864,
+    "response_bytes_max": 8_388_608,
+    "live_keys_max": None,
+    "waiters_max": 100,
+    "key_header": "Idempotency-Key",
+    "replayed_header": "Idempotent-Replayed",
+    "reference_header": "Idempotency-Reference",
+    "status_path": "/idempotency/operations/",
+    "docs_url": "https://coatcheck.readthedocs.io/problems",
+}
+CHANGES = {
+    "default": {},
+    "ietf": {"in_flight": "409", "wait": 0},
+    "stripe": {"in_flight": "409", "wait": 0, "mismatch": 400, "keep": "all"},
+    "payments": {"required": True, "window": "72h", "recovery": "manual"},
+}
+
+
+def knobs(policy):
+    return {name: getattr(policy, name) for name in POLICY_FIELDS}
+
+
+def test_every_knob_has_the_default_that_is_published():
+    """T1, X2, K1."""
+    assert knobs(Policy()) == DEFAULTS
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_the_default_with_a_few_changes(name):
+    """T1, L3, L4, L6."""
+    assert knobs(Policy.preset(name)) == DEFAULTS | CHANGES[name]
+
+
+@pytest.mark.parametrize("method", ["GET", "head", "OPTIONS", "TRACE", "CONNECT"])
+def test_a_safe_method_cannot_be_guarded(method):
+    """S3."""
+    with pytest.raises(Misconfigured, match=f"{method.upper()} cannot be guarded"):
+        Policy(methods={"POST", method})
+
+
+def test_what_is_kept_may_be_a_function_of_the_answer():
+    """L4."""
+    assert Policy(keep=bool).keep is bool
 
 
 @pytest.mark.parametrize(
@@ -80,6 +144,8 @@ def test_what_is_no_duration_is_refused_with_an_example(value):
         ({"response_bytes_max": 1.5}, "response_bytes_max"),
         ({"waiters_max": True}, "waiters_max"),
         ({"live_keys_max": 0}, "live_keys_max"),
+        ({"status_path": "/operations"}, "status_path .* begins and ends with '/'"),
+        ({"status_path": "operations/"}, "status_path .* begins and ends with '/'"),
         ({"status_path": "operations"}, "status_path .* begins and ends with '/'"),
         ({"required": "yes"}, "required is 'yes'"),
     ],
@@ -87,6 +153,30 @@ def test_what_is_no_duration_is_refused_with_an_example(value):
 def test_a_nonsensical_policy_is_refused_with_a_sentence_that_helps(fields, sentence):
     with pytest.raises(Misconfigured, match=sentence):
         Policy(**fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "choices"),
+    [
+        ("in_flight", ["wait", "409", "202"]),
+        ("mismatch", [400, 409, 422]),
+        ("keep", ["final", "all"]),
+        ("recovery", ["retry", "manual"]),
+        ("mode", ["record", "transaction"]),
+        ("on_expired", ["new", "refuse"]),
+        ("expired_status", [409, 410, 412, 429]),
+    ],
+)
+def test_every_choice_that_is_offered_is_taken(name, choices):
+    """F1, L3, L4, L6, T2."""
+    assert [getattr(Policy(**{name: choice}), name) for choice in choices] == choices
+
+
+def test_only_where_it_is_said_an_unclear_end_is_simply_run_again():
+    """L6."""
+    assert Policy().reruns
+    assert not Policy(recovery="manual").reruns
+    assert not Policy(recovery="reconcile", reconcile=print).reruns
 
 
 def test_an_unknown_field_is_refused_with_the_known_ones():

@@ -39,6 +39,62 @@ def test_a_response_comes_back_as_it_was(status, headers, body):
     assert kept == (status, headers, body)
 
 
+# Names that have a code of their own, names that are not kept, and whatever bytes somebody sends.
+any_names = names | st.sampled_from(
+    [b"content-type", b"location", b"etag", b"retry-after", b"set-cookie", b"connection", b""]
+)
+any_headers = st.lists(st.tuples(any_names | st.binary(), values) | common, max_size=20)
+
+
+@given(st.integers(0, 65_535), any_headers, st.binary(max_size=200))
+def test_whatever_is_kept_comes_back_as_it_was(status, headers, body):
+    """L2: any status, any headers, any body."""
+    kept = decode_response(encode_response(Response(status, headers, body)))
+    assert kept == (status, kept_headers(headers), body)
+
+
+def test_the_tables_of_the_first_release_only_grow_at_their_ends():
+    """Old records refer to them by number: never change these, only add."""
+    whole = [
+        (b"content-type", b"application/json"),
+        (b"content-type", b"application/problem+json"),
+        (b"content-type", b"text/plain; charset=utf-8"),
+        (b"content-type", b"text/html; charset=utf-8"),
+        (b"content-type", b"application/json; charset=utf-8"),
+        (b"cache-control", b"no-store"),
+        (b"vary", b"Accept-Encoding"),
+        (b"content-encoding", b"gzip"),
+    ]
+    stored = b"\x01\x00\xc8\x08" + bytes(0x80 | code for code in range(8))
+    assert decode_response(stored) == (200, whole, b"")
+    assert encode_response(Response(200, whole, b"")) == stored
+    named = b"""content-type location etag last-modified cache-control content-language
+    content-encoding link vary retry-after""".split()
+    stored = b"\x01\x00\xc8\x0a" + b"".join(bytes((code, 1)) + b"v" for code in range(1, 11))
+    assert decode_response(stored) == (200, [(name, b"v") for name in named], b"")
+    assert encode_response(Response(200, [(name, b"v") for name in named], b"")) == stored
+
+
+def test_stored_results_of_the_first_release_stay_readable():
+    """Never change these."""
+    assert decode_value(b'\x02{"a":[1,null]}') == {"a": [1, None]}
+    assert encode_value({"a": [1, None]}) == b'\x02{"a":[1,null]}'
+    assert decode_value(b"\x03\x00\xff") == b"\x00\xff"
+    assert encode_value(b"\x00\xff") == b"\x03\x00\xff"
+
+
+@pytest.mark.parametrize("blob", [b"\x00", b"\x01\x00\xc8\x00", b"\x04"])
+def test_a_kind_of_bytes_that_is_no_result_is_not_taken_for_one(blob):
+    with pytest.raises(AssertionError):
+        decode_value(blob)
+
+
+@pytest.mark.parametrize("blob", [b"\x02null", b"\x03", b"\x00"])
+def test_a_kind_of_bytes_that_is_no_response_is_not_taken_for_one(blob):
+    with pytest.raises(AssertionError):
+        decode_response(blob)
+
+
 def test_stored_bytes_of_the_first_release_stay_readable():
     """A record that one release wrote must be read by every later one: never change these."""
     stored = b"\x01\x00\xc9\x04\x80\x02\x09/orders/1\x00\x06x-coat\x03red\x86body"
@@ -69,6 +125,27 @@ def test_headers_of_one_message_or_connection_are_not_kept():
 
 
 @pytest.mark.parametrize(
+    "name",
+    b"""connection keep-alive proxy-connection te trailer transfer-encoding upgrade
+    proxy-authenticate proxy-authorization proxy-authentication-info
+    date age server via warning set-cookie set-cookie2 content-length alt-svc
+    server-timing traceparent tracestate traceresponse x-request-id x-correlation-id""".split(),
+)
+def test_a_header_of_one_moment_is_not_kept(name):
+    """L2."""
+    assert kept_headers([(name, b"v"), JSON]) == [JSON]
+
+
+def test_headers_that_a_connection_lists_are_compared_whatever_their_case():
+    """L2, RFC 9110 §7.6.1: in every line of it."""
+    sent = [
+        *((b"connection", b" X-One ,x-two"), (b"x-one", b"1"), (b"x-two", b"2")),
+        *((b"connection", b"X-THREE"), (b"x-three", b"3"), (b"x-four", b"4")),
+    ]
+    assert kept_headers(sent) == [(b"x-four", b"4")]
+
+
+@pytest.mark.parametrize(
     ("status", "keep", "reruns", "fate"),
     [
         (200, "final", True, Fate.KEEP),
@@ -87,6 +164,12 @@ def test_headers_of_one_message_or_connection_are_not_kept():
         (403, "all", False, Fate.FORGET),
         (413, "final", True, Fate.FORGET),
         (415, "final", True, Fate.FORGET),
+        (407, "final", True, Fate.FORGET),
+        (499, "final", True, Fate.KEEP),
+        (501, "final", True, Fate.RELEASE),
+        (401, lambda response: False, False, Fate.FORGET),
+        (429, lambda response: False, False, Fate.RELEASE),
+        (200, lambda response: False, False, Fate.DOUBT),
         (200, lambda response: response.status == 201, True, Fate.RELEASE),
         (500, lambda response: True, False, Fate.KEEP),
     ],

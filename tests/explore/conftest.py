@@ -7,11 +7,12 @@ from .world import Scenario
 
 
 @pytest.fixture
-def explored(record_property):
-    """Explore a scenario, and have it counted in the summary."""
+def explored(request, record_property):
+    """Explore a scenario, say how much that was (`-s` shows it), and have it counted."""
 
     def count(scenario: Scenario) -> Explored:
         seen = explore(scenario)
+        print(f"\n{request.node.name}: {seen.states:,} states in {seen.schedules:,} schedules")
         record_property("explored", list(seen))
         return seen
 

@@ -33,6 +33,7 @@ from coatcheck.core.serve import (
 )
 
 if TYPE_CHECKING:
+    from .places import Place
     from .world import Client, Past, Scenario, World
 
 # More than any client alone needs: claim, lose, look, take over, ask, execute, end.
@@ -110,8 +111,10 @@ def check_late(world: World, number: int, record: Record) -> None:
 # --- what clients do and get ------------------------------------------------------------------
 
 
-def begun(scenario: Scenario, world: World, number: int, claim: Record) -> Past:
-    """Client *number* begins to execute."""
+def begun(scenario: Scenario, world: World, number: int, place: Place) -> Past:
+    """Client *number* begins to execute at *place*."""
+    assert isinstance(place.asks, Execute)
+    claim = place.asks.claim
     past, policy = world.past, scenario.kinds[number].policy
     attempt = (claim.created_ms, claim.attempt)
     here = [e for e in past.executions if e[0] == claim.created_ms]
@@ -130,8 +133,9 @@ def begun(scenario: Scenario, world: World, number: int, claim: Record) -> Past:
     if policy.recovery == "manual":
         require(not unclear, "manual: nothing runs again after an unclear end")
     if policy.recovery == "reconcile" and unclear:
-        trust = world.clients[number].place.trust
-        require(trust == claim, "reconcile: nothing runs again before the reconciler was asked")
+        require(
+            place.trust == claim, "reconcile: nothing runs again before the reconciler was asked"
+        )
     return past._replace(executions=tuple(sorted((*past.executions, (*attempt, RUNNING)))))
 
 
@@ -139,20 +143,17 @@ def _is_executing(client: Client) -> bool:
     return not client.is_over and isinstance(client.place.asks, Execute)
 
 
-def reconciled(world: World, claim: Record) -> Past:
+def reconciled(past: Past, claim: Record) -> Past:
     """A reconciler has said that nothing before *claim* happened, so another one may follow."""
-    executions = tuple(
-        (*e[:2], FAILED) if e[0] == claim.created_ms else e for e in world.past.executions
-    )
-    return world.past._replace(executions=executions)
+    executions = tuple((*e[:2], FAILED) if e[0] == claim.created_ms else e for e in past.executions)
+    return past._replace(executions=executions)
 
 
-def answered(scenario: Scenario, world: World, number: int) -> Past:
+def answered(scenario: Scenario, world: World, number: int, place: Place) -> Past:
     """Client *number* has its answer, or an error."""
-    place = world.clients[number].place
     match place.answer:
         case Executed(claim):
-            return _executed(world, number, claim)
+            return _executed(world, number, place, claim)
         case Replay(record, response):
             author = scenario.kinds[int(response.rpartition(b" ")[2])]
             is_own = author.fingerprint == scenario.kinds[number].fingerprint
@@ -160,12 +161,12 @@ def answered(scenario: Scenario, world: World, number: int) -> Past:
             require(record.state == COMPLETED, "only final answers are replayed")
             return _final(world, record.created_ms, response)
         case Refuse():
-            _refused(scenario, world, number)
+            _refused(scenario, world, number, place)
     return world.past
 
 
-def _executed(world: World, number: int, claim: Record) -> Past:
-    place, standing = world.clients[number].place, world.record
+def _executed(world: World, number: int, place: Place, claim: Record) -> Past:
+    standing = world.record
     assert isinstance(place.ending, Ending)
     if place.told is GONE:  # it slept through its whole retention; nobody remembers this life
         return world.past
@@ -189,15 +190,15 @@ def _final(world: World, life: int, response: object) -> Past:
     return past
 
 
-def _refused(scenario: Scenario, world: World, number: int) -> None:
+def _refused(scenario: Scenario, world: World, number: int, place: Place) -> None:
     client, standing = world.clients[number], world.record
     nonce = scenario.atlases[number].nonce
     holds = standing is not None and standing.state == RUNNING and standing.nonce == nonce
     require(not holds, "who is refused holds no claim")
-    if client.place.claim is not None:
-        is_lost = isinstance(client.place.told, Record) and client.place.told.nonce != nonce
+    if place.claim is not None:
+        is_lost = isinstance(place.told, Record) and place.told.nonce != nonce
         require(is_lost, "who is refused ran nothing, unless it lost its claim")
-    elif client.place.trust is None and not client.has_lost:
+    elif place.trust is None and not client.has_lost:
         require(not client.has_claimed, "a waiter that gives up has changed nothing")
 
 

@@ -15,6 +15,9 @@ from .kinds import MANUAL, RECONCILE, RETRY, kind
 from .places import HandlerError, Raised
 from .world import FAILURES, Budget, Scenario
 
+# Exploring is computing: on a machine that does much else it may take its time.
+pytestmark = pytest.mark.timeout(300)
+
 RECOVERIES = pytest.mark.parametrize(
     "client", [RETRY, MANUAL, RECONCILE], ids=["retry", "manual", "reconcile"]
 )

@@ -229,34 +229,36 @@ def _tellings(number: int) -> tuple[Ending, ...]:
 
 def _tell(scenario: Scenario, world: World, number: int, told: Any) -> World:
     """The client goes on with what it was told, to its next effect or its answer."""
-    client = world.clients[number]
+    now_ms, record, clients, late, left, past = world
+    client = clients[number]
     asked = client.place.asks
-    if isinstance(asked, Reconcile) and told.fate is Fate.RELEASE:
-        world = world._replace(past=rules.reconciled(world, asked.claim))
     place = scenario.atlases[number].after(client.place, told)
-    held = place.asks.claim if isinstance(place.asks, (Execute, Reconcile)) else None
-    lease_until_ms = client.lease_until_ms if place.claim is None else 0
-    world = _with(
-        world,
-        number,
-        Client(
+    asks, held = place.asks, None
+    if isinstance(asked, Reconcile) and told.fate is Fate.RELEASE:
+        past = rules.reconciled(past, asked.claim)
+        world = world._replace(past=past)
+    if isinstance(asks, (Execute, Reconcile)):
+        held = asks.claim
+        if isinstance(asks, Execute):
+            past = rules.begun(scenario, world, number, place)
+    elif asks is None:
+        past = rules.answered(scenario, world, number, place)
+        client = _ended(world, number, place)
+    if asks is not None:
+        lease_until_ms = client.lease_until_ms if place.claim is None else 0
+        client = Client(
             *(place, False, None, held, client.renewal, lease_until_ms),
             *(client.has_claimed, client.has_lost),
-        ),
-    )
-    if isinstance(place.asks, Execute):
-        return world._replace(past=rules.begun(scenario, world, number, place.asks.claim))
-    if place.is_over:
-        return _over(world._replace(past=rules.answered(scenario, world, number)), number)
-    return world
+        )
+    clients = (*clients[:number], client, *clients[number + 1 :])
+    return World(now_ms, record, clients, late, left, past)
 
 
-def _over(world: World, number: int) -> World:
+def _ended(world: World, number: int, place: Place) -> Client:
     """Forget how a client came to its end, unless something of it is still on its way."""
-    client = world.clients[number]
-    is_late = any(late[0] == number for late in world.late)
-    place = client.place if is_late else OVER
-    return _with(world, number, Client(place, renewal=client.renewal, is_over=True))
+    is_late = bool(world.late) and any(late[0] == number for late in world.late)
+    kept = place if is_late else OVER
+    return Client(kept, renewal=world.clients[number].renewal, is_over=True)
 
 
 def _swapped(
@@ -326,7 +328,8 @@ def _adversary(scenario: Scenario, world: World) -> Iterator[Step]:
         after = world._replace(left=_spent(world.left, crashes=1))
         for number, client in enumerate(world.clients):
             if not client.is_over:
-                yield (number, "crashes"), _over(after, number)
+                dead = _ended(world, number, client.place)
+                yield (number, "crashes"), _with(after, number, dead)
     yield from _times(scenario, world)
 
 
@@ -336,8 +339,9 @@ def _arrives_late(scenario: Scenario, world: World, index: int) -> Step:
     after, lost = _swapped(scenario, rest, number, expected, record)
     if lost is None:
         rules.check_late(world, number, record)
-    if after.clients[number].is_over:
-        after = _over(after, number)
+    client = after.clients[number]
+    if client.is_over:
+        after = _with(after, number, _ended(after, number, client.place))
     return (number, "is heard late" if lost is None else "is too late"), after
 
 
