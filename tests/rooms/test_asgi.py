@@ -21,6 +21,7 @@ from starlette.routing import Mount, Route, WebSocketRoute
 
 from coatcheck import AsyncEngine, Policy, current_operation
 from coatcheck.server.asgi import IdempotencyMiddleware
+from coatcheck.server.asgi_visit import UNDER_WAY
 from coatcheck.stores import ThreadedStore
 from coatcheck.stores.memory import AsyncMemoryStore, MemoryStore
 
@@ -628,8 +629,8 @@ def test_an_error_of_work_that_nobody_awaits_is_logged(guard, caplog):
         running.cancel()
         await asyncio.wait([running])
         may_go_on.set()
-        (visit,) = app._visits
-        await asyncio.wait([visit])
+        (visit,) = UNDER_WAY
+        await asyncio.wait([visit.task])
         await asyncio.sleep(0)
         assert "nobody saw this" in caplog.text
 

@@ -26,6 +26,10 @@ DEPTH_MAX = 64
 # and it bounds how much longer than its spelling (1e99) a number can become.
 DIGITS_MAX = 100
 
+# 10 000 objects, fractions and exponents: each is a call into Python, a microsecond or so. What is
+# counted are the characters they are written with, so a "true" counts like an exponent.
+PARTS_MAX = 10_000
+
 # Where in a JSON body: the names on the way down (RFC 6901). Made by `parse_pointer`.
 Pointer = NewType("Pointer", tuple[str, ...])
 
@@ -55,17 +59,20 @@ def canonical_json(body: bytes, ignore: tuple[Pointer, ...] = ()) -> bytes | Non
 _EVERY_BYTE = set(range(256))
 _NO_DIGITS_NO_BRACKETS = bytes(_EVERY_BYTE - set(b"0123456789[{"))
 _NO_BRACKETS = bytes(_EVERY_BYTE - set(b"[{]}"))
+_NO_PARTS = bytes(_EVERY_BYTE - set(b"{.eE"))
 _BRACKETS_TO_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 _DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"000000000")
 _TOO_MANY_DIGITS = b"0" * (DIGITS_MAX + 1)
 
 
 def _is_tame(body: bytes) -> bool:
-    """No number of *body* has too many digits, and nothing in it is too deep."""
+    """Nothing in *body* is too long, too deep or too often for what may be spent on it."""
     # Without escapes every second piece is outside of strings. Where that is wrong the body is
     # no JSON, and the decoder stops at that place at the latest.
     pieces = body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
     outside = b'"'.join(pieces[::2])
+    if len(outside.translate(None, _NO_PARTS)) > PARTS_MAX:
+        return False
     if _TOO_MANY_DIGITS in outside.translate(_DIGITS_TO_ZERO):
         return False
     # An opening bracket is a step down (1), a closing one a step up (-1, which is 255).

@@ -16,21 +16,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from hashlib import blake2b
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 from urllib.parse import unquote_to_bytes
 
 from coatcheck.core.canonical import Pointer, canonical_json, parse_pointer
-from coatcheck.core.scope import fitted
+from coatcheck.core.scope import keyed
 
 __all__ = ["Body", "Pointer", "fingerprint_of", "parse_pointer"]
 
-# 16 bytes: 128 bits, as wide as the id it stands beside.
-FINGERPRINT_BYTES = 16
+# 256 KiB: the worst of them is parsed in some tens of milliseconds; more would hold up everybody.
+PARSED_BYTES_MAX = 256 * 1024
 
-# 1 MiB: parsed in some tens of milliseconds; more would hold up everybody else.
-PARSED_BYTES_MAX = 1 << 20
+# 1 024 requests of 2 KiB: what is retried is mostly recent and small.
+REMEMBERED_BYTES_MAX = 2_048
+REMEMBERED_MAX = 1_024
 
 # 1 000: what PHP, Django and Starlette take of a form before they refuse it.
 FORM_FIELDS_MAX = 1_000
@@ -73,28 +73,45 @@ def fingerprint_of(
         headers: those that the policy includes and the request has, in the policy's order.
         secret: the deployment's; without it, who reads the store can try out short bodies.
     """
-    if len(content_type) <= CONTENT_TYPE_BYTES_MAX:
-        media = _media_of(content_type)
-    else:
-        media = _Media(_BYTES, "", _BYTES + content_type.decode("latin-1"), b"")
+    asked = (method, path, query, content_type, ignore, secret)
+    if headers or not isinstance(body, bytes):
+        return _fingerprint(body, asked, tuple(headers))
+    if len(body) + len(path) + len(query) > REMEMBERED_BYTES_MAX:
+        return _fingerprint(body, asked)
+    return _remembered(body, asked)
+
+
+_Asked: TypeAlias = tuple[str, str, bytes, bytes, tuple[Pointer, ...], bytes]
+
+
+def _fingerprint(body: Body, asked: _Asked, headers: tuple[tuple[bytes, bytes], ...] = ()) -> bytes:
+    method, path, query, content_type, ignore, secret = asked
+    media = _media_of(content_type)
     media_type, content = _content_of(media, body, ignore)
     included = _framed((name.lower(), value) for name, value in headers) if headers else b""
-    # Lengths first, so that no part can lend characters to the next.
-    head = (
-        f"{len(media_type)},{len(method)},{len(path)},{len(query)},{len(included)};"
-        f"{media_type}{method}{path}"
-    ).encode("utf-8", "surrogatepass")
-    in_memory = content if isinstance(content, bytes) else b""
-    digest = blake2b(
-        b"".join((head, query, included, in_memory)),
-        digest_size=FINGERPRINT_BYTES,
-        key=fitted(secret),
-        person=_DOMAIN,
-    )
-    if not isinstance(content, bytes):
-        for chunk in content:
-            digest.update(chunk)
+    digest = keyed(_DOMAIN, secret).copy()
+    head = _head_of(media_type, method, path, len(query), len(included))
+    if isinstance(content, bytes):
+        digest.update(b"".join((head, query, included, content)))
+        return digest.digest()
+    digest.update(b"".join((head, query, included)))
+    for chunk in content:
+        digest.update(chunk)
     return digest.digest()
+
+
+@lru_cache(maxsize=256)  # 256: an API has a few routes that are written to
+def _head_of(media_type: str, method: str, path: str, query_bytes: int, included: int) -> bytes:
+    # Lengths first, so that no part can lend characters to the next.
+    text = (
+        f"{len(media_type)},{len(method)},{len(path)},{query_bytes},{included};"
+        f"{media_type}{method}{path}"
+    )
+    return text.encode("utf-8", "surrogatepass")
+
+
+# A retry sends the same bytes, and they need not be read again.
+_remembered = lru_cache(maxsize=REMEMBERED_MAX)(_fingerprint)
 
 
 class _Media(NamedTuple):
@@ -106,8 +123,14 @@ class _Media(NamedTuple):
     boundary: bytes
 
 
-@lru_cache(maxsize=256)  # 256: an API has a handful; multipart brings a new one each time
 def _media_of(content_type: bytes) -> _Media:
+    if len(content_type) > CONTENT_TYPE_BYTES_MAX:
+        return _Media(_BYTES, "", _BYTES + content_type.decode("latin-1"), b"")
+    return _read_media(content_type)
+
+
+@lru_cache(maxsize=256)  # 256: an API has a handful; multipart brings a new one each time
+def _read_media(content_type: bytes) -> _Media:
     essence, _, rest = content_type.decode("latin-1").partition(";")
     essence = essence.strip(" \t").lower()
     parameters = _parameters_of(rest)
@@ -165,18 +188,19 @@ def _is_boundary(values: list[str]) -> bool:
 
 def _content_of(media: _Media, body: Body, ignore: tuple[Pointer, ...]) -> tuple[str, Body]:
     """What is compared of the content type, and of *body*."""
-    if media.kind == _BYTES:
-        return media.as_bytes, body
-    if media.kind == _MULTIPART:
+    kind, as_read, as_bytes, boundary = media
+    if kind is _BYTES:
+        return as_bytes, body
+    if kind is _MULTIPART:
         chunks = (body,) if isinstance(body, bytes) else body
-        return media.as_read, _without_boundary(chunks, media.boundary)
+        return as_read, _without_boundary(chunks, boundary)
     if not isinstance(body, bytes):
         body = _gathered(body)
     if isinstance(body, bytes) and 0 < len(body) <= PARSED_BYTES_MAX:
-        read = canonical_json(body, ignore) if media.kind == _JSON else _canonical_form(body)
+        read = canonical_json(body, ignore) if kind is _JSON else _canonical_form(body)
         if read is not None:
-            return media.as_read, read
-    return media.as_bytes, body
+            return as_read, read
+    return as_bytes, body
 
 
 def _gathered(chunks: Iterable[bytes]) -> Body:

@@ -39,6 +39,7 @@ _TRANSIENT = frozenset({408, 425, 429})
 # Refused before any work, for a reason the client corrects and tries again with the same key.
 _AT_THE_DOOR = frozenset({401, 403, 407, 413, 415})
 
+_CLIENT_ERROR = 400
 _SERVER_ERROR = 500
 
 
@@ -52,6 +53,8 @@ def fate_of(response: Response, keep: Keep, *, reruns: bool) -> Fate:
     status = response.status
     if callable(keep):
         is_kept = keep(response)
+    elif status < _CLIENT_ERROR:
+        is_kept = True
     elif status in _TRANSIENT or status in _AT_THE_DOOR:
         is_kept = False
     else:
@@ -77,12 +80,11 @@ _NOT_KEPT = frozenset(
 
 def kept_headers(headers: Headers) -> list[tuple[bytes, bytes]]:
     """Those of *headers* that belong to the answer itself."""
-    kept = [header for header in headers if header[0] not in _NOT_KEPT]
+    not_kept = _NOT_KEPT
     for name, value in headers:
         if name == b"connection":  # names further headers of this connection only
-            listed = {token.strip().lower() for token in value.split(b",")}
-            kept = [header for header in kept if header[0] not in listed]
-    return kept
+            not_kept = not_kept.union(token.strip().lower() for token in value.split(b","))
+    return [header for header in headers if header[0] not in not_kept]
 
 
 # --- the stored bytes -----------------------------------------------------------------------
@@ -122,21 +124,15 @@ _NAME_CODES = {name: code for code, name in enumerate(_NAMES) if name}
 
 def encode_response(response: Response) -> bytes:
     """The bytes a record keeps of *response*."""
-    headers = kept_headers(response.headers)
-    parts = [b"\x01", response.status.to_bytes(2, "big"), _varint(len(headers))]
-    for header in headers:
-        common = _COMMON_CODES.get(header)
-        if common is not None:
-            parts.append(common)
-            continue
-        name, value = header
-        code = _NAME_CODES.get(name, 0)
-        parts.append(bytes((code,)))
-        if not code:
-            parts += _varint(len(name)), name
-        parts += _varint(len(value)), value
-    parts.append(response.body)
-    return b"".join(parts)
+    status, headers, body = response
+    kept = [_COMMON_CODES.get(header) or _encoded(*header) for header in kept_headers(headers)]
+    return b"".join((b"\x01", status.to_bytes(2, "big"), _varint(len(kept)), *kept, body))
+
+
+def _encoded(name: bytes, value: bytes) -> bytes:
+    code = _NAME_CODES.get(name, 0)
+    spelled = b"" if code else _varint(len(name)) + name
+    return b"%c%b%b%b" % (code, spelled, _varint(len(value)), value)
 
 
 def decode_response(blob: bytes) -> Response:

@@ -12,6 +12,7 @@ store can try out short API keys and keys offline against what is stored.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from hashlib import blake2b, sha1
 
 # 16 bytes: 128 bits, the width at which nobody meets a collision by chance or by trying.
@@ -41,12 +42,7 @@ def operation_id(*, caller: str, route: str, key: str, secret: bytes = b"") -> b
     # Lengths first: without them ("ab", "c") and ("a", "bc") would be one operation.
     # Surrogates pass, because a path may carry any bytes and must not become an error.
     text = f"{len(caller)},{len(route)};{caller}{route}{key}"
-    return blake2b(
-        text.encode("utf-8", "surrogatepass"),
-        digest_size=ID_BYTES,
-        key=fitted(secret),
-        person=_ID_DOMAIN,
-    ).digest()
+    return digested(_ID_DOMAIN, secret, text.encode("utf-8", "surrogatepass"))
 
 
 def caller_digest(*parts: bytes | str, secret: bytes = b"") -> str:
@@ -61,9 +57,7 @@ def caller_digest(*parts: bytes | str, secret: bytes = b"") -> str:
     for part in parts:
         text = part if isinstance(part, bytes) else part.encode("utf-8", "surrogatepass")
         framed.append(b"%d:%b" % (len(text), text))  # as above: no two lists of parts are one
-    return blake2b(
-        b"".join(framed), digest_size=ID_BYTES, key=fitted(secret), person=_CALLER_DOMAIN
-    ).hexdigest()
+    return digested(_CALLER_DOMAIN, secret, b"".join(framed)).hex()
 
 
 def scope_of(caller: str) -> str:
@@ -83,15 +77,23 @@ def derive(id: bytes, name: str, *, life: int, secret: bytes = b"") -> str:
     insist on a UUID, and older validators know versions 1 to 5 only.
     """
     assert len(id) == ID_BYTES
-    of_life = blake2b(
-        id + life.to_bytes(8, "big"), digest_size=16, key=fitted(secret), person=_LIFE_DOMAIN
-    ).digest()
+    of_life = digested(_LIFE_DOMAIN, secret, id + life.to_bytes(8, "big"))
     named = sha1(of_life + name.encode("utf-8"), usedforsecurity=False)
     bits = int.from_bytes(named.digest()[:16], "big")
     text = f"{bits & ~_UUID_FIXED | _UUID_VERSION_5:032x}"
     return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
 
-def fitted(secret: bytes) -> bytes:
-    """*secret* as a BLAKE2b key, which has 64 bytes at most; digested where it is longer."""
-    return secret if len(secret) <= blake2b.MAX_KEY_SIZE else blake2b(secret).digest()
+def digested(domain: bytes, secret: bytes, text: bytes) -> bytes:
+    """128 bits of *text*, of use in *domain* alone, keyed with the deployment's *secret*."""
+    digest = keyed(domain, secret).copy()
+    digest.update(text)
+    return digest.digest()
+
+
+@lru_cache(maxsize=64)  # 64: a handful of domains for each secret, of which there is one
+def keyed(domain: bytes, secret: bytes) -> blake2b:
+    """A digest to be copied: setting one up takes longer than digesting a request."""
+    # A key has 64 bytes at most; a longer secret is digested, never cut off.
+    key = secret if len(secret) <= blake2b.MAX_KEY_SIZE else blake2b(secret).digest()
+    return blake2b(digest_size=ID_BYTES, key=key, person=domain)

@@ -39,6 +39,7 @@ from coatcheck.core.record import (
     is_lease_over,
     is_retention_over,
     is_window_over,
+    new_record,
     next_version,
 )
 from coatcheck.core.replay import Fate
@@ -295,22 +296,24 @@ def ended(claim: Record, ending: Ending) -> Record:
 
 def first_attempt(ticket: Ticket, policy: Policy, standing: Record, now_ms: int) -> Record:
     """The claim that begins a life, the first or a new one after *standing*."""
-    return Record(
-        ticket.id,
-        next_version(standing, now_ms),
-        RUNNING,
-        1,
-        ticket.fingerprint,
-        now_ms,
-        now_ms + policy.lease_ms,
-        now_ms + policy.window_ms,
-        now_ms + policy.retention_ms,
-        ticket.nonce,
-        ticket.label,
-        ticket.scope,
-        ticket.key,
-        None,
-        None,
+    return new_record(
+        (
+            ticket.id,
+            next_version(standing, now_ms),
+            RUNNING,
+            1,
+            ticket.fingerprint,
+            now_ms,
+            now_ms + policy.lease_ms,
+            now_ms + policy.window_ms,
+            now_ms + policy.retention_ms,
+            ticket.nonce,
+            ticket.label,
+            ticket.scope,
+            ticket.key,
+            None,
+            None,
+        )
     )
 
 

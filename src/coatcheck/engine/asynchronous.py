@@ -23,7 +23,6 @@ from coatcheck.engine.desk import (
     Desk,
     ending_of_reconcile,
     ending_of_result,
-    is_own,
     logger,
     name_of,
     policy_of,
@@ -141,10 +140,14 @@ class AsyncEngine:
             flow = self.flow(ticket, policy)
             answer = await self._advance_told(flow, ticket, policy)
             if isinstance(answer, Execute):
-                result = await self._execute(flow, answer.claim, call, ticket, policy)
-                ending = ending_of_result(ticket, result)
-                answer = await self._advance_told(flow, ticket, policy, ending)
-                response = ending.response
+                held = desk.heart.hold(answer.claim, policy.lease_ms)
+                try:
+                    result = await self._execute(flow, answer.claim, call, ticket, policy)
+                    ending = ending_of_result(ticket, result)
+                    answer = await self._advance_told(flow, ticket, policy, ending)
+                    response = ending.response
+                finally:  # not before the end is written: who waits here need not look for it
+                    desk.heart.let_go(held)
         assert not isinstance(answer, Execute)
         value: T = desk.result_of(ticket, policy, answer, response, result)
         return value
@@ -167,19 +170,16 @@ class AsyncEngine:
         ticket: Ticket,
         policy: Policy,
     ) -> T:
-        held = self.heart.hold(claim, policy.lease_ms)
         outer = current_operation()
         enter(Operation(claim, self.desk.secret))
         try:
             return await call()
         except Exception as error:
-            self.heart.let_go(held)
             self.desk.tell(ticket, policy, None)
             await self.advance(flow, policy, error=error)
             raise
         finally:
             enter(outer)
-            self.heart.let_go(held)
 
     # --- for adapters -------------------------------------------------------------------------
 
@@ -227,10 +227,7 @@ class AsyncEngine:
             if not error.is_ambiguous:
                 raise
             (lost,) = await self.store.swap((swap,))  # see `Engine._swap`
-        if lost is not None and not is_own(lost, swap):
-            return lost
-        self.desk.wrote(swap)
-        return None
+        return self.desk.noticed(swap, lost)
 
     async def _watch(self, watch: Watch, waiters_max: int) -> Seen | None:
         now_ms = self.desk.now_ms

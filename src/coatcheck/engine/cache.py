@@ -50,12 +50,12 @@ class Cache:
         size = len(record.response or b"")
         if size > RESPONSE_BYTES_MAX:
             return
+        records = self._records
         with self._mutex:
-            before = self._records.pop(record.id, None)
-            if before is not None:
-                self._bytes -= len(before.response or b"")
-            self._records[record.id] = record
+            if record.id in records:  # of a life before
+                self._bytes -= len(records.pop(record.id).response or b"")
+            records[record.id] = record
             self._bytes += size
-            while self._bytes > self._bytes_max or len(self._records) > self._records_max:
-                _, oldest = self._records.popitem(last=False)
+            while self._bytes > self._bytes_max or len(records) > self._records_max:
+                _, oldest = records.popitem(last=False)
                 self._bytes -= len(oldest.response or b"")

@@ -18,7 +18,6 @@ from coatcheck.core.key import reference_of
 from coatcheck.core.policy import Policy
 from coatcheck.core.problem import problem
 from coatcheck.core.record import (
-    COMPLETED,
     RUNNING,
     Record,
     Swap,
@@ -26,7 +25,7 @@ from coatcheck.core.record import (
     is_window_over,
 )
 from coatcheck.core.replay import Fate, Response, decode_value, encode_response, encode_value
-from coatcheck.core.scope import operation_id
+from coatcheck.core.scope import operation_id, scope_of
 from coatcheck.core.serve import Answer, Ending, Executed, Refuse, Replay, Ticket, verdict
 from coatcheck.engine.cache import Cache
 from coatcheck.engine.clock import StoreClock
@@ -83,19 +82,11 @@ class Desk:
             self._store, self.clock, sweep_every_s=self._sweep_every_s, archive=self._archive
         )
 
-    def ticket(
-        self, key: str, fingerprint: bytes, *, caller: str, scope: str, route: str
-    ) -> Ticket:
-        """A request at the counter, now."""
-        return Ticket(
-            operation_id(caller=caller, route=route, key=key, secret=self.secret),
-            fingerprint,
-            self.now_ms(),
-            next(self._nonces),
-            route,
-            scope,
-            key,
-        )
+    def ticket(self, key: str, fingerprint: bytes, caller: str, route: str) -> Ticket:
+        """A request at the counter, now; *caller* is a `caller_digest`, or empty."""
+        id = operation_id(caller=caller, route=route, key=key, secret=self.secret)
+        now_ms, nonce = self.now_ms(), next(self._nonces)
+        return Ticket(id, fingerprint, now_ms, nonce, route, scope_of(caller), key)
 
     def ticket_of_call(self, key: str, scope: str, call: functools.partial[Any]) -> Ticket:
         """The ticket of a guarded function's call."""
@@ -106,7 +97,7 @@ class Desk:
         while isinstance(inner, functools.partial):  # not always folded into one by Python
             args, kwargs, inner = (*inner.args, *args), inner.keywords | kwargs, inner.func
         fingerprint = fingerprint_of_call(args, kwargs)
-        return self.ticket(key, fingerprint, caller="", scope="", route=scope)
+        return self.ticket(key, fingerprint, "", scope)
 
     def recall(self, ticket: Ticket, policy: Policy) -> Replay | Refuse | None:
         """The answer to *ticket*, if memory holds it: the replay of a completed record."""
@@ -122,18 +113,22 @@ class Desk:
         keys_max = policy.live_keys_max
         return keys_max is None or not self._crowd.is_full(ticket.scope, ticket.now_ms, keys_max)
 
-    def wrote(self, swap: Swap) -> None:
-        """Notice a swap of ours that took effect: remember a final answer, wake who waits."""
+    def noticed(self, swap: Swap, lost: Record | None) -> Record | None:
+        """
+        *lost*, unless it is our own record: then the swap took effect, but nobody heard of it.
+
+        Of what we have written a final answer is remembered, and who waits for it is woken.
+        """
         record = swap.record
-        if record is None:
-            return
-        if record.state == RUNNING:
-            if swap.expected and record.attempt == 1:
-                logger.warning("late retry: %s began a new life", reference_of(record.id))
-            return
-        if record.state == COMPLETED and record.response is not None:
-            self.cache.put(record)
-        self.line.tell(record)
+        if record is None or (lost is not None and not is_same_write(lost, record)):
+            return lost
+        if record.state != RUNNING:
+            if record.response is not None:
+                self.cache.put(record)
+            self.line.tell(record)
+        elif swap.expected and record.attempt == 1:
+            logger.warning("late retry: %s began a new life", reference_of(record.id))
+        return None
 
     def tell(self, ticket: Ticket, policy: Policy, answer: Answer | None) -> None:
         """Tell the observers what became of *ticket*; None: its handler failed."""
@@ -188,11 +183,6 @@ def _decision(ticket: Ticket, answer: Answer | None, now_ms: int) -> Decision:
     duration_ms = now_ms - ticket.now_ms
     reference = reference_of(ticket.id)
     return Decision(outcome, reference, ticket.label, ticket.scope, attempt, code, duration_ms)
-
-
-def is_own(lost: Record, swap: Swap) -> bool:
-    """*swap* has lost against itself: it took effect before, but nobody heard of it."""
-    return swap.record is not None and is_same_write(lost, swap.record)
 
 
 def name_of(function: Callable[..., object]) -> str:

@@ -28,8 +28,10 @@ logger = logging.getLogger("coatcheck")
 
 # Renewed after a third: two renewals may fail before a lease is lost.
 RENEWALS_PER_LEASE = 3
-# A beat at least this often, so that an engine that is gone ends its thread soon.
-BEAT_MAX_S = 5.0
+# Beats for each lease: twice as many as renewals, so that none comes late.
+BEATS_PER_LEASE = 2 * RENEWALS_PER_LEASE
+# It beats as if for this lease at least, so that an engine that is gone ends its thread soon.
+LEASE_MS_MAX = 30_000
 # At most this many batches at once, so that a long backlog does not crowd out claims.
 SWEEP_BATCHES_MAX = 20
 
@@ -64,7 +66,7 @@ class Heart:
         self._archive = archive
         self._sweep_every_s = sweep_every_s
         self._sweep_ms: int | None = None  # not known before the clock was looked at
-        self._pause_s = BEAT_MAX_S
+        self._lease_ms = LEASE_MS_MAX  # the shortest that was ever held
         self._wake = threading.Event()
         self._stopped = False
         self._thread: threading.Thread | None = None
@@ -73,9 +75,8 @@ class Heart:
     def hold(self, claim: Record, lease_ms: int) -> Held:
         """Keep *claim* alive from now on."""
         held = self.held[claim.id] = Held(claim, lease_ms)
-        pause_s = lease_ms / (2_000 * RENEWALS_PER_LEASE)
-        if pause_s < self._pause_s:
-            self._pause_s = pause_s
+        if lease_ms < self._lease_ms:
+            self._lease_ms = lease_ms
             self._wake.set()
         if self._thread is None:
             self._start()
@@ -142,9 +143,9 @@ class Heart:
 
 def _beat_until_gone(heart: weakref.ref[Heart], wake: threading.Event) -> None:
     """The thread: it does not keep its engine alive, and ends when the engine is gone."""
-    pause_s = BEAT_MAX_S
+    lease_ms = LEASE_MS_MAX
     while True:
-        wake.wait(pause_s)
+        wake.wait(lease_ms / 1_000 / BEATS_PER_LEASE)
         wake.clear()
         living = heart()
         if living is None or living._stopped:  # noqa: SLF001 - the body of the class
@@ -153,7 +154,7 @@ def _beat_until_gone(heart: weakref.ref[Heart], wake: threading.Event) -> None:
             living.beat()
         except Exception as error:  # noqa: BLE001 - a heart that stops loses every lease
             logger.warning("a beat failed and is tried again: %s", error)
-        pause_s = living._pause_s  # noqa: SLF001 - as above
+        lease_ms = living._lease_ms  # noqa: SLF001 - as above
         del living
 
 

@@ -26,10 +26,8 @@ RAN_UNRECORDED = "this request ran, but its outcome could not be recorded"
 def ending_of(response: Response, policy: Policy) -> Ending:
     """What the handler's *response* means for its claim."""
     fate = fate_of(response, policy.keep, reruns=policy.reruns)
-    if fate is not Fate.KEEP:
+    if fate is not Fate.KEEP or len(response.body) > policy.response_bytes_max:
         return Ending(fate)
-    if len(response.body) > policy.response_bytes_max:
-        return Ending(fate, None)
     return Ending(fate, encode_response(response))
 
 

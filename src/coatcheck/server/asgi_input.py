@@ -1,6 +1,6 @@
 """ASGI requests: read whole before the claim, and given to the application as if they were not.
 
-The request's side of `asgi.py`; what is sent back is made there.
+What is sent back is made by `asgi_visit.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ AsgiScope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
+App: TypeAlias = Callable[[AsgiScope, Receive, Send], Awaitable[None]]
 
 
 async def read(
@@ -27,24 +28,18 @@ async def read(
     declared = fields.get(b"content-length", b"")
     if declared.isdigit() and int(declared[:20]) > policy.body_bytes_max:
         return body_too_large(policy)
-    body: Body | None = None
-    while True:
-        message = await receive()
+    message = await receive()
+    body = Body(message.get("body", b""))
+    while body.size <= policy.body_bytes_max:
         if message["type"] == "http.disconnect":
-            break
-        chunk = message.get("body", b"")
-        if body is None:
-            body = Body(chunk)
-        else:
-            body.add(chunk)
-        if body.size > policy.body_bytes_max:
             body.close()
-            return body_too_large(policy)
+            return None
         if not message.get("more_body", False):
             return body
-    if body is not None:
-        body.close()
-    return None
+        message = await receive()
+        body.add(message.get("body", b""))
+    body.close()
+    return body_too_large(policy)
 
 
 def request_of(asgi_scope: AsgiScope, fields: dict[bytes, bytes], body: Body) -> Request:
@@ -61,6 +56,9 @@ def request_of(asgi_scope: AsgiScope, fields: dict[bytes, bytes], body: Body) ->
     )
 
 
+_NO_MESSAGES: Iterator[tuple[bytes, bool]] = iter(())
+
+
 class Rewound:
     """A body that was read already, for the application to read again; then what *after* says."""
 
@@ -74,7 +72,7 @@ class Rewound:
         if self._messages is None:
             whole = self._body.bytes_or_chunks()
             if isinstance(whole, bytes):  # nearly always: one message brings it all
-                self._messages = iter(())
+                self._messages = _NO_MESSAGES
                 return {"type": "http.request", "body": whole, "more_body": False}
             self._messages = self._body.messages()
         for chunk, more_body in self._messages:

@@ -7,6 +7,7 @@ is refused before anything runs.
 from __future__ import annotations
 
 import tempfile
+import weakref
 from collections.abc import Iterator
 from typing import IO
 
@@ -18,7 +19,7 @@ CHUNK_BYTES = 64 * 1024
 class Body:
     """A request body that grows while it is read, and is then given out any number of times."""
 
-    __slots__ = ("_chunks", "_file", "size")
+    __slots__ = ("__weakref__", "_chunks", "_file", "size")
 
     def __init__(self, chunk: bytes = b"") -> None:
         self._chunks = [chunk]
@@ -41,6 +42,8 @@ class Body:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
         self._file.writelines(self._chunks)
         self._chunks.clear()
+        # A `caller=` or `key=` function of the user's may raise before anybody closes it.
+        weakref.finalize(self, self._file.close)
 
     def bytes_or_chunks(self) -> bytes | Iterator[bytes]:
         """All of it where it is in memory, else piece by piece."""
@@ -78,7 +81,3 @@ class Body:
         """Let go of the file."""
         if self._file is not None:
             self._file.close()
-
-    def __del__(self) -> None:
-        # A `caller=` or `key=` function of the user's may have raised before anybody could close.
-        self.close()

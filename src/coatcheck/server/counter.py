@@ -13,7 +13,7 @@ from coatcheck.core.key import Key, Malformed, parse_key, reference_of
 from coatcheck.core.policy import Policy
 from coatcheck.core.problem import Problem, problem
 from coatcheck.core.replay import Response
-from coatcheck.core.scope import caller_digest, scope_of
+from coatcheck.core.scope import caller_digest
 from coatcheck.core.serve import Refuse, Replay, Ticket
 from coatcheck.engine.desk import Desk
 from coatcheck.server.answers import refused, replayed
@@ -63,22 +63,21 @@ class Counter:
 
     def ticket(self, request: Request, policy: Policy, key: str, template: str | None) -> Ticket:
         """The ticket of *request*; *template* is its route's, where that is known."""
-        desk = self.desk
+        method, path, query, fields, body, _, _ = request
         caller, included = self._caller_of(request)
         if policy.header_names:
             included = [*included, *((n, request.header(n)) for n in policy.header_names)]
         fingerprint = fingerprint_of(
-            method=request.method,
-            path=request.path,
-            query=request.query,
-            content_type=request.header(b"content-type"),
-            body=request.body.bytes_or_chunks(),
+            method=method,
+            path=path,
+            query=query,
+            content_type=fields.get(b"content-type", b""),
+            body=body.bytes_or_chunks(),
             ignore=policy.pointers,
             headers=included,
-            secret=desk.secret,
+            secret=self.desk.secret,
         )
-        route = f"{request.method} {template or request.path}"
-        return desk.ticket(key, fingerprint, caller=caller, scope=scope_of(caller), route=route)
+        return self.desk.ticket(key, fingerprint, caller, f"{method} {template or path}")
 
     def is_held_by(self, request: Request, ticket: Ticket) -> bool:
         """

@@ -96,7 +96,8 @@ class Routes:
         self._policy = policy
         self._app = app
         self._matches: dict[tuple[str, ...], _Match] = {}
-        self._known: tuple[int, int] | None = None
+        self._known: Sequence[Any] | None = None  # the routes that were looked through …
+        self._count = 0  # … and how many they were
         self._has_marks = False
         self._has_hosts = False
 
@@ -108,8 +109,12 @@ class Routes:
         """The policy for this request and its route's template; None: it is not guarded."""
         method = asgi_scope["method"]
         # An application that is wrapped by us has not said yet which one it is.
-        routes = getattr(asgi_scope.get("app", self._app), "routes", None)
-        if routes is None or not self._look_for_marks(routes):
+        routes: Sequence[Any] | None = getattr(asgi_scope.get("app", self._app), "routes", None)
+        if routes is None:
+            return (self._policy if method in self._policy.methods else None), None
+        if routes is not self._known or len(routes) != self._count:
+            self._look_for_marks(routes)
+        if not self._has_marks:
             return (self._policy if method in self._policy.methods else None), None
         place = (method, asgi_scope["path"], *self._hosts(asgi_scope))
         found = self._matches.get(place)
@@ -126,16 +131,13 @@ class Routes:
             return []
         return [value.decode("latin-1") for n, value in asgi_scope["headers"] if n == b"host"]
 
-    def _look_for_marks(self, routes: Sequence[Any]) -> bool:
-        """Whether any route is marked; looked up again when routes were added."""
-        known = (id(routes), len(routes))
-        if known != self._known:
-            self._matches.clear()
-            everything = list(_all_in(routes))
-            self._has_hosts = any(hasattr(route, "host_regex") for route in everything)
-            self._has_marks = any(_mark_of(route) is not None for route in everything)
-            self._known = known
-        return self._has_marks
+    def _look_for_marks(self, routes: Sequence[Any]) -> None:
+        """Whether any route is marked; looked for again when routes were added."""
+        self._matches.clear()
+        everything = list(_all_in(routes))
+        self._has_hosts = any(hasattr(route, "host_regex") for route in everything)
+        self._has_marks = any(_mark_of(route) is not None for route in everything)
+        self._known, self._count = routes, len(routes)
 
     def _match(self, asgi_scope: MutableMapping[str, Any], routes: Sequence[Any]) -> _Match:
         method = asgi_scope["method"]

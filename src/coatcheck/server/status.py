@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import hmac
 import json
-from hashlib import blake2b
 
 from coatcheck.core.key import reference_of
 from coatcheck.core.policy import Policy
 from coatcheck.core.problem import problem
 from coatcheck.core.record import COMPLETED, IN_DOUBT, RUNNING, STATE_NAMES, Record
 from coatcheck.core.replay import Response
-from coatcheck.core.scope import ID_BYTES, fitted
+from coatcheck.core.scope import ID_BYTES, digested
 from coatcheck.core.serve import Replay, Ticket
 from coatcheck.server.answers import reference_header, refused, replayed
 
@@ -41,9 +40,7 @@ def id_of(token: str, caller: str, secret: bytes) -> bytes | None:
 
 
 def _seal(id: bytes, caller: str, secret: bytes) -> bytes:
-    return blake2b(
-        id + caller.encode(), digest_size=16, key=fitted(secret), person=b"coatcheck-poll"
-    ).digest()
+    return digested(b"coatcheck-poll", secret, id + caller.encode())
 
 
 def accepted(record_id: bytes, location: str, policy: Policy) -> Response:

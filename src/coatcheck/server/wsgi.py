@@ -211,20 +211,25 @@ class _Visit:
         held = self._engine.heart.hold(claim, self._policy.lease_ms)
         said: Iterable[bytes] = ()
         try:
-            said = self._app(environ, self._start)
-            chunks = iter(said)
-            is_whole = self._gather(chunks)
-        except BaseException as error:
-            self._engine.heart.let_go(held)
             try:
-                _close(said)
-            finally:
-                if isinstance(error, Exception):
-                    self._engine.desk.tell(self._ticket, self._policy, None)
-                    self._engine.advance(self._flow, self._policy, error=error)
-            raise
-        self._engine.heart.let_go(held)
-        return self._settle(claim, said, chunks, is_whole=is_whole)
+                said = self._app(environ, self._start)
+                chunks = iter(said)
+                is_whole = self._gather(chunks)
+            except BaseException as error:
+                self._fail(error, said)
+                raise
+            return self._settle(claim, said, chunks, is_whole=is_whole)
+        finally:  # not before the end is written: who waits here for it need not look for it
+            self._engine.heart.let_go(held)
+
+    def _fail(self, error: BaseException, said: Iterable[bytes]) -> None:
+        """Close what the application has begun to say, and give its claim back."""
+        try:
+            _close(said)
+        finally:
+            if isinstance(error, Exception):
+                self._engine.desk.tell(self._ticket, self._policy, None)
+                self._engine.advance(self._flow, self._policy, error=error)
 
     def _gather(self, chunks: Iterator[bytes]) -> bool:
         """Take all the application says; False where it is too much to keep."""

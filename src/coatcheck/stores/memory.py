@@ -33,14 +33,15 @@ class MemoryStore:
         results: list[Record | None] = []
         with self._mutex:
             for swap in swaps:
-                standing = records.get(swap.id)
-                if (0 if standing is None else standing.version) != swap.expected:
-                    results.append(GONE if standing is None else standing)
+                id, record = swap.id, swap.record
+                standing = records.get(id, GONE)
+                if standing.version != swap.expected:
+                    results.append(standing)
                     continue
-                if swap.record is None:
-                    records.pop(swap.id, None)
+                if record is None:
+                    records.pop(id, None)
                 else:
-                    records[swap.id] = swap.record
+                    records[id] = record
                 results.append(None)
         return results
 

@@ -1,0 +1,238 @@
+"""A visit: one guarded ASGI request that memory could not answer, from its claim to its answer.
+
+It runs in a task of its own, so that neither a client that hangs up nor a middleware in front that
+cancels stops the work (L11). What the application sends is kept until it is whole, settled in the
+record, and then sent; what cannot be kept is settled as such, and then streams.
+
+Invariant: a finished visit leaves no circle of references behind. The collector that would have
+to find it costs more than the whole visit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from coatcheck.core.policy import Policy
+from coatcheck.core.problem import problem
+from coatcheck.core.record import Record
+from coatcheck.core.replay import Headers, Response, fate_of
+from coatcheck.core.serve import Answer, Ending, Execute, Executed, Ticket
+from coatcheck.engine import AsyncEngine
+from coatcheck.engine.desk import logger
+from coatcheck.engine.heart import Held
+from coatcheck.errors import StoreUnavailable
+from coatcheck.operation import Operation, enter
+from coatcheck.server.answers import (
+    RAN_NOT,
+    RAN_UNRECORDED,
+    ending_of,
+    is_endless,
+    reference_header,
+    refused,
+)
+from coatcheck.server.asgi_input import App, Message, Receive, Rewound, Send, hide_short_cuts
+from coatcheck.server.counter import Counter
+from coatcheck.server.request import Request
+
+# In this process, because an event loop alone does not keep a task alive.
+UNDER_WAY: set[Visit] = set()
+
+
+class Guard(Protocol):
+    """What a visit needs of the middleware that it comes through."""
+
+    app: App
+    engine: AsyncEngine
+    counter: Counter
+
+
+class Visit:
+    """One guarded request: claim, execute, answer."""
+
+    _claim: Record
+    _held: Held
+    _done: asyncio.Future[None]
+    task: asyncio.Task[None] | None = None
+
+    # What the application has said so far, and whether its claim is settled.
+    _status = 0
+    _headers: Headers = ()
+    _chunks: list[bytes] | None = None
+    _size = 0
+    _is_settled = False
+    _is_streaming = False
+    # Whether all that we have to say to the client is said.
+    _is_over = False
+    _over: asyncio.Event | None = None
+
+    def __init__(
+        self,
+        guard: Guard,
+        request: Request,
+        receive: Receive,
+        send: Send,
+        *,
+        ticket: Ticket,
+        policy: Policy,
+    ) -> None:
+        self._guard = guard
+        self._engine = guard.engine
+        self._request = request
+        self._client_receive = receive
+        self._client_send = send
+        self._ticket = ticket
+        self._policy = policy
+        self._flow = guard.engine.flow(ticket, policy)
+
+    async def outlive(self) -> None:
+        """Serve in a task of its own: if whoever awaits this is cancelled, it goes on (L11)."""
+        loop = asyncio.get_running_loop()
+        # Awaited in the task's place, because cancelling who awaits a task cancels the task.
+        self._done = loop.create_future()
+        self.task = loop.create_task(self._run())
+        UNDER_WAY.add(self)
+        try:
+            await self._done
+        except asyncio.CancelledError:
+            if self._is_streaming and self.task is not None:  # settled, so it may end as without us
+                self.task.cancel()
+            raise
+
+    async def _run(self) -> None:
+        """Serve, and tell whoever still waits for it how that ended."""
+        error: BaseException | None = None
+        try:
+            await self._serve()
+        except BaseException as raised:  # noqa: BLE001 - handed on to the server, or logged
+            error = raised
+        UNDER_WAY.discard(self)
+        self.task = None
+        self._request.body.close()
+        done = self._done
+        if error is None:
+            if not done.done():
+                done.set_result(None)
+        elif done.done():  # its client is gone and nobody awaits it any more
+            logger.error("a request whose client had gone failed", exc_info=error)
+        elif isinstance(error, asyncio.CancelledError):
+            done.cancel()
+        else:
+            done.set_exception(error)
+
+    async def _serve(self) -> None:
+        try:
+            step = await self._engine.advance(self._flow, self._policy, as_value=False)
+        except StoreUnavailable as error:
+            await refuse_unrun(self._client_send, self._policy, error)
+            return
+        if isinstance(step, Execute):
+            await self._execute(step.claim)
+        else:
+            await self._answer(step)
+
+    async def _execute(self, claim: Record) -> None:
+        desk = self._engine.desk
+        operation = Operation(claim, desk.secret)
+        asgi_scope = self._request.native
+        asgi_scope["coatcheck.operation"] = operation
+        hide_short_cuts(asgi_scope)
+        enter(operation)
+        self._claim = claim
+        self._held = desk.heart.hold(claim, self._policy.lease_ms)
+        rewound = Rewound(self._request.body, self._wait_for_end)
+        try:
+            await self._guard.app(asgi_scope, rewound.receive, self._take)
+            if not self._is_settled:
+                raise RuntimeError("the application ended without a complete response")
+        except Exception as error:
+            if not self._is_settled:
+                self._is_settled = True
+                desk.tell(self._ticket, self._policy, None)
+                await self._engine.advance(self._flow, self._policy, error=error)
+            raise
+        finally:
+            if not self._is_over:
+                desk.heart.let_go(self._held)
+
+    async def _wait_for_end(self) -> Message:
+        """Whether the client is still there, if the application asks: until it has its answer."""
+        if not self._is_over:
+            self._over = self._over or asyncio.Event()
+            await self._over.wait()
+        if self._is_streaming:
+            return await self._client_receive()
+        return {"type": "http.disconnect"}
+
+    async def _take(self, message: Message) -> None:
+        """What the application sends: kept until it is whole, or streamed if it cannot be kept."""
+        if self._is_settled:
+            if self._is_streaming:
+                await self._client_send(message)
+        elif message["type"] == "http.response.start":
+            self._status = message["status"]
+            self._headers = [(name.lower(), value) for name, value in message.get("headers", ())]
+        elif message["type"] == "http.response.body":
+            chunk = message.get("body", b"")
+            if message.get("more_body", False):
+                await self._gather(chunk)
+            else:
+                body = b"".join((*self._chunks, chunk)) if self._chunks else chunk
+                response = Response(self._status, self._headers, body)
+                await self._settle(response, ending_of(response, self._policy))
+
+    async def _gather(self, chunk: bytes) -> None:
+        """Keep a part of the response; where it cannot be kept, say so and let it stream."""
+        self._chunks = self._chunks or []
+        self._chunks.append(chunk)
+        self._size += len(chunk)
+        if self._size > self._policy.response_bytes_max or is_endless(self._headers):
+            response = Response(self._status, self._headers, b"".join(self._chunks))
+            fate = fate_of(response, self._policy.keep, reruns=self._policy.reruns)
+            await self._settle(response, Ending(fate), more_body=True)
+
+    async def _settle(self, response: Response, ending: Ending, *, more_body: bool = False) -> None:
+        """End the claim as *ending* says, and only then answer with *response*."""
+        self._is_settled = True
+        policy, desk = self._policy, self._engine.desk
+        try:
+            step = await self._engine.advance(self._flow, policy, ending)
+            desk.heart.let_go(self._held)  # not before: who waits here need not look for its end
+            if isinstance(step, Executed):
+                desk.tell(self._ticket, policy, step)
+                self._is_streaming = more_body
+                headers = [*response.headers, reference_header(self._claim.id, policy)]
+                answer = Response(response.status, headers, response.body)
+                await respond(self._client_send, answer, more_body=more_body)
+            else:
+                assert not isinstance(step, Execute)
+                await self._answer(step)
+        except StoreUnavailable as error:
+            logger.error("executed, but the store is unavailable: %s", error)
+            refusal = problem("store-unavailable", id=self._claim.id, reason=RAN_UNRECORDED)
+            desk.heart.let_go(self._held)
+            await respond(self._client_send, refused(refusal, policy))
+        finally:
+            self._is_over = True
+            if self._over is not None:
+                self._over.set()
+
+    async def _answer(self, answer: Answer) -> None:
+        assert not isinstance(answer, Executed)
+        self._engine.desk.tell(self._ticket, self._policy, answer)
+        response = self._guard.counter.answered(answer, self._ticket, self._policy, self._request)
+        await respond(self._client_send, response)
+
+
+async def respond(send: Send, response: Response, *, more_body: bool = False) -> None:
+    """Send *response*; *more_body*: what follows is somebody else's to send."""
+    await send(
+        {"type": "http.response.start", "status": response.status, "headers": response.headers}
+    )
+    await send({"type": "http.response.body", "body": response.body, "more_body": more_body})
+
+
+async def refuse_unrun(send: Send, policy: Policy, error: StoreUnavailable) -> None:
+    """Fail closed: without the store nothing runs (D2)."""
+    logger.error("refused, the store is unavailable: %s", error)
+    await respond(send, refused(problem("store-unavailable", reason=RAN_NOT), policy))
