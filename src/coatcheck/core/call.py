@@ -8,7 +8,6 @@ because two of them never look the same.
 from __future__ import annotations
 
 import dataclasses
-import json
 from datetime import date, time, timedelta
 from decimal import Decimal
 from enum import Enum
@@ -16,13 +15,15 @@ from hashlib import blake2b
 from typing import Any
 from uuid import UUID
 
+from coatcheck.core.spelling import speller
+
 _PLAIN = (Decimal, UUID, timedelta, complex)
 
 
 def fingerprint_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     """16 bytes that are equal for equal arguments."""
     try:
-        text = _ENCODER.encode([args, kwargs])
+        text = _spelled([args, kwargs])
     except (TypeError, ValueError, RecursionError):  # keys that do not sort, circles, depth
         text = ""
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
@@ -40,11 +41,11 @@ def _value_of(thing: Any) -> Any:  # noqa: ANN401 - one line for each kind of va
     if isinstance(thing, (bytes, bytearray, memoryview)):
         return {kind: bytes(thing).hex()}
     if isinstance(thing, (set, frozenset)):
-        return {kind: sorted(_ENCODER.encode(member) for member in thing)}
+        return {kind: sorted(_spelled(member) for member in thing)}
     if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
         return {kind: {f.name: getattr(thing, f.name) for f in dataclasses.fields(thing)}}
     dump = getattr(thing, "model_dump", None)  # pydantic and its like
     return {kind: dump() if callable(dump) else None}
 
 
-_ENCODER = json.JSONEncoder(sort_keys=True, default=_value_of, separators=(",", ":"))
+_spelled = speller(sort_keys=True, default=_value_of)

@@ -14,10 +14,11 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Callable
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, NewType, NoReturn
+from typing import NewType, NoReturn
+
+from coatcheck.core.spelling import speller
 
 # 64: no honest request is deeper, and it needs a tenth of the interpreter's default stack.
 DEPTH_MAX = 64
@@ -129,33 +130,7 @@ def _refuse_constant(name: str) -> NoReturn:
 _DECODER = json.JSONDecoder(
     object_pairs_hook=_object_of, parse_float=_number_of, parse_constant=_refuse_constant
 )
-_ENCODER = json.JSONEncoder(
-    sort_keys=True, ensure_ascii=False, separators=(",", ":"), check_circular=False
-)
-
-
-def _made_spelling() -> Callable[[object], str]:
-    """
-    `_ENCODER.encode`, but the machine it runs on is made once and not for each call.
-
-    That machine is the C encoder behind `json`; where an interpreter has none, or makes it in
-    another way, the public method does as well and takes three microseconds longer.
-    """
-    options = (None, ":", ",", True, False, True)  # indent, separators, sorted, no skips, marks
-    try:
-        make: Any = json.encoder.c_make_encoder  # type: ignore[attr-defined]  # None on PyPy
-        quote: Any = json.encoder.encode_basestring
-        chunks_of = make(None, _ENCODER.default, quote, *options)
-        sample = {"b": [1, "é", (_NUMBER_MARK, 15, -1)], "a": [_REPEATED_MARK, None]}
-        spelled = '{"a":[Infinity,null],"b":[1,"é",[NaN,15,-1]]}'
-        if "".join(chunks_of(sample, 0)) == spelled:
-            return lambda value: "".join(chunks_of(value, 0))
-    except (TypeError, ValueError, AttributeError):
-        pass
-    return _ENCODER.encode
-
-
-_spelled = _made_spelling()
+_spelled = speller(sort_keys=True, ensure_ascii=False)
 
 
 def parse_pointer(text: str) -> Pointer:

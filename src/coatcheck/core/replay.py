@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from coatcheck.core.spelling import speller
+
 Headers: TypeAlias = Sequence[tuple[bytes, bytes]]
 Keep: TypeAlias = "Literal['final', 'all'] | Callable[[Response], bool]"
 
@@ -155,9 +157,8 @@ def decode_response(blob: bytes) -> Response:
     return Response(status, headers, blob[at:])
 
 
-# Made once: json.dumps with other than its default options makes an encoder for each call.
-_to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
-_from_json = json.JSONDecoder().decode
+_to_json = speller(allow_nan=False)
+_from_json = json.JSONDecoder().raw_decode
 
 
 def encode_value(value: Any) -> bytes | None:  # noqa: ANN401 - any result of a user's function
@@ -173,7 +174,7 @@ def encode_value(value: Any) -> bytes | None:  # noqa: ANN401 - any result of a 
 def decode_value(blob: bytes) -> Any:  # noqa: ANN401 - any result of a user's function
     """What `encode_value` made *blob* from."""
     assert blob[0] in (_JSON, _BYTES)
-    return blob[1:] if blob[0] == _BYTES else _from_json(blob[1:].decode())
+    return blob[1:] if blob[0] == _BYTES else _from_json(blob[1:].decode())[0]
 
 
 def _varint(number: int) -> bytes:
