@@ -84,6 +84,9 @@ def test_a_renewal_whose_answer_was_lost_is_followed_by_the_next(heart, store, c
         heart.beat()
     clock.pass_s(5)
     heart.beat()
+    assert held.claim == store.record
+    assert store.record.version == CLAIM.version + 1
+    clock.pass_s(15)
     heart.beat()
     assert not held.is_lost
     assert store.record.version == CLAIM.version + 2

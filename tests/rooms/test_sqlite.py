@@ -157,7 +157,7 @@ def test_any_text_comes_back_exactly_as_it_was(label: str, scope: str, key: str)
     """D1, K1: packing is never seen from outside, not even by strings that no Unicode allows."""
     record = claim_of(1)._replace(label=label, scope=scope, key=key)
     with closing(sqlite3.connect(":memory:")) as connection:
-        row = rows.Packer(compact=False).row_of(record)
+        (row,) = rows.Packer(compact=False).rows_of([record])
         stored = connection.execute("select " + ",".join("?" * 15), row).fetchone()
     assert rows.record_of(stored) == record
 

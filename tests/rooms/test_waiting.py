@@ -137,7 +137,7 @@ def test_who_waits_for_another_process_follows_its_renewals(guards, store):
     in_line(here, 1, store)
     (held,) = there.heart.held.values()
     for _ in range(3):
-        held.renew_ms = 0
+        held.claim = held.claim._replace(lease_until_ms=0)  # so that it looks due
         there.heart.beat()
         seen = store.gets
         eventually(lambda seen=seen: store.gets > seen + 1)

@@ -173,8 +173,9 @@ def encode_value(value: Any) -> bytes | None:  # noqa: ANN401 - any result of a 
 
 def decode_value(blob: bytes) -> Any:  # noqa: ANN401 - any result of a user's function
     """What `encode_value` made *blob* from."""
-    assert blob[0] in (_JSON, _BYTES)
-    return blob[1:] if blob[0] == _BYTES else _from_json(blob[1:].decode())[0]
+    kind = blob[0]
+    assert kind in (_JSON, _BYTES)
+    return blob[1:] if kind == _BYTES else _from_json(blob.decode(), 1)[0]
 
 
 def _varint(number: int) -> bytes:

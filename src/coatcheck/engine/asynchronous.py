@@ -23,6 +23,7 @@ from coatcheck.engine.desk import (
     Desk,
     ending_of_reconcile,
     ending_of_result,
+    is_unsure,
     logger,
     name_of,
     policy_of,
@@ -137,30 +138,26 @@ class AsyncEngine:
         response: bytes | None = None
         result: T | None = None
         if answer is None:
-            flow = self.flow(ticket, policy)
-            answer = await self._advance_told(flow, ticket, policy)
-            if isinstance(answer, Execute):
-                held = desk.heart.hold(answer.claim, policy.lease_ms)
-                try:
+            flow, held, is_in_call = self.flow(ticket, policy), None, False
+            try:
+                answer = await self.advance(flow, policy)
+                if isinstance(answer, Execute):
+                    held, is_in_call = desk.heart.hold(answer.claim, policy.lease_ms), True
                     result = await self._execute(flow, answer.claim, call, ticket, policy)
+                    is_in_call = False
                     ending = ending_of_result(ticket, result)
-                    answer = await self._advance_told(flow, ticket, policy, ending)
+                    answer = await self.advance(flow, policy, ending)
                     response = ending.response
-                finally:  # not before the end is written: who waits here need not look for it
+            except StoreUnavailable as error:
+                if not is_in_call:  # it is our store, and not one of the function's own
+                    desk.tell_outage(ticket, policy, error)
+                raise
+            finally:  # not before the end is written: who waits here need not look for it
+                if held is not None:
                     desk.heart.let_go(held)
         assert not isinstance(answer, Execute)
         value: T = desk.result_of(ticket, policy, answer, response, result)
         return value
-
-    async def _advance_told(
-        self, flow: Flow[Answer], ticket: Ticket, policy: Policy, ending: Ending | None = None
-    ) -> Execute | Answer:
-        """`advance`, and the observers hear of it if the store does not answer."""
-        try:
-            return await self.advance(flow, policy, ending)
-        except StoreUnavailable as error:
-            self.desk.tell_outage(ticket, policy, error)
-            raise
 
     async def _execute(
         self,
@@ -197,17 +194,24 @@ class AsyncEngine:
         as_value: bool = True,
     ) -> Execute | Answer:
         """Drive *flow* until it asks for the execution, or to its answer."""
+        store, noticed = self.store, self.desk.noticed
+        is_again = False
         try:
             effect = flow.send(ending) if error is None else flow.throw(error)
             while not isinstance(effect, Execute):
                 try:
                     if isinstance(effect, Swap):
-                        result: Any = await self._swap(effect)
+                        result: Any = noticed(effect, *await store.swap((effect,)))
                     else:
                         result = await self._perform(effect, policy, as_value=as_value)
                 except Exception as failure:  # noqa: BLE001 - the flow decides what it means
-                    effect = flow.throw(failure)
+                    # A write whose answer was lost is tried once more: if it took effect, it
+                    # meets its own record.
+                    is_again = not is_again and is_unsure(effect, failure)
+                    if not is_again:
+                        effect = flow.throw(failure)
                 else:
+                    is_again = False
                     effect = flow.send(result)
         except StopIteration as done:
             answer: Answer = done.value
@@ -219,15 +223,6 @@ class AsyncEngine:
             return await self._watch(effect, policy.waiters_max)
         assert isinstance(effect, Reconcile)
         return await self._reconcile(effect.claim, policy, as_value=as_value)
-
-    async def _swap(self, swap: Swap) -> Record | None:
-        try:
-            (lost,) = await self.store.swap((swap,))
-        except StoreUnavailable as error:
-            if not error.is_ambiguous:
-                raise
-            (lost,) = await self.store.swap((swap,))  # see `Engine._swap`
-        return self.desk.noticed(swap, lost)
 
     async def _watch(self, watch: Watch, waiters_max: int) -> Seen | None:
         now_ms = self.desk.now_ms

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from coatcheck.core.call import fingerprint_of_call
+from coatcheck.core.flow import Effect
 from coatcheck.core.key import reference_of
 from coatcheck.core.policy import Policy
 from coatcheck.core.problem import problem
@@ -96,8 +97,7 @@ class Desk:
         args, kwargs, inner = call.args, call.keywords, call.func
         while isinstance(inner, functools.partial):  # not always folded into one by Python
             args, kwargs, inner = (*inner.args, *args), inner.keywords | kwargs, inner.func
-        fingerprint = fingerprint_of_call(args, kwargs)
-        return self.ticket(key, fingerprint, "", scope)
+        return self.ticket(key, fingerprint_of_call(args, kwargs), "", scope)
 
     def recall(self, ticket: Ticket, policy: Policy) -> Replay | Refuse | None:
         """The answer to *ticket*, if memory holds it: the replay of a completed record."""
@@ -183,6 +183,13 @@ def _decision(ticket: Ticket, answer: Answer | None, now_ms: int) -> Decision:
     duration_ms = now_ms - ticket.now_ms
     reference = reference_of(ticket.id)
     return Decision(outcome, reference, ticket.label, ticket.scope, attempt, code, duration_ms)
+
+
+def is_unsure(effect: Effect[Any], failure: Exception) -> bool:
+    """*effect* is a write that may have taken effect in spite of its *failure*."""
+    return (
+        isinstance(effect, Swap) and isinstance(failure, StoreUnavailable) and failure.is_ambiguous
+    )
 
 
 def name_of(function: Callable[..., object]) -> str:

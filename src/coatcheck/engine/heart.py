@@ -39,13 +39,17 @@ SWEEP_BATCHES_MAX = 20
 class Held:
     """A claim that this process executes."""
 
-    __slots__ = ("claim", "is_lost", "lease_ms", "renew_ms")
+    __slots__ = ("claim", "is_lost", "lease_ms")
 
     def __init__(self, claim: Record, lease_ms: int) -> None:
         self.claim = claim
         self.lease_ms = lease_ms
-        self.renew_ms = claim.lease_until_ms - lease_ms + lease_ms // RENEWALS_PER_LEASE
         self.is_lost = False
+
+    def is_due(self, now_ms: int) -> bool:
+        """A third of its lease is over."""
+        left_ms = self.claim.lease_until_ms - now_ms
+        return left_ms <= self.lease_ms - self.lease_ms // RENEWALS_PER_LEASE
 
 
 class Heart:
@@ -91,7 +95,7 @@ class Heart:
         """One beat: look at the clock, renew what is due, and sweep if it is time."""
         self._clock.look()
         now_ms = self.now_ms()
-        due = [held for held in list(self.held.values()) if held.renew_ms <= now_ms]
+        due = [held for held in list(self.held.values()) if held.is_due(now_ms)]
         if due:
             self._renew(due, now_ms)
         if self._is_time_to_sweep(now_ms):
@@ -122,7 +126,6 @@ class Heart:
             assert swap.record is not None
             if lost is None or is_same_write(lost, swap.record):
                 held.claim = swap.record
-                held.renew_ms = now_ms + held.lease_ms // RENEWALS_PER_LEASE
             elif is_same_attempt(lost, held.claim):  # an earlier renewal whose answer was lost
                 held.claim = lost
             elif self.held.get(held.claim.id) is held:

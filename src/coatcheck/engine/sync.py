@@ -17,6 +17,7 @@ from coatcheck.engine.desk import (
     Desk,
     ending_of_reconcile,
     ending_of_result,
+    is_unsure,
     logger,
     name_of,
     policy_of,
@@ -140,30 +141,26 @@ class Engine:
         response: bytes | None = None
         result: T | None = None
         if answer is None:
-            flow = self.flow(ticket, policy)
-            answer = self._advance_told(flow, ticket, policy)
-            if isinstance(answer, Execute):
-                held = desk.heart.hold(answer.claim, policy.lease_ms)
-                try:
+            flow, held, is_in_call = self.flow(ticket, policy), None, False
+            try:
+                answer = self.advance(flow, policy)
+                if isinstance(answer, Execute):
+                    held, is_in_call = desk.heart.hold(answer.claim, policy.lease_ms), True
                     result = self._execute(flow, answer.claim, call, ticket, policy)
+                    is_in_call = False
                     ending = ending_of_result(ticket, result)
-                    answer = self._advance_told(flow, ticket, policy, ending)
+                    answer = self.advance(flow, policy, ending)
                     response = ending.response
-                finally:  # not before the end is written: who waits here need not look for it
+            except StoreUnavailable as error:
+                if not is_in_call:  # it is our store, and not one of the function's own
+                    desk.tell_outage(ticket, policy, error)
+                raise
+            finally:  # not before the end is written: who waits here need not look for it
+                if held is not None:
                     desk.heart.let_go(held)
         assert not isinstance(answer, Execute)
         value: T = desk.result_of(ticket, policy, answer, response, result)
         return value
-
-    def _advance_told(
-        self, flow: Flow[Answer], ticket: Ticket, policy: Policy, ending: Ending | None = None
-    ) -> Execute | Answer:
-        """`advance`, and the observers hear of it if the store does not answer."""
-        try:
-            return self.advance(flow, policy, ending)
-        except StoreUnavailable as error:
-            self.desk.tell_outage(ticket, policy, error)
-            raise
 
     def _execute(
         self,
@@ -200,17 +197,24 @@ class Engine:
         as_value: bool = True,
     ) -> Execute | Answer:
         """Drive *flow* until it asks for the execution, or to its answer."""
+        batcher, noticed = self._batcher, self.desk.noticed
+        is_again = False
         try:
             effect = flow.send(ending) if error is None else flow.throw(error)
             while not isinstance(effect, Execute):
                 try:
                     if isinstance(effect, Swap):
-                        result: Any = self._swap(effect)
+                        result: Any = noticed(effect, batcher.swap(effect))
                     else:
                         result = self._perform(effect, policy, as_value=as_value)
                 except Exception as failure:  # noqa: BLE001 - the flow decides what it means
-                    effect = flow.throw(failure)
+                    # A write whose answer was lost is tried once more: if it took effect, it
+                    # meets its own record.
+                    is_again = not is_again and is_unsure(effect, failure)
+                    if not is_again:
+                        effect = flow.throw(failure)
                 else:
+                    is_again = False
                     effect = flow.send(result)
         except StopIteration as done:
             answer: Answer = done.value
@@ -222,15 +226,6 @@ class Engine:
             return self._watch(effect, policy.waiters_max)
         assert isinstance(effect, Reconcile)
         return self._reconcile(effect.claim, policy, as_value=as_value)
-
-    def _swap(self, swap: Swap) -> Record | None:
-        try:
-            lost = self._batcher.swap(swap)
-        except StoreUnavailable as error:
-            if not error.is_ambiguous:
-                raise
-            lost = self._batcher.swap(swap)  # if the first did take effect, we meet our own record
-        return self.desk.noticed(swap, lost)
 
     def _watch(self, watch: Watch, waiters_max: int) -> Seen | None:
         now_ms = self.desk.now_ms

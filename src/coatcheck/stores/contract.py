@@ -13,7 +13,7 @@ Invariants that the law-suite (`tests/laws`) holds every store to:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -118,7 +118,7 @@ class AsyncStore(Protocol):
         """
         ...
 
-    async def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
+    def swap(self, swaps: Sequence[Swap]) -> Awaitable[Sequence[Record | None]]:
         """Write each record if the version its caller saw still stands; see `Store.swap`."""
         ...
 

@@ -53,7 +53,7 @@ class SqliteStore:
         self.path = os.path.abspath(path)  # noqa: PTH100 - no pathlib word says only that
         prepare(self.path, busy_timeout_s)
         self._identity = identity_of(self.path)
-        self._row_of = rows.Packer(compact=compact).row_of  # used by who holds the writer
+        self._rows_of = rows.Packer(compact=compact).rows_of  # used by who holds the writer
         self._busy_timeout_s = busy_timeout_s
         self._writer = Line(self.path, busy_timeout_s, writes=True)
         self._reader = Line(self.path, busy_timeout_s)
@@ -96,24 +96,24 @@ class SqliteStore:
         return self._swap_together(connection, (swap,))[0]
 
     def _write_alone(self, connection: sqlite3.Connection, swap: Swap) -> bool:
+        row: rows.Row
         if swap.record is None:
             statement, row = rows.DELETE_ONE, (swap.id, swap.expected)
-        elif swap.expected == 0:
-            statement, row = rows.claim_many(1), self._row_of(swap.record)
         else:
-            statement, row = rows.CHANGE_ONE, (*self._row_of(swap.record), swap.expected)
+            (row,) = self._rows_of((swap.record,))
+            statement = rows.claim_many(1)
+            if swap.expected:
+                statement, row = rows.CHANGE_ONE, (*row, swap.expected)
         return in_turn(connection, self._busy_timeout_s, statement, row).rowcount == 1
 
     def _swap_together(
         self, connection: sqlite3.Connection, swaps: Sequence[Swap]
     ) -> Sequence[Record | None]:
         """One transaction, and in it one answer for each; see `Line` for what an error does."""
-        claims: list[Swap] = []
-        changes: list[Swap] = []
-        deletes: list[Swap] = []
-        for swap in swaps:
-            kind = deletes if swap.record is None else changes if swap.expected else claims
-            kind.append(swap)
+        writes = [swap for swap in swaps if swap.record is not None]
+        claims = [swap for swap in writes if swap.expected == 0]
+        changes = writes if not claims else [swap for swap in writes if swap.expected]
+        deletes = [] if len(writes) == len(swaps) else [s for s in swaps if s.record is None]
         in_turn(connection, self._busy_timeout_s, "begin immediate")
         lost = [
             *self._change(connection, changes),  # first, because it may begin anew
@@ -134,7 +134,10 @@ class SqliteStore:
         """Write *changes*; whoever lost."""
         if not changes:
             return []
-        written = [(*self._row_of(_record(swap)), swap.expected) for swap in changes]
+        written = [
+            (*row, swap.expected)
+            for row, swap in zip(self._rows_of(_records(changes)), changes, strict=True)
+        ]
         won = 0
         for some in rows.portions(written):
             won += connection.execute(rows.change_many(len(some)), _flat(some)).rowcount
@@ -152,8 +155,10 @@ class SqliteStore:
 
     def _claim(self, connection: sqlite3.Connection, claims: list[Swap]) -> list[Swap]:
         """Write *claims*; whoever lost."""
+        if not claims:
+            return []
         won = last = 0
-        for some in rows.portions([self._row_of(_record(swap)) for swap in claims]):
+        for some in rows.portions(self._rows_of(_records(claims))):
             cursor = connection.execute(rows.claim_many(len(some)), _flat(some))
             won += cursor.rowcount
             last = cursor.lastrowid or 0
@@ -229,9 +234,8 @@ def _read(connection: sqlite3.Connection, ids: Sequence[bytes]) -> dict[bytes, R
     return standing
 
 
-def _record(swap: Swap) -> Record:
-    assert swap.record is not None
-    return swap.record
+def _records(swaps: Sequence[Swap]) -> list[Record]:
+    return [swap.record for swap in swaps if swap.record is not None]
 
 
 def _flat(written: Iterable[rows.Row]) -> list[object]:

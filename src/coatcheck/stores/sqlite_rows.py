@@ -165,22 +165,24 @@ class Packer:
     """
 
     def __init__(self, *, compact: bool) -> None:
-        self._compact = compact
+        self._packed = _nothing if compact else _packed
         # Of the answers so far, the later ones counting more: how long, and how far from that.
         self._typical_bytes = 0.0
         self._spread_bytes = 0.0
 
-    def row_of(self, record: Record) -> Row:
-        """The parameters that write *record*."""
-        response: bytes | str | None = record.response
-        if response is not None:
-            self._learn(len(response))
-        elif record.state == RUNNING:
-            response = self._room()
-        if self._compact:
-            return (*record[:10], "", "", "", record.progress, response)
-        packed = _packed(record.label, record.scope, record.key)
-        return (*record[:10], *packed, record.progress, response)
+    def rows_of(self, records: Sequence[Record]) -> list[Row]:
+        """The parameters that write *records*."""
+        for record in records[::_LEARN_STEP]:
+            if record.response is not None:
+                self._learn(len(record.response))
+        room, packed = self._room(), self._packed
+        rows: list[Row] = []
+        for record in records:
+            label, scope, key, progress, response = record[10:]
+            is_claim = response is None and record.state == RUNNING
+            answer = room if is_claim else response
+            rows.append((*record[:10], *packed(label, scope, key), progress, answer))
+        return rows
 
     def _learn(self, response_bytes: int) -> None:
         off_bytes = response_bytes - self._typical_bytes
@@ -197,6 +199,8 @@ class Packer:
 _ROOM = " " * 512
 # 16: what is typical follows a change within some dozens of answers.
 _MEMORY = 16
+# 8: some of a large batch stand for all of it.
+_LEARN_STEP = 8
 # What the lease takes in a claim, and leaves to the answer.
 _LEASE_BYTES = 6
 
@@ -222,6 +226,10 @@ _SCOPE_CHARS, _SCOPE_BYTES = 16, 8
 @lru_cache(maxsize=1_024)
 def _packed(label: str, scope: str, key: str) -> tuple[str | bytes, str | bytes, str | bytes]:
     return pack_label(label), _pack_scope(scope), pack_key(key)
+
+
+def _nothing(_label: str, _scope: str, _key: str) -> tuple[str, str, str]:
+    return "", "", ""
 
 
 def pack_label(label: str) -> str | bytes:

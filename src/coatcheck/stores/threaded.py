@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from coatcheck.core.record import Record, Swap
@@ -33,28 +32,30 @@ class ThreadedStore:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._is_closed = False
         self._renew()
         renew_after_fork(self)
 
     def _renew(self) -> None:
-        self._asks: SimpleQueue[_Ask | None] = SimpleQueue()
-        self._mutex = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._queue = _Queue(self._store)
+        weakref.finalize(self, self._queue.end)  # a store that is forgotten ends its thread
 
     @property
     def blocking(self) -> Store:
         """The store beneath, for threads."""
         return self._store
 
-    async def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
+    def swap(self, swaps: Sequence[Swap]) -> asyncio.Future[Sequence[Record | None]]:
         """Write each record if the version its caller saw still stands; see `Store.swap`."""
-        if not swaps:
-            return []
+        future: asyncio.Future[Sequence[Record | None]]
         future = asyncio.get_running_loop().create_future()
-        self._submit(_Ask(future, swaps))
-        results: Sequence[Record | None] = await future
-        return results
+        if not swaps:
+            future.set_result([])
+            return future
+        try:
+            self._queue.put(_Ask(future, swaps))
+        except StoreUnavailable as error:
+            future.set_exception(error)
+        return future
 
     async def get(self, ids: Sequence[bytes]) -> Sequence[Record | None]:
         """The records that stand; see `Store.get`."""
@@ -62,7 +63,7 @@ class ThreadedStore:
 
     async def find(self, query: Query) -> Page:
         """Records for operators; see `Store.find`. In another thread: claims do not wait for it."""
-        self._refuse_if_closed()
+        self._queue.refuse_if_closed()
         return await asyncio.to_thread(self._store.find, query)
 
     async def sweep(self, now_ms: int, limit: int = SWEEP_BATCH) -> int:
@@ -71,7 +72,7 @@ class ThreadedStore:
 
     async def check(self) -> Sequence[Finding]:
         """What the doctor sees; see `Store.check`. In another thread, like `find`."""
-        self._refuse_if_closed()
+        self._queue.refuse_if_closed()
         return await asyncio.to_thread(self._store.check)
 
     async def now_ms(self) -> int:
@@ -82,38 +83,16 @@ class ThreadedStore:
         """Finish what is queued, then close the store beneath; the second time, do nothing."""
         future = asyncio.get_running_loop().create_future()
         try:
-            self._submit(_Ask(future, (), self._store.close), is_last=True)
+            self._queue.put(_Ask(future, (), self._store.close), is_last=True)
         except StoreUnavailable:
             return
         await future
 
     async def _run(self, call: Callable[[], R]) -> R:
         future = asyncio.get_running_loop().create_future()
-        self._submit(_Ask(future, (), call))
+        self._queue.put(_Ask(future, (), call))
         result: R = await future
         return result
-
-    def _submit(self, ask: _Ask, *, is_last: bool = False) -> None:
-        # Under the mutex nothing can be queued behind the end, where it would wait for ever.
-        with self._mutex:
-            self._refuse_if_closed()
-            if self._thread is None:
-                self._thread = self._started_thread()
-            self._asks.put(ask)
-            if is_last:
-                self._is_closed = True
-                self._asks.put(None)
-
-    def _refuse_if_closed(self) -> None:
-        if self._is_closed:
-            raise StoreUnavailable("the store is closed")
-
-    def _started_thread(self) -> threading.Thread:
-        work = (self._store, self._asks)
-        thread = threading.Thread(target=_work, args=work, name="coatcheck-store", daemon=True)
-        thread.start()
-        weakref.finalize(self, self._asks.put, None)  # a store that is forgotten ends its thread
-        return thread
 
 
 class _Ask:
@@ -134,13 +113,89 @@ class _Ask:
         self.error: Exception | None = None
 
 
-def _work(store: Store, asks: SimpleQueue[_Ask | None]) -> None:
+class _Queue:
+    """
+    What event loops have asked for; the writing thread takes all of it at once.
+
+    A busy event loop wakes the thread only when it has gone once through all that was ready.
+    Woken by the first call, the thread would fight with the loop for the interpreter: the batch
+    would be smaller, and everybody slower.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._mutex = threading.Lock()
+        self._asks: list[_Ask] = []
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+        # Locked until there is something to take.
+        self._arrived = threading.Lock()
+        self._arrived.acquire()
+        self._is_woken = False
+        self._waker: asyncio.AbstractEventLoop | None = None  # has promised to wake the thread
+        self._is_busy = False  # the last batch was not for one caller alone
+
+    def refuse_if_closed(self) -> None:
+        """Raise, if nothing can be asked any more."""
+        if self._is_closed:
+            raise StoreUnavailable("the store is closed")
+
+    def put(self, ask: _Ask, *, is_last: bool = False) -> None:
+        """Ask; after the last one nothing can be asked, where it would wait for ever."""
+        with self._mutex:
+            self.refuse_if_closed()
+            self._is_closed = is_last
+            self._asks.append(ask)
+            loop = ask.future.get_loop()
+            if not self._is_busy or is_last or self._waker not in (None, loop):
+                self._wake()  # another loop's promise would not do: that loop may be closed
+            elif self._waker is None:
+                self._waker = loop
+                loop.call_soon(self._keep_promise)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=_work, args=(self._store, self), name="coatcheck-store", daemon=True
+                )
+                self._thread.start()
+
+    def _wake(self) -> None:
+        if not self._is_woken:
+            self._is_woken = True
+            self._arrived.release()
+
+    def _keep_promise(self) -> None:
+        with self._mutex:
+            if self._asks:
+                self._wake()
+
+    def take(self, *, waits: bool) -> list[_Ask]:
+        """All that was asked; nothing, at the end or where there is nothing to wait for."""
+        if not self._arrived.acquire(blocking=waits):
+            return []
+        with self._mutex:
+            asks, self._asks = self._asks, []
+            self._is_busy = len(asks) > 1
+            self._is_woken, self._waker = False, None
+        return asks
+
+    def is_over(self) -> bool:
+        """Nothing is asked any more."""
+        with self._mutex:
+            return self._is_closed and not self._asks
+
+    def end(self) -> None:
+        """Let the thread end when it has done what was asked."""
+        with self._mutex:
+            if not self._is_closed:
+                self._is_closed = True
+                self._wake()
+
+
+def _work(store: Store, queue: _Queue) -> None:
     """The writing thread: perform what has gathered, give it all back, look again."""
     waiting: list[_Ask] = []
-    is_open = True
-    while is_open or waiting:
-        if is_open:
-            is_open = _gather(asks, waiting)
+    while waiting or not queue.is_over():
+        waiting += queue.take(waits=not waiting)
         batch, waiting = _next_round(waiting)
         try:
             _perform(store, batch)
@@ -148,16 +203,6 @@ def _work(store: Store, asks: SimpleQueue[_Ask | None]) -> None:
             for ask in batch:
                 ask.error = unknown_outcome(error)
         _give_back(batch)
-
-
-def _gather(asks: SimpleQueue[_Ask | None], waiting: list[_Ask]) -> bool:
-    """Move what is queued to *waiting*, and wait if that is nothing; False at the end."""
-    while not waiting or asks.qsize():
-        ask = asks.get()
-        if ask is None:
-            return False
-        waiting.append(ask)
-    return True
 
 
 def _next_round(waiting: list[_Ask]) -> tuple[list[_Ask], list[_Ask]]:
@@ -200,19 +245,18 @@ def _perform(store: Store, batch: list[_Ask]) -> None:
 
 def _give_back(batch: list[_Ask]) -> None:
     """One wake-up for each event loop, however many of its calls are done."""
-    loops: dict[asyncio.AbstractEventLoop, list[_Ask]] = {}
-    for ask in batch:
-        loops.setdefault(ask.future.get_loop(), []).append(ask)
-    for loop, done in loops.items():
+    for loop in {ask.future.get_loop() for ask in batch}:
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(_resolve, done)
+            loop.call_soon_threadsafe(_resolve, loop, batch)
 
 
-def _resolve(done: list[_Ask]) -> None:
-    for ask in done:
-        if ask.future.cancelled():
+def _resolve(loop: asyncio.AbstractEventLoop, batch: list[_Ask]) -> None:
+    """On *loop*: give its own calls their results; the others are for their own loops."""
+    for ask in batch:
+        future, error = ask.future, ask.error
+        if future.done() or future.get_loop() is not loop:  # done: its caller was cancelled
             continue
-        if ask.error is None:
-            ask.future.set_result(ask.result)
+        if error is None:
+            future.set_result(ask.result)
         else:
-            ask.future.set_exception(ask.error)
+            future.set_exception(error)
