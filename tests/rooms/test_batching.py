@@ -364,6 +364,62 @@ def test_what_gathers_on_an_event_loop_leaves_together():
     asyncio.run(scene())
 
 
+def make_busy(threaded: ThreadedStore, store: ScriptedStore) -> None:
+    """Let *threaded* see a batch of several, from an event loop that is closed afterwards."""
+
+    async def scene() -> None:
+        with gathering(store):
+            first = await submitted(threaded.swap([claim(100)]))
+            await asyncio.to_thread(store.wait_for_a_call)
+            rest = await submitted(*(threaded.swap([claim(number)]) for number in (101, 102)))
+        await told([*first, *rest])
+
+    asyncio.run(scene())
+    store.batches.clear()
+
+
+def test_a_busy_event_loop_hands_over_once_for_each_turn():
+    """L1: the thread is not woken by the first call, but when all that are ready have asked."""
+    store = ScriptedStore()
+    threaded = ThreadedStore(store)
+    make_busy(threaded, store)
+
+    async def scene() -> None:
+        async def ask(number: int) -> object:
+            if number % 8 == 0:  # long enough for the thread to take what is there, if it could
+                time.sleep(0.01)  # noqa: ASYNC251 - a loop that is busy with something else
+            return await threaded.swap([claim(number)])
+
+        assert await told([asyncio.ensure_future(ask(n)) for n in range(32)]) == [[None]] * 32
+        await threaded.close()
+
+    asyncio.run(scene())
+    assert store.batches == [[id_of(number) for number in range(32)]]
+
+
+def test_an_event_loop_that_ended_before_it_handed_over_holds_nobody_up():
+    """D1: its calls are performed all the same, and those of other loops do not wait for it."""
+    store = ScriptedStore()
+    threaded = ThreadedStore(store)
+    make_busy(threaded, store)
+    ended = asyncio.new_event_loop()
+
+    def ask_and_stop() -> None:
+        threaded.swap([claim(1)])
+        ended.stop()
+
+    ended.call_soon(ask_and_stop)
+    ended.run_forever()
+    ended.close()
+
+    async def scene() -> None:
+        assert await told(await submitted(threaded.swap([claim(2)]))) == [[None]]
+        await threaded.close()
+
+    asyncio.run(scene())
+    assert sorted(id for batch in store.batches for id in batch) == [id_of(1), id_of(2)]
+
+
 def test_swaps_of_one_record_from_one_event_loop_never_share_a_batch():
     """L1: nor do two bulk swaps that have one record in common."""
 

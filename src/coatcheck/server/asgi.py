@@ -22,7 +22,7 @@ from coatcheck.server.callers import Caller
 from coatcheck.server.counter import Counter, NaturalKey
 from coatcheck.server.request import Request, fields_of
 from coatcheck.server.routes import Routes
-from coatcheck.server.status import status_of
+from coatcheck.server.status import Asked, status_of
 from coatcheck.stores import AsyncStore
 
 
@@ -168,9 +168,12 @@ class IdempotencyMiddleware:
             return
         policy = self.engine.desk.policy
         try:
+            if not self.engine.is_started:
+                await self.engine.start()
             (record,) = await self.engine.store.get((id,))
         except StoreUnavailable as error:
             await refuse_unrun(send, policy, error)
             return
         accepted = request.header(b"accept-encoding")
-        await respond(send, status_of(record, asgi_scope["path"], policy, accepted))
+        asked = Asked(asgi_scope["path"], self.engine.desk.now_ms(), accepted)
+        await respond(send, status_of(record, asked, policy))

@@ -8,11 +8,21 @@ from __future__ import annotations
 
 import hmac
 import json
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from coatcheck.core.key import reference_of
 from coatcheck.core.policy import Policy
 from coatcheck.core.problem import problem
-from coatcheck.core.record import COMPLETED, IN_DOUBT, RUNNING, STATE_NAMES, Record
+from coatcheck.core.record import (
+    COMPLETED,
+    IN_DOUBT,
+    RUNNING,
+    STATE_NAMES,
+    Record,
+    is_lease_over,
+    is_window_over,
+)
 from coatcheck.core.replay import Response
 from coatcheck.core.scope import ID_BYTES, digested
 from coatcheck.core.serve import Replay, Ticket
@@ -20,8 +30,6 @@ from coatcheck.server.answers import reference_header, refused, replayed
 
 # 1 s: as for a conflict; what takes much longer should report its progress.
 RETRY_AFTER_S = 1
-
-NOT_FOUND = Response(404, [(b"content-length", b"0"), (b"cache-control", b"no-store")], b"")
 
 
 def token_of(id: bytes, caller: str, secret: bytes) -> str:
@@ -46,46 +54,54 @@ def _seal(id: bytes, caller: str, secret: bytes) -> bytes:
 def accepted(record_id: bytes, location: str, policy: Policy) -> Response:
     """The answer while the operation runs: 202, and where to ask again."""
     members = {"status": "running", "reference": reference_of(record_id)}
-    body = json.dumps(members).encode()
     headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"cache-control", b"no-store"),
         (b"location", location.encode("latin-1", "replace")),
         (b"retry-after", str(RETRY_AFTER_S).encode()),
         reference_header(record_id, policy),
     ]
-    return Response(202, headers, body)
+    return _told(202, members, headers)
 
 
-def status_of(
-    record: Record | None, location: str, policy: Policy, accept_encoding: bytes
-) -> Response:
+class Asked(NamedTuple):
+    """A request for a status: where, when, and which codings its client accepts."""
+
+    location: str
+    now_ms: int
+    accept_encoding: bytes
+
+
+def status_of(record: Record | None, asked: Asked, policy: Policy) -> Response:
     """What the address answers for *record*."""
-    if record is None:
-        return NOT_FOUND
-    if record.state == RUNNING:
-        return accepted(record.id, location, policy)
+    if record is None or is_window_over(record, asked.now_ms):
+        return _told(404, {"status": "gone"})
+    if not is_lease_over(record, asked.now_ms):
+        return accepted(record.id, asked.location, policy)
     if record.state == IN_DOUBT:
         return refused(problem("outcome-unknown", key=record.key, id=record.id), policy)
     if record.state == COMPLETED and record.response is not None:
         ticket = Ticket(record.id, record.fingerprint, 0, 0, key=record.key)
-        return replayed(Replay(record, record.response), ticket, policy, accept_encoding)
+        return replayed(Replay(record, record.response), ticket, policy, asked.accept_encoding)
     if record.state == COMPLETED:
         reason = "its response was not kept"
         return refused(
             problem("result-unavailable", key=record.key, id=record.id, reason=reason), policy
         )
+    # Given back, or its executor died: the route's policy decides what a retry meets.
     members = {
-        "status": STATE_NAMES[record.state],
+        "status": "interrupted" if record.state == RUNNING else STATE_NAMES[record.state],
         "reference": reference_of(record.id),
         "retry": "same-key",
     }
+    return _told(200, members, [reference_header(record.id, policy)])
+
+
+def _told(
+    status: int, members: dict[str, str], headers: Sequence[tuple[bytes, bytes]] = ()
+) -> Response:
     body = json.dumps(members).encode()
-    headers = [
+    told = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
         (b"cache-control", b"no-store"),
-        reference_header(record.id, policy),
     ]
-    return Response(200, headers, body)
+    return Response(status, [*told, *headers], body)

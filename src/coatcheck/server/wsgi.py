@@ -37,7 +37,7 @@ from coatcheck.server.body import Body
 from coatcheck.server.callers import Caller
 from coatcheck.server.counter import Counter, NaturalKey
 from coatcheck.server.request import Request
-from coatcheck.server.status import status_of
+from coatcheck.server.status import Asked, status_of
 from coatcheck.server.wsgi_input import (
     Environ,
     drain,
@@ -91,9 +91,9 @@ class IdempotencyMiddleware:
         """Serve one request; only those with unsafe methods concern us."""
         policy = self.engine.desk.policy
         method = environ["REQUEST_METHOD"]
-        if method in SAFE_METHODS or method not in policy.methods:
-            if policy.status_path in environ.get("PATH_INFO", ""):
-                return self._tell_status(environ, start_response)
+        if method in SAFE_METHODS and policy.status_path in environ.get("PATH_INFO", ""):
+            return self._tell_status(environ, start_response)
+        if method not in policy.methods:
             return self.app(environ, start_response)
         value = environ.get(self._environ_name)
         values = () if value is None else (value.encode("latin-1"),)
@@ -159,11 +159,14 @@ class IdempotencyMiddleware:
         if id is None:
             return self.app(environ, start_response)
         try:
+            if not self.engine.is_started:
+                self.engine.start()
             (record,) = self.engine.store.get((id,))
         except StoreUnavailable as error:
             return _refuse_unrun(start_response, policy, error)
         accepted = request.header(b"accept-encoding")
-        return _respond(start_response, status_of(record, request.path, policy, accepted))
+        asked = Asked(request.path, self.engine.desk.now_ms(), accepted)
+        return _respond(start_response, status_of(record, asked, policy))
 
 
 class _Visit:

@@ -1,5 +1,6 @@
 """The table "On the wire", row by row: exactly what a client sees, over every adapter."""
 
+import json
 from collections.abc import Callable
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -240,3 +241,30 @@ def test_many_who_ask_have_one_address(open_api: OpenApi):
     api = open_api(in_flight="202")
     api.claim("k-1", "/orders")
     assert len({api.post().header("location") for _ in range(5)}) == 1
+
+
+def test_the_address_says_that_an_executor_is_gone_and_what_to_do(open_api: OpenApi, clock):
+    """L3, L5: nobody asks for ever after a crash."""
+    api = open_api(in_flight="202", lease="60s", window="24h")
+    api.claim("k-1", "/orders")
+    address = api.post().header("location")
+    clock.advance(60)
+    told = api.send("GET", address)
+    assert (told.status, told.header("cache-control")) == (200, "no-store")
+    members = json.loads(told.body)
+    assert (members["status"], members["retry"]) == ("interrupted", "same-key")
+    assert api.post().status == 201
+    assert api.send("GET", address).status == 201
+    clock.advance(24 * 3_600)
+    assert api.send("GET", address).status == 404
+
+
+def test_the_address_is_for_reading(open_api: OpenApi):
+    """L3: whatever would change something there is the application's."""
+    api = open_api(in_flight="202", methods={"PATCH", "POST"})
+    api.claim("k-1", "/orders")
+    address = api.post().header("location")
+    api.shop.answers[address] = says(405, b"not here")
+    assert api.send("HEAD", address).status == 202
+    for method in ("PUT", "DELETE", "POST"):
+        assert api.send(method, address).body == b"not here"
