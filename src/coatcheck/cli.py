@@ -11,21 +11,19 @@ import argparse
 import io
 import json
 import os
-import sqlite3
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 from coatcheck import __version__
 from coatcheck.core.key import parse_reference, prefix_of, redacted, reference_of
 from coatcheck.core.policy import duration_ms
 from coatcheck.core.record import COMPLETED, RUNNING, STATE_NAMES, Record, is_lease_over
-from coatcheck.core.replay import decode_response
-from coatcheck.errors import CoatcheckError, Misconfigured
+from coatcheck.core.replay import outline_of
+from coatcheck.errors import CoatcheckError
 from coatcheck.stores import Query, Store, open_store
 
 STORE_VARIABLE = "COATCHECK_STORE"
@@ -41,9 +39,6 @@ LIST_LIMIT_MAX = 10_000
 
 # One key may have been used by many callers and on many routes; nobody reads more than this.
 LOOKUP_LIMIT = 100
-
-# The first byte of what a record keeps of an HTTP response; see core/replay.py.
-_HTTP_RESPONSE = 1
 
 _INTERRUPTED = 130
 
@@ -159,7 +154,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 def _lookup(arguments: argparse.Namespace) -> int:
     wanted: str = arguments.reference_or_key
-    with closing(_opened(arguments.store)) as store:
+    with closing(open_store(arguments.store, create=False)) as store:
         records = _find_reference(store, wanted) or _find_key(store, wanted)
         now_ms = store.now_ms()
     if arguments.json:
@@ -186,7 +181,7 @@ def _find_key(store: Store, text: str) -> list[Record]:
 def _list(arguments: argparse.Namespace) -> int:
     states = {name: state for state, name in STATE_NAMES.items()}
     age_ms: int | None = arguments.older_than
-    with closing(_opened(arguments.store)) as store:
+    with closing(open_store(arguments.store, create=False)) as store:
         now_ms = store.now_ms()
         records, more = store.find(
             Query(
@@ -215,7 +210,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
     from coatcheck.engine.heart import sweep  # noqa: PLC0415 - no other command needs it
 
     taken = 0
-    with closing(_opened(arguments.store)) as store:
+    with closing(open_store(arguments.store, create=False)) as store:
         now_ms = store.now_ms()  # once, so that there is an end while servers write
         while batch := sweep(store, now_ms):
             taken += batch
@@ -231,7 +226,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    with closing(_opened(arguments.store)) as store:
+    with closing(open_store(arguments.store, create=False)) as store:
         findings = store.check()
     if arguments.json:
         _print_json([finding._asdict() for finding in findings])
@@ -242,30 +237,6 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 # --- stores and records ---------------------------------------------------------------------
-
-
-def _opened(url: str) -> Store:
-    """The store at *url*, if there is one: looking must not create what is looked for."""
-    try:
-        parts = urlsplit(url)
-    except ValueError as error:
-        raise Misconfigured(f"{url!r} is not a URL: {error}") from error
-    if parts.scheme == "memory":
-        raise Misconfigured("memory:// ends with its process, so there is nothing to look at here")
-    if parts.scheme == "sqlite" and not parts.netloc and parts.path.strip("/"):
-        _require_records(Path(unquote(parts.path.removeprefix("/"))))
-    return open_store(url)
-
-
-def _require_records(path: Path) -> None:
-    if not path.is_file():
-        raise Misconfigured(f"there is no database at {path}; is it another --store?")
-    address = f"{path.resolve().as_uri()}?mode=ro"
-    # What is wrong with a file, if that is the matter, is better explained by the store.
-    with suppress(sqlite3.Error), closing(sqlite3.connect(address, uri=True)) as connection:
-        ours = "select 1 from sqlite_master where name = 'coatcheck_records'"
-        if connection.execute(ours).fetchone() is None:
-            raise Misconfigured(f"{path} holds no records of coatcheck; is it another --store?")
 
 
 def _facts(record: Record, now_ms: int) -> dict[str, Any]:
@@ -290,10 +261,8 @@ def _facts(record: Record, now_ms: int) -> dict[str, Any]:
 def _answer(blob: bytes | None) -> dict[str, Any] | None:
     if blob is None:
         return None
-    if blob[0] != _HTTP_RESPONSE:
-        return {"status": None, "bytes": len(blob) - 1}
-    response = decode_response(blob)
-    return {"status": response.status, "bytes": len(response.body)}
+    status, size_bytes = outline_of(blob)
+    return {"status": status, "bytes": size_bytes}
 
 
 def _portrait(record: Record, now_ms: int) -> str:

@@ -236,8 +236,8 @@ def test_the_doctor_finds_a_sound_store_sound(shelf, capsys):
 # ------------------------------------------------------------------------------- wrong questions
 
 BAD_STORES = [
-    ("sqlite:///no/such/place.db", "no database at no/such/place.db"),
-    ("sqlite:///absent.db", "no database at absent.db"),
+    ("sqlite:///no/such/place.db", "/no/such/place.db"),
+    ("sqlite:///absent.db", "/absent.db"),
     ("sqlite://", "names no file"),
     ("mongodb://here", "no store is known"),
     ("absent.db", "no store is known"),

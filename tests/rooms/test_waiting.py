@@ -51,6 +51,25 @@ def test_waiting_duplicates_are_woken_at_once_and_read_nothing(guards, store):
     assert engine.desk.line.length(store.record.id) == 0
 
 
+@pytest.mark.parametrize("result", ["done", ZeroDivisionError()])
+def test_a_claim_counts_as_held_here_until_its_end_is_written(guards, result):
+    """L3: a store that takes its time over the last write is not asked by everybody meanwhile."""
+    held: list[bool] = []
+
+    class Watching(WatchedStore):
+        def swap(self, swaps):
+            held.extend(swap.id in engine.heart.held for swap in swaps if swap.expected)
+            return super().swap(swaps)
+
+    engine = guards.engine(Watching(), PATIENT)
+    try:
+        guards.run(engine, "k", Handler(result))
+    except ZeroDivisionError:
+        pass
+    assert held == [True]
+    assert not engine.heart.held
+
+
 def test_when_the_first_fails_one_of_those_who_wait_takes_its_place(guards, store):
     """L4, L1: and the others wait for that one."""
     engine = guards.engine(store, PATIENT)

@@ -178,6 +178,14 @@ def decode_value(blob: bytes) -> Any:  # noqa: ANN401 - any result of a user's f
     return blob[1:] if kind == _BYTES else _from_json(blob.decode(), 1)[0]
 
 
+def outline_of(blob: bytes) -> tuple[int | None, int]:
+    """What operators may see of *blob*: its status, None for a value, and its size in bytes."""
+    if blob[0] != _RESPONSE:
+        return None, len(blob) - 1
+    response = decode_response(blob)
+    return response.status, len(response.body)
+
+
 def _varint(number: int) -> bytes:
     if number < 0x80:
         return bytes((number,))

@@ -34,15 +34,24 @@ __all__ = [
 ]
 
 
-def open_store(url: str) -> Store:
-    """The store that *url* names, for sync code: `memory://` or `sqlite:///path`."""
-    scheme = urlsplit(url).scheme
+def open_store(url: str, *, create: bool = True) -> Store:
+    """
+    The store that *url* names, for sync code: `memory://` or `sqlite:///path`.
+
+    Where *create* is False it must be there already: who looks must not make what is looked for.
+    """
+    try:
+        scheme = urlsplit(url).scheme
+    except ValueError as error:
+        raise Misconfigured(f"{url!r} is not a URL: {error}") from error
     if scheme == "memory":
+        if not create:
+            raise Misconfigured("memory:// ends with its process, so there is nothing to look at")
         return MemoryStore()
     if scheme == "sqlite":
         from coatcheck.stores.sqlite import SqliteStore  # noqa: PLC0415 - opened only if asked for
 
-        return SqliteStore.from_url(url)
+        return SqliteStore.from_url(url, create=create)
     message = f"no store is known for {scheme or url!r}; use memory:// or sqlite:///path"
     raise Misconfigured(message)
 

@@ -40,6 +40,7 @@ class SqliteStore:
         path: the file; created where there is none, in a directory that must exist.
         compact: keep only digests; label, scope and key are stored empty.
         busy_timeout_s: how long to wait while other processes write.
+        create: make the file, or our tables in it, where they are missing.
     """
 
     def __init__(
@@ -48,10 +49,11 @@ class SqliteStore:
         *,
         compact: bool = False,
         busy_timeout_s: float = BUSY_TIMEOUT_S,
+        create: bool = True,
     ) -> None:
         # Absolute, because a server may change its directory before the first request.
         self.path = os.path.abspath(path)  # noqa: PTH100 - no pathlib word says only that
-        prepare(self.path, busy_timeout_s)
+        prepare(self.path, busy_timeout_s, create=create)
         self._identity = identity_of(self.path)
         self._rows_of = rows.Packer(compact=compact).rows_of  # used by who holds the writer
         self._busy_timeout_s = busy_timeout_s
@@ -60,7 +62,7 @@ class SqliteStore:
         self._finder = Line(self.path, busy_timeout_s)
 
     @classmethod
-    def from_url(cls, url: str) -> SqliteStore:
+    def from_url(cls, url: str, *, create: bool = True) -> SqliteStore:
         """
         The store that *url* names: `sqlite:///relative.db` or `sqlite:////absolute.db`.
 
@@ -73,7 +75,7 @@ class SqliteStore:
                 f"{url!r} names no file; write sqlite:///relative.db or sqlite:////absolute.db "
                 "('#' as %23), or memory:// for a store that may forget"
             )
-        return cls(path, **_options(parts.query))
+        return cls(path, create=create, **_options(parts.query))
 
     def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
         """Write each record if the version its caller saw still stands."""

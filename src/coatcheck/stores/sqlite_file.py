@@ -105,9 +105,11 @@ _HOPELESS = {
 PASSING = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL}
 
 
-def prepare(path: str, busy_timeout_s: float) -> None:
+def prepare(path: str, busy_timeout_s: float, *, create: bool) -> None:
     """
     Make *path* a file that a store can use, or say why it cannot be one.
+
+    Where *create* is False nothing is made: what is missing is an error.
 
     Any number of processes may do this at once; the connection is closed again, so that a server
     that opens a store and forks afterwards has nothing to hand down.
@@ -118,8 +120,12 @@ def prepare(path: str, busy_timeout_s: float) -> None:
             f"this Python has SQLite {sqlite3.sqlite_version}, but {wanted} or newer is needed; "
             "use a newer Python, or another store"
         )
+    if not create and not Path(path).is_file():
+        raise Misconfigured(f"there is no database at {path}")
     try:
         with closing(connect(path, busy_timeout_s, writes=True, mode="rwc")) as connection:
+            if not create and schema_version(connection) == 0:
+                raise Misconfigured(f"{path} holds no records of coatcheck")
             _ensure_schema(connection, path, busy_timeout_s)
             in_turn(connection, busy_timeout_s, "pragma journal_mode = wal")
     except sqlite3.Error as error:
