@@ -45,7 +45,7 @@ format: $(VENV)/.test ## let ruff mend what it can
 	$(BIN)/ruff format .
 
 clean: ## forget everything that was built
-	rm -rf $(VENV) build dist .coverage .hypothesis .import_linter_cache .*_cache
+	rm -rf $(VENV) build dist benchmarks/results .coverage .hypothesis .import_linter_cache .*_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # What is installed, stamped. The package is installed in place: a change in src needs no new stamp.

@@ -18,6 +18,7 @@ from coatcheck.core.replay import (
     fate_of,
     for_client,
     kept_headers,
+    outline_of,
 )
 
 JSON = (b"content-type", b"application/json")
@@ -298,3 +299,11 @@ def test_long_headers_and_many_of_them_come_back_too():
     """L2."""
     many = [(b"x-%d" % number, b"v" * 20_000) for number in range(200)]
     assert decode_response(encode_response(Response(200, many, b""))).headers == many
+
+
+def test_operators_see_the_status_and_the_size_of_what_is_kept_and_nothing_else():
+    """O1, X1: neither bodies nor values are for a terminal."""
+    response = Response(201, [(b"content-type", b"text/plain")], b"secret")
+    assert outline_of(encode_response(response)) == (201, 6)
+    assert outline_of(encode_value("secret") or b"") == (None, len('"secret"'))
+    assert outline_of(encode_value(b"secret") or b"") == (None, 6)

@@ -6,6 +6,7 @@ compared with first.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Sequence
@@ -58,11 +59,15 @@ class MemoryStore:
 
     def sweep(self, now_ms: int, limit: int = SWEEP_BATCH) -> int:
         """Delete up to *limit* records whose retention is over."""
-        with self._mutex:
-            over = [r.id for r in self._records.values() if is_retention_over(r, now_ms)][:limit]
-            for id in over:
-                del self._records[id]
-        return len(over)
+        # Looked through beside the lock, because there may be many; what changed meanwhile stays.
+        over = (r for r in list(self._records.values()) if is_retention_over(r, now_ms))
+        taken = 0
+        for record in itertools.islice(over, limit):
+            with self._mutex:
+                if self._records.get(record.id) is record:
+                    del self._records[record.id]
+                    taken += 1
+        return taken
 
     def check(self) -> Sequence[Finding]:
         """Say plainly that this store forgets."""
