@@ -50,21 +50,16 @@ class Guard(Protocol):
 class Visit:
     """One guarded request: claim, execute, answer."""
 
+    # Slots, and no defaults in the class: the interpreter is quick at nothing else.
+    __slots__ = (
+        *("_chunks", "_claim", "_client_receive", "_client_send", "_done", "_engine", "_flow"),
+        *("_guard", "_headers", "_held", "_is_over", "_is_settled", "_is_streaming", "_over"),
+        *("_policy", "_request", "_size", "_status", "_ticket", "task"),
+    )
+
     _claim: Record
     _held: Held
     _done: asyncio.Future[None]
-    task: asyncio.Task[None] | None = None
-
-    # What the application has said so far, and whether its claim is settled.
-    _status = 0
-    _headers: Headers = ()
-    _chunks: list[bytes] | None = None
-    _size = 0
-    _is_settled = False
-    _is_streaming = False
-    # Whether all that we have to say to the client is said.
-    _is_over = False
-    _over: asyncio.Event | None = None
 
     def __init__(
         self,
@@ -84,6 +79,17 @@ class Visit:
         self._ticket = ticket
         self._policy = policy
         self._flow = guard.engine.flow(ticket, policy)
+        # What the application has said so far, and whether its claim is settled.
+        self._status = 0
+        self._headers: Headers = ()
+        self._chunks: list[bytes] | None = None
+        self._size = 0
+        self._is_settled = False
+        self._is_streaming = False
+        # Whether all that we have to say to the client is said.
+        self._is_over = False
+        self._over: asyncio.Event | None = None
+        self.task: asyncio.Task[None] | None = None
 
     async def outlive(self) -> None:
         """Serve in a task of its own: if whoever awaits this is cancelled, it goes on (L11)."""
