@@ -194,6 +194,16 @@ def test_the_room_that_a_claim_leaves_for_its_answer_is_never_seen(store: Sqlite
         assert connection.execute(room).fetchone()[0] > 50, "else this test would see nothing"
 
 
+@pytest.mark.parametrize("length", range(7, 500, 41))
+def test_the_room_is_exactly_what_an_answer_of_the_usual_length_takes(length: int):
+    """T4: one byte less, and every row would grow when it is completed."""
+    packer = rows.Packer(compact=False)
+    for _ in range(400):
+        packer.rows_of([completed(claim_of(1), b"x" * length)])
+    ((*_, room),) = packer.rows_of([claim_of(2)])
+    assert len(room) == length - 6  # which a lease takes in a claim, and nothing in an answer
+
+
 @pytest.mark.parametrize(
     ("together", "lengths", "most_bytes"),
     [(1, (150,), 175), (16, (150,), 175), (64, (150,), 175), (64, (30, 300), 195)],

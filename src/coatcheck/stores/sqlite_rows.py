@@ -191,7 +191,7 @@ class Packer:
 
     def _room(self) -> str | None:
         # Less where answers differ in length: room that stays empty is lost, too.
-        room_bytes = int(self._typical_bytes - 3 * self._spread_bytes) - _LEASE_BYTES
+        room_bytes = round(self._typical_bytes - 3 * self._spread_bytes) - _LEASE_BYTES
         return _ROOM[:room_bytes] if room_bytes > 0 else None
 
 
