@@ -170,8 +170,9 @@ def is_whole(received: bytes) -> bool:
 
 
 def request_of(key: bytes | None) -> bytes:
-    """A small JSON order, with *key* or without."""
-    body = b'{"amount": 1999, "currency": "EUR", "items": [{"sku": "A-17", "count": 2}]}'
+    """A small JSON order, with *key* or without; another order for each key."""
+    order = key or b"none"
+    body = b'{"amount": 1999, "currency": "EUR", "items": [{"sku": "A-17"}], "order": "%b"}' % order
     lines = [
         b"POST /orders HTTP/1.1",
         b"host: 127.0.0.1",

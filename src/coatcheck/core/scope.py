@@ -42,7 +42,9 @@ def operation_id(*, caller: str, route: str, key: str, secret: bytes = b"") -> b
     # Lengths first: without them ("ab", "c") and ("a", "bc") would be one operation.
     # Surrogates pass, because a path may carry any bytes and must not become an error.
     text = f"{len(caller)},{len(route)};{caller}{route}{key}"
-    return digested(_ID_DOMAIN, secret, text.encode("utf-8", "surrogatepass"))
+    digest = keyed(_ID_DOMAIN, secret).copy()
+    digest.update(text.encode("utf-8", "surrogatepass"))
+    return digest.digest()
 
 
 def caller_digest(*parts: bytes | str, secret: bytes = b"") -> str:

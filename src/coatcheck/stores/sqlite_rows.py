@@ -169,38 +169,38 @@ class Packer:
         # Of the answers so far, the later ones counting more: how long, and how far from that.
         self._typical_bytes = 0.0
         self._spread_bytes = 0.0
+        self._room: str | None = None
 
     def rows_of(self, records: Sequence[Record]) -> list[Row]:
         """The parameters that write *records*."""
-        for record in records[::_LEARN_STEP]:
-            if record.response is not None:
-                self._learn(len(record.response))
-        room, packed = self._room(), self._packed
+        answer = records[0].response
+        if answer is not None:  # one of a batch stands for all of it
+            self._learn(len(answer), min(len(records), _WEIGHT_MAX))
+        packed, room = self._packed, self._room
         rows: list[Row] = []
         for record in records:
             label, scope, key, progress, response = record[10:]
-            is_claim = response is None and record.state == RUNNING
-            answer = room if is_claim else response
-            rows.append((*record[:10], *packed(label, scope, key), progress, answer))
+            if response is None and record.state == RUNNING:
+                rows.append((*record[:10], *packed(label, scope, key), progress, room))
+            else:
+                rows.append((*record[:10], *packed(label, scope, key), progress, response))
         return rows
 
-    def _learn(self, response_bytes: int) -> None:
+    def _learn(self, response_bytes: int, weight: int) -> None:
         off_bytes = response_bytes - self._typical_bytes
-        self._typical_bytes += off_bytes / _MEMORY
-        self._spread_bytes += (abs(off_bytes) - self._spread_bytes) / _MEMORY
-
-    def _room(self) -> str | None:
+        self._typical_bytes += off_bytes * weight / _MEMORY
+        self._spread_bytes += (abs(off_bytes) - self._spread_bytes) * weight / _MEMORY
         # Less where answers differ in length: room that stays empty is lost, too.
         room_bytes = round(self._typical_bytes - 3 * self._spread_bytes) - _LEASE_BYTES
-        return _ROOM[:room_bytes] if room_bytes > 0 else None
+        self._room = _ROOM[:room_bytes] if room_bytes > 0 else None
 
 
 # 512: with longer answers a page has room for few rows, and empty room would cost more.
 _ROOM = " " * 512
 # 16: what is typical follows a change within some dozens of answers.
 _MEMORY = 16
-# 8: some of a large batch stand for all of it.
-_LEARN_STEP = 8
+# 8: of a large batch one answer is looked at, and counts like this many.
+_WEIGHT_MAX = 8
 # What the lease takes in a claim, and leaves to the answer.
 _LEASE_BYTES = 6
 

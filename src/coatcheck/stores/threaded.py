@@ -208,7 +208,7 @@ def _work(store: Store, queue: _Queue) -> None:
 def _next_round(waiting: list[_Ask]) -> tuple[list[_Ask], list[_Ask]]:
     """Whoever can go together; two swaps of one record cannot (see `batching.py`)."""
     ids = [swap.id for ask in waiting for swap in ask.swaps]
-    if len(set(ids)) == len(ids) <= BATCH_MAX:
+    if len(ids) <= BATCH_MAX and len(set(ids)) == len(ids):
         return waiting, []
     seen: set[bytes] = set()
     batch: list[_Ask] = []
