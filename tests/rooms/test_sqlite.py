@@ -227,6 +227,19 @@ def test_a_record_costs_at_most_200_bytes_beside_its_response(
         assert (path.stat().st_size - total_bytes) / count <= most_bytes <= 200
 
 
+@pytest.mark.parametrize(("file_bytes", "log_pages"), [(0, 1_000), (40_000_000, 4_000)])
+def test_the_log_of_a_small_file_is_short(file_bytes: int, log_pages: int):
+    """T3: it is soon written over, for to sync one that grows takes half as long again."""
+    with TemporaryDirectory(dir=MEMORY) as directory:
+        path = Path(directory) / "shop.db"
+        with closing(sqlite3.connect(path, isolation_level=None)) as shop:
+            shop.execute("pragma page_size = 512")
+            shop.execute("create table pictures (picture blob)")
+            shop.execute("insert into pictures values (zeroblob(?))", (file_bytes,))
+        with closing(SqliteStore(path)) as store, store._writer as connection:
+            assert connection.execute("pragma wal_autocheckpoint").fetchone() == (log_pages,)
+
+
 # ------------------------------------------------------------------------------------ how it is written
 
 

@@ -65,10 +65,14 @@ _SCHEMA = (
     "create index coatcheck_records_expires on coatcheck_records (expires_ms)",
 )
 
-# 4 000 pages, 16 MB: so often is the write-ahead log copied into the file. At SQLite's 1 000 it is
-# every 14th batch of 64 in a file with a million records, and the slowest twentieth of them took
-# half as long again, or twice as long.
-_CHECKPOINT_PAGES = 4_000
+# So many pages of the write-ahead log are gathered before they are copied into the file: 1 000, and
+# up to 4 000 in a large one. There the copying takes long, because most pages of the log are pages
+# of their own; at 1 000 the slowest twentieth of all batches took half as long again. In a small
+# file a short log is better: it is soon written over, and to sync a log that still grows takes
+# half as long again as well.
+_CHECKPOINT_PAGES_MIN = 1_000
+_CHECKPOINT_PAGES_MAX = 4_000
+_CHECKPOINTS_PER_FILE = 16
 
 # 8 MB for each connection: the inner pages of both indexes of some million records.
 _CACHE_KIB = 8_192
@@ -151,7 +155,7 @@ def connect(
     )
     try:
         connection.execute("pragma synchronous = full")
-        connection.execute(f"pragma wal_autocheckpoint = {_CHECKPOINT_PAGES}")
+        connection.execute(f"pragma wal_autocheckpoint = {_checkpoint_pages(connection)}")
         connection.execute(f"pragma cache_size = -{_CACHE_KIB}")
         if writes:  # and waits by `in_turn`
             connection.execute("pragma busy_timeout = 0")
@@ -159,6 +163,12 @@ def connect(
         connection.close()
         raise
     return connection
+
+
+def _checkpoint_pages(connection: sqlite3.Connection) -> int:
+    (file_pages,) = connection.execute("pragma page_count").fetchone()
+    wanted: int = file_pages // _CHECKPOINTS_PER_FILE
+    return max(_CHECKPOINT_PAGES_MIN, min(wanted, _CHECKPOINT_PAGES_MAX))
 
 
 def _ensure_schema(connection: sqlite3.Connection, path: str, busy_timeout_s: float) -> None:
