@@ -229,7 +229,7 @@ def test_a_record_costs_at_most_200_bytes_beside_its_response(
 
 @pytest.mark.parametrize(("file_bytes", "log_pages"), [(0, 1_000), (40_000_000, 4_000)])
 def test_the_log_of_a_small_file_is_short(file_bytes: int, log_pages: int):
-    """T3: it is soon written over, for to sync one that grows takes half as long again."""
+    """It is soon written over, for to sync one that grows takes half as long again."""
     with TemporaryDirectory(dir=MEMORY) as directory:
         path = Path(directory) / "shop.db"
         with closing(sqlite3.connect(path, isolation_level=None)) as shop:

@@ -232,6 +232,9 @@ class AsyncEngine:
         told: asyncio.Future[Record] = loop.create_future()
 
         def wake(record: Record) -> None:
+            if _is_running(loop):
+                _resolve(told, record)
+                return
             with suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(_resolve, told, record)
 
@@ -270,6 +273,14 @@ class AsyncEngine:
         finally:
             self.heart.let_go(held)
         return ending_of_reconcile(answer, as_value=as_value)
+
+
+def _is_running(loop: asyncio.AbstractEventLoop) -> bool:
+    """The caller runs on *loop*, so that it need not be woken."""
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:  # none does
+        return False
 
 
 def _resolve(told: asyncio.Future[Record], record: Record) -> None:
