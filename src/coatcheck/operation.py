@@ -6,7 +6,7 @@ under "coatcheck.operation", or from `current_operation()` anywhere below.
 
 from __future__ import annotations
 
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,9 +75,14 @@ def current_operation() -> Operation | None:
     return _CURRENT.get()
 
 
-def enter(operation: Operation | None) -> None:
-    """Make *operation* the current one of this context."""
-    _CURRENT.set(operation)
+def enter(operation: Operation | None) -> Token[Operation | None]:
+    """Make *operation* the current one of this context, until it is left."""
+    return _CURRENT.set(operation)
+
+
+def leave(entered: Token[Operation | None]) -> None:
+    """Make the one current again that was so before."""
+    _CURRENT.reset(entered)
 
 
 @dataclass(frozen=True, slots=True)

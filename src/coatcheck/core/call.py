@@ -11,12 +11,13 @@ import dataclasses
 from datetime import date, time, timedelta
 from decimal import Decimal
 from enum import Enum
-from hashlib import blake2b
 from typing import Any
 from uuid import UUID
 
+from coatcheck.core.scope import digested
 from coatcheck.core.spelling import speller
 
+_DOMAIN = b"coatcheck-call"
 _PLAIN = (Decimal, UUID, timedelta, complex)
 
 
@@ -26,7 +27,7 @@ def fingerprint_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
         text = _spelled([args, kwargs])
     except (TypeError, ValueError, RecursionError):  # keys that do not sort, circles, depth
         text = ""
-    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    return digested(_DOMAIN, b"", text.encode("utf-8", "surrogatepass"))
 
 
 def _value_of(thing: Any) -> Any:  # noqa: ANN401 - one line for each kind of value

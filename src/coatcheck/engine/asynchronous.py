@@ -31,7 +31,7 @@ from coatcheck.engine.desk import (
 from coatcheck.engine.heart import Archive, Heart
 from coatcheck.engine.waiting import poll_pauses_s
 from coatcheck.errors import StoreUnavailable
-from coatcheck.operation import Operation, current_operation, enter
+from coatcheck.operation import Operation, enter, leave
 from coatcheck.stores import AsyncStore, open_async_store
 from coatcheck.telemetry import Observer
 
@@ -167,8 +167,7 @@ class AsyncEngine:
         ticket: Ticket,
         policy: Policy,
     ) -> T:
-        outer = current_operation()
-        enter(Operation(claim, self.desk.secret))
+        entered = enter(Operation(claim, self.desk.secret))
         try:
             return await call()
         except Exception as error:
@@ -176,7 +175,7 @@ class AsyncEngine:
             await self.advance(flow, policy, error=error)
             raise
         finally:
-            enter(outer)
+            leave(entered)
 
     # --- for adapters -------------------------------------------------------------------------
 
@@ -194,14 +193,13 @@ class AsyncEngine:
         as_value: bool = True,
     ) -> Execute | Answer:
         """Drive *flow* until it asks for the execution, or to its answer."""
-        store, noticed = self.store, self.desk.noticed
         is_again = False
         try:
             effect = flow.send(ending) if error is None else flow.throw(error)
             while not isinstance(effect, Execute):
                 try:
                     if isinstance(effect, Swap):
-                        result: Any = noticed(effect, *await store.swap((effect,)))
+                        result: Any = self.desk.noticed(effect, *await self.store.swap((effect,)))
                     else:
                         result = await self._perform(effect, policy, as_value=as_value)
                 except Exception as failure:  # noqa: BLE001 - the flow decides what it means

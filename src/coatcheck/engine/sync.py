@@ -25,7 +25,7 @@ from coatcheck.engine.desk import (
 from coatcheck.engine.heart import Archive, Heart
 from coatcheck.engine.waiting import poll_pauses_s
 from coatcheck.errors import StoreUnavailable
-from coatcheck.operation import Operation, current_operation, enter
+from coatcheck.operation import Operation, enter, leave
 from coatcheck.stores import Batcher, Store, open_store
 from coatcheck.telemetry import Observer
 
@@ -170,8 +170,7 @@ class Engine:
         ticket: Ticket,
         policy: Policy,
     ) -> T:
-        outer = current_operation()
-        enter(Operation(claim, self.desk.secret))
+        entered = enter(Operation(claim, self.desk.secret))
         try:
             return call()
         except Exception as error:
@@ -179,7 +178,7 @@ class Engine:
             self.advance(flow, policy, error=error)
             raise
         finally:
-            enter(outer)
+            leave(entered)
 
     # --- for adapters -------------------------------------------------------------------------
 
@@ -197,14 +196,13 @@ class Engine:
         as_value: bool = True,
     ) -> Execute | Answer:
         """Drive *flow* until it asks for the execution, or to its answer."""
-        batcher, noticed = self._batcher, self.desk.noticed
         is_again = False
         try:
             effect = flow.send(ending) if error is None else flow.throw(error)
             while not isinstance(effect, Execute):
                 try:
                     if isinstance(effect, Swap):
-                        result: Any = noticed(effect, batcher.swap(effect))
+                        result: Any = self.desk.noticed(effect, self._batcher.swap(effect))
                     else:
                         result = self._perform(effect, policy, as_value=as_value)
                 except Exception as failure:  # noqa: BLE001 - the flow decides what it means
