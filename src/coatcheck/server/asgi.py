@@ -59,44 +59,54 @@ class IdempotencyMiddleware:
         )
         self.counter = Counter(self.engine.desk, caller, key)
         self._routes = Routes(self.engine.desk.policy, app)
-        self._status_path = self.engine.desk.policy.status_path
+        policy = self.engine.desk.policy
+        self._status_path = policy.status_path
+        self._key_name = policy.key_name
+        self._key_is_needed = policy.required or key is not None
 
     async def __call__(self, asgi_scope: AsgiScope, receive: Receive, send: Send) -> None:
         """Serve one connection; only requests with unsafe methods concern us."""
-        if asgi_scope["type"] != "http" or asgi_scope["method"] in SAFE_METHODS:
-            self._routes.let_pass()
-            if asgi_scope["type"] == "http" and self._status_path in asgi_scope["path"]:
-                await self._tell_status(asgi_scope, receive, send)
-            else:
+        if asgi_scope["type"] == "http":
+            if self._is_plain(asgi_scope):
                 await self.app(asgi_scope, receive, send)
-            return
+                return
+            if asgi_scope["method"] not in SAFE_METHODS:
+                await self._guard(asgi_scope, receive, send)
+                return
+            if self._status_path in asgi_scope["path"]:
+                await self._tell_status(asgi_scope, receive, send)
+                return
+        await self._pass(asgi_scope, receive, send)
+
+    async def _pass(self, asgi_scope: AsgiScope, receive: Receive, send: Send) -> None:
+        """Serve what is never guarded, whatever its route says."""
+        self._routes.let_pass()
+        await self.app(asgi_scope, receive, send)
+
+    def _is_plain(self, asgi_scope: AsgiScope) -> bool:
+        """Most requests that are not guarded are seen to be so here, with next to no work."""
+        if not self._routes.are_unmarked(asgi_scope):
+            return False
+        if asgi_scope["method"] in SAFE_METHODS:
+            return self._status_path not in asgi_scope["path"]
+        return not self._key_is_needed and self._key_name not in dict(asgi_scope["headers"])
+
+    async def _guard(self, asgi_scope: AsgiScope, receive: Receive, send: Send) -> None:
+        """Find the policy; take the key and the whole body."""
         policy, template = self._routes.policy_for(asgi_scope)
         if policy is None:
             await self.app(asgi_scope, receive, send)
             return
-        fields = fields_of(asgi_scope["headers"])
-        if policy.key_name in fields or policy.required or self.counter.has_natural_keys:
-            await self._guard(asgi_scope, fields, receive, send, policy=policy, template=template)
-        else:
-            await self.app(asgi_scope, receive, send)
-
-    async def _guard(
-        self,
-        asgi_scope: AsgiScope,
-        fields: dict[bytes, bytes],
-        receive: Receive,
-        send: Send,
-        *,
-        policy: Policy,
-        template: str | None,
-    ) -> None:
-        """Take the key and the whole body."""
         name = policy.key_name
         lines = [value for found, value in asgi_scope["headers"] if found == name]
         key = self.counter.key_of(lines, policy)
+        if key is None and not self.counter.has_natural_keys:
+            await self.app(asgi_scope, receive, send)
+            return
         if isinstance(key, Problem):
             await respond(send, refused(key, policy))
             return
+        fields = fields_of(asgi_scope["headers"])
         body = await read(fields, receive, policy)
         if isinstance(body, Problem):
             await respond(send, refused(body, policy))
@@ -160,11 +170,12 @@ class IdempotencyMiddleware:
 
     async def _tell_status(self, asgi_scope: AsgiScope, receive: Receive, send: Send) -> None:
         """Answer a client that asks how its operation is doing; whatever else goes on."""
-        request = request_of(asgi_scope, fields_of(asgi_scope["headers"]), Body())
         start, _, token = asgi_scope["path"].partition(self._status_path)
-        id = self.counter.polled_id(token, request) if start == request.root else None
+        request = request_of(asgi_scope, fields_of(asgi_scope["headers"]), Body())
+        is_asked = token and start == request.root
+        id = self.counter.polled_id(token, request) if is_asked else None
         if id is None:
-            await self.app(asgi_scope, receive, send)
+            await self._pass(asgi_scope, receive, send)
             return
         policy = self.engine.desk.policy
         try:

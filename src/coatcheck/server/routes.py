@@ -89,6 +89,9 @@ class _Match(NamedTuple):
     mark: Mapping[str, Any] | None
 
 
+_NO_ROUTES: Sequence[Any] = ()
+
+
 class Routes:
     """Which policy guards which request of one application."""
 
@@ -105,15 +108,17 @@ class Routes:
         """A request with a safe method: nothing of it is guarded, whatever its route says."""
         _WENT_BY.set(_SAFE)
 
+    def are_unmarked(self, asgi_scope: MutableMapping[str, Any]) -> bool:
+        """No route is marked; looked for again when routes were added."""
+        known = self._known
+        if known is None or len(known) != self._count:
+            self._look_through(asgi_scope)
+        return not self._has_marks
+
     def policy_for(self, asgi_scope: MutableMapping[str, Any]) -> tuple[Policy | None, str | None]:
         """The policy for this request and its route's template; None: it is not guarded."""
         method = asgi_scope["method"]
-        # An application that is wrapped by us has not said yet which one it is.
-        routes: Sequence[Any] | None = getattr(asgi_scope.get("app", self._app), "routes", None)
-        if routes is None:
-            return (self._policy if method in self._policy.methods else None), None
-        if routes is not self._known or len(routes) != self._count:
-            self._look_for_marks(routes)
+        routes = self._look_through(asgi_scope)
         if not self._has_marks:
             return (self._policy if method in self._policy.methods else None), None
         place = (method, asgi_scope["path"], *self._hosts(asgi_scope))
@@ -131,13 +136,18 @@ class Routes:
             return []
         return [value.decode("latin-1") for n, value in asgi_scope["headers"] if n == b"host"]
 
-    def _look_for_marks(self, routes: Sequence[Any]) -> None:
-        """Whether any route is marked; looked for again when routes were added."""
-        self._matches.clear()
-        everything = list(_all_in(routes))
-        self._has_hosts = any(hasattr(route, "host_regex") for route in everything)
-        self._has_marks = any(_mark_of(route) is not None for route in everything)
-        self._known, self._count = routes, len(routes)
+    def _look_through(self, asgi_scope: MutableMapping[str, Any]) -> Sequence[Any]:
+        """The application's routes; looked through for marks where they are not known yet."""
+        # An application that is wrapped by us has not said yet which one it is.
+        app = asgi_scope.get("app", self._app)
+        routes: Sequence[Any] = getattr(app, "routes", _NO_ROUTES)
+        if routes is not self._known or len(routes) != self._count:
+            self._matches.clear()
+            everything = list(_all_in(routes))
+            self._has_hosts = any(hasattr(route, "host_regex") for route in everything)
+            self._has_marks = any(_mark_of(route) is not None for route in everything)
+            self._known, self._count = routes, len(routes)
+        return routes
 
     def _match(self, asgi_scope: MutableMapping[str, Any], routes: Sequence[Any]) -> _Match:
         method = asgi_scope["method"]
