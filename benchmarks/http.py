@@ -41,7 +41,7 @@ class Variant(NamedTuple):
 
 VARIANTS = {
     "bare": Variant("bare", "keyless"),
-    "product unguarded": Variant("product-sqlite", "keyless"),
+    "product unguarded": Variant("product-memory", "keyless"),
     "product memory": Variant("product-memory", "new"),
     "product sqlite": Variant("product-sqlite", "new"),
     "product replay": Variant("product-sqlite", "replay"),

@@ -103,8 +103,8 @@ def _rows_alone(found: dict[str, Samples]) -> list[Row]:
     rows: list[Row] = []
     for ours, floor, limit in (
         ("product, thread", "sqlite3", 1.2),
-        ("product, event loop", "sqlite3 in a thread", 1.2),
-        ("product, event loop", "sqlite3", None),
+        ("product, event loop", "sqlite3", 1.2),
+        ("product, event loop", "sqlite3 in a thread", None),
     ):
         slower = found[ours].over(found[floor])
         of = f"{TIMES} {floor}"
