@@ -158,8 +158,7 @@ class Visit:
                 await self._engine.advance(self._flow, self._policy, error=error)
             raise
         finally:
-            if not self._is_over:
-                desk.heart.let_go(self._held)
+            desk.heart.let_go(self._held)
 
     async def _wait_for_end(self) -> Message:
         """Whether the client is still there, if the application asks: until it has its answer."""
@@ -216,7 +215,6 @@ class Visit:
         except StoreUnavailable as error:
             logger.error("executed, but the store is unavailable: %s", error)
             refusal = problem("store-unavailable", id=self._claim.id, reason=RAN_UNRECORDED)
-            desk.heart.let_go(self._held)
             await respond(self._client_send, refused(refusal, policy))
         finally:
             self._is_over = True

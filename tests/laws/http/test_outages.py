@@ -6,6 +6,7 @@ from contextlib import closing
 import pytest
 
 from coatcheck.core.record import COMPLETED, RUNNING, Swap
+from coatcheck.errors import StoreUnavailable
 
 from .api import Api
 from .conftest import OpenApi
@@ -173,3 +174,17 @@ def test_a_file_that_somebody_else_has_locked_is_an_outage(open_api: OpenApi, ne
     assert (refused.status, refused.code) == (503, "store-unavailable")
     assert api.effects() == 1
     assert api.post("k-1").status == 201
+
+
+@pytest.mark.parametrize("failure", [ValueError("a defect"), StoreUnavailable("down")])
+def test_a_claim_whose_completion_failed_is_renewed_no_longer(api: Api, store: Faulty, failure):
+    """L5, D2: whatever went wrong, else its key would be held for as long as the process lives."""
+
+    def fail_to_complete(swaps):
+        if any(swap.expected for swap in swaps):
+            raise failure
+
+    store.before = fail_to_complete
+    assert api.post().status in (500, 503)
+    assert api.effects() == 1
+    assert not api.engine.heart.held
