@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from coatcheck.core import fingerprint as fingerprint_module
 from coatcheck.core.canonical import DEPTH_MAX, DIGITS_MAX, canonical_json
 from coatcheck.core.fingerprint import (
     FORM_FIELDS_MAX,
@@ -748,6 +749,23 @@ def test_a_body_too_large_to_parse_is_compared_byte_by_byte(one, other, content_
         body = one % longer
         chunks = (body[start : start + 65_536] for start in range(0, len(body), 65_536))
         assert fingerprint(chunks, content_type) == fingerprint(body, content_type)
+
+
+# ------------------------------------------------------------------------------- what is remembered
+
+
+def test_only_small_requests_without_included_headers_are_remembered():
+    """X2, S1: what is kept in memory is bounded, and no cookie is part of it."""
+    fingerprint_module._remembered.cache_clear()
+    fingerprint(b'{"a":1}', headers=[(b"cookie", b"session=secret")])
+    fingerprint(b"x" * 2_048, TEXT)
+    fingerprint(b"", path="/" + "x" * 2_048)
+    fingerprint(b"", query=b"x" * 2_048)
+    assert fingerprint_module._remembered.cache_info().currsize == 0
+    first, again = fingerprint(b'{"a":1}'), fingerprint(b'{"a":1}')
+    assert first == again
+    hits, misses, most, _ = fingerprint_module._remembered.cache_info()
+    assert (hits, misses, most) == (1, 1, 1_024)
 
 
 # ----------------------------------------------------------------------------------- for ever

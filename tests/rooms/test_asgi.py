@@ -2,8 +2,10 @@
 
 import asyncio
 import contextvars
+import gc
 import gzip
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
@@ -818,3 +820,38 @@ def test_the_handler_runs_in_the_context_of_its_request(guard):
         assert current_operation() is None
 
     run(story())
+
+
+def test_a_guarded_request_is_freed_when_it_ends(guard):
+    """X2: a circle of references would stay until the collector comes, with all that it holds."""
+
+    class Held:
+        """Something of the request that can be watched."""
+
+    async def app(asgi_scope, receive, send) -> None:
+        await PlainTextResponse("done")(asgi_scope, receive, send)
+
+    async def story() -> None:
+        guarded, held = guard(app), Held()
+        watched = weakref.ref(held)
+
+        async def front(asgi_scope, receive, send) -> None:
+            await guarded({**asgi_scope, "held": asgi_scope.pop("held")}, receive, send)
+
+        async def with_held(asgi_scope, receive, send) -> None:
+            nonlocal held
+            asgi_scope["held"] = held
+            del held
+            await front(asgi_scope, receive, send)
+
+        assert (await post(with_held)).status == 200
+        await asyncio.sleep(0)
+        assert not UNDER_WAY
+        assert watched() is None
+
+    gc.collect()
+    gc.disable()
+    try:
+        run(story())
+    finally:
+        gc.enable()
