@@ -751,19 +751,28 @@ def test_a_body_too_large_to_parse_is_compared_byte_by_byte(one, other, content_
         assert fingerprint(chunks, content_type) == fingerprint(body, content_type)
 
 
+@pytest.mark.parametrize("secret", [b"", b"s" * 64, b"s" * 65])
+def test_a_secret_of_any_length_counts_however_a_body_is_cut(secret):
+    """F1, S1."""
+    whole = fingerprint(b"one two", TEXT, secret=secret)
+    assert fingerprint(iter([b"one", b" two"]), TEXT, secret=secret) == whole
+    assert fingerprint(iter([b"one", b" two"]), TEXT, secret=secret + b"s") != whole
+
+
 # ------------------------------------------------------------------------------- what is remembered
 
 
-def test_only_small_requests_without_included_headers_are_remembered():
+def test_only_small_retries_without_included_headers_are_remembered():
     """X2, S1: what is kept in memory is bounded, and no cookie is part of it."""
     fingerprint_module._remembered.cache_clear()
-    fingerprint(b'{"a":1}', headers=[(b"cookie", b"session=secret")])
-    fingerprint(b"x" * 2_048, TEXT)
-    fingerprint(b"", path="/" + "x" * 2_048)
-    fingerprint(b"", query=b"x" * 2_048)
+    fingerprint(b'{"a":1}')
+    fingerprint(b'{"a":1}', headers=[(b"cookie", b"session=secret")], is_retry=True)
+    fingerprint(b"x" * 2_048, TEXT, is_retry=True)
+    fingerprint(b"", path="/" + "x" * 2_048, is_retry=True)
+    fingerprint(b"", query=b"x" * 2_048, is_retry=True)
     assert fingerprint_module._remembered.cache_info().currsize == 0
-    first, again = fingerprint(b'{"a":1}'), fingerprint(b'{"a":1}')
-    assert first == again
+    first = fingerprint(b'{"a":1}')
+    assert [fingerprint(b'{"a":1}', is_retry=True) for _ in range(2)] == [first, first]
     hits, misses, most, _ = fingerprint_module._remembered.cache_info()
     assert (hits, misses, most) == (1, 1, 1_024)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 from array import array
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import accumulate
 from typing import NewType, NoReturn
@@ -46,14 +47,14 @@ def canonical_json(body: bytes, ignore: tuple[Pointer, ...] = ()) -> bytes | Non
         return None
     try:
         text = body.decode("utf-8").strip(" \t\n\r")
-        value, end = _DECODER.raw_decode(text)
+        value, end = _scan(text, 0)
         if end != len(text):
             return None
         if ignore:
             for pointer in _in_removal_order(ignore):
                 _remove(value, pointer)
         return _spelled(value).encode("utf-8")
-    except ValueError:  # not JSON, not UTF-8, a lone surrogate
+    except (ValueError, StopIteration):  # not JSON, not UTF-8, a lone surrogate
         return None
 
 
@@ -127,9 +128,10 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-_DECODER = json.JSONDecoder(
+# What stands behind `JSONDecoder.raw_decode`, which only rewords its errors.
+_scan: Callable[[str, int], tuple[object, int]] = json.JSONDecoder(
     object_pairs_hook=_object_of, parse_float=_number_of, parse_constant=_refuse_constant
-)
+).scan_once  # type: ignore[attr-defined]  # public, but unknown to typeshed
 _spelled = speller(sort_keys=True, ensure_ascii=False)
 
 

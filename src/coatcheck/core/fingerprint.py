@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeAlias
 from urllib.parse import unquote_to_bytes
 
 from coatcheck.core.canonical import Pointer, canonical_json, parse_pointer
-from coatcheck.core.scope import keyed
+from coatcheck.core.scope import digested, digested_chunks
 
 __all__ = ["Body", "Pointer", "fingerprint_of", "parse_pointer"]
 
@@ -38,7 +38,7 @@ FORM_FIELDS_MAX = 1_000
 # 70: RFC 2046 §5.1.1.
 BOUNDARY_CHARS_MAX = 70
 
-# 1 024: several times the longest honest content type; bounds what the cache below can hold.
+# 1 024: several times the longest honest content type; what is longer is not taken apart.
 CONTENT_TYPE_BYTES_MAX = 1_024
 
 # In memory, or read piece by piece from where it was spooled.
@@ -63,6 +63,7 @@ def fingerprint_of(
     ignore: tuple[Pointer, ...] = (),
     headers: Sequence[tuple[bytes, bytes]] = (),
     secret: bytes = b"",
+    is_retry: bool = False,
 ) -> bytes:
     """
     16 bytes that are equal for equal requests.
@@ -72,10 +73,11 @@ def fingerprint_of(
         ignore: members of a JSON body that may change between retries.
         headers: those that the policy includes and the request has, in the policy's order.
         secret: the deployment's; without it, who reads the store can try out short bodies.
+        is_retry: the key has come before, so that the same bytes are likely to come again.
     """
     asked = (method, path, query, content_type, ignore, secret)
-    if headers or not isinstance(body, bytes):
-        return _fingerprint(body, asked, tuple(headers))
+    if not is_retry or headers or not isinstance(body, bytes):
+        return _fingerprint(body, asked, headers)
     if len(body) + len(path) + len(query) > REMEMBERED_BYTES_MAX:
         return _fingerprint(body, asked)
     return _remembered(body, asked)
@@ -84,30 +86,38 @@ def fingerprint_of(
 _Asked: TypeAlias = tuple[str, str, bytes, bytes, tuple[Pointer, ...], bytes]
 
 
-def _fingerprint(body: Body, asked: _Asked, headers: tuple[tuple[bytes, bytes], ...] = ()) -> bytes:
+def _fingerprint(body: Body, asked: _Asked, headers: Sequence[tuple[bytes, bytes]] = ()) -> bytes:
     method, path, query, content_type, ignore, secret = asked
-    media = _media_of(content_type)
-    media_type, content = _content_of(media, body, ignore)
     included = _framed((name.lower(), value) for name, value in headers) if headers else b""
-    digest = keyed(_DOMAIN, secret).copy()
-    head = _head_of(media_type, method, path, len(query), len(included))
+    kind, boundary, as_read, as_bytes = _heads_of(
+        content_type, method, path, len(query), len(included)
+    )
+    if kind is _JSON and isinstance(body, bytes) and len(body) <= PARSED_BYTES_MAX:
+        read: Body | None = canonical_json(body, ignore)
+    else:
+        body, read = _read(kind, boundary, body, ignore)
+    head, content = (as_bytes, body) if read is None else (as_read, read)
     if isinstance(content, bytes):
-        digest.update(b"".join((head, query, included, content)))
-        return digest.digest()
-    digest.update(b"".join((head, query, included)))
-    for chunk in content:
-        digest.update(chunk)
-    return digest.digest()
+        return digested(_DOMAIN, secret, b"".join((head, query, included, content)))
+    return digested_chunks(_DOMAIN, secret, chain((head, query, included), content))
 
 
 @lru_cache(maxsize=256)  # 256: an API has a few routes that are written to
-def _head_of(media_type: str, method: str, path: str, query_bytes: int, included: int) -> bytes:
-    # Lengths first, so that no part can lend characters to the next.
-    text = (
-        f"{len(media_type)},{len(method)},{len(path)},{query_bytes},{included};"
-        f"{media_type}{method}{path}"
-    )
-    return text.encode("utf-8", "surrogatepass")
+def _heads_of(
+    content_type: bytes, method: str, path: str, query_bytes: int, included: int
+) -> tuple[str, bytes, bytes, bytes]:
+    """How to read the body, its boundary; what is compared before it if read so, and if not."""
+
+    def head(media_type: str) -> bytes:
+        # Lengths first, so that no part can lend characters to the next.
+        text = (
+            f"{len(media_type)},{len(method)},{len(path)},{query_bytes},{included};"
+            f"{media_type}{method}{path}"
+        )
+        return text.encode("utf-8", "surrogatepass")
+
+    media = _media_of(content_type)
+    return media.kind, media.boundary, head(media.as_read), head(media.as_bytes)
 
 
 # A retry sends the same bytes, and they need not be read again.
@@ -126,11 +136,6 @@ class _Media(NamedTuple):
 def _media_of(content_type: bytes) -> _Media:
     if len(content_type) > CONTENT_TYPE_BYTES_MAX:
         return _Media(_BYTES, "", _BYTES + content_type.decode("latin-1"), b"")
-    return _read_media(content_type)
-
-
-@lru_cache(maxsize=256)  # 256: an API has a handful; multipart brings a new one each time
-def _read_media(content_type: bytes) -> _Media:
     essence, _, rest = content_type.decode("latin-1").partition(";")
     essence = essence.strip(" \t").lower()
     parameters = _parameters_of(rest)
@@ -186,21 +191,20 @@ def _is_boundary(values: list[str]) -> bool:
     )
 
 
-def _content_of(media: _Media, body: Body, ignore: tuple[Pointer, ...]) -> tuple[str, Body]:
-    """What is compared of the content type, and of *body*."""
-    kind, as_read, as_bytes, boundary = media
+def _read(
+    kind: str, boundary: bytes, body: Body, ignore: tuple[Pointer, ...]
+) -> tuple[Body, Body | None]:
+    """*body*, and what is compared of it; None where that is the body itself."""
     if kind is _BYTES:
-        return as_bytes, body
+        return body, None
     if kind is _MULTIPART:
         chunks = (body,) if isinstance(body, bytes) else body
-        return as_read, _without_boundary(chunks, boundary)
+        return body, _without_boundary(chunks, boundary)
     if not isinstance(body, bytes):
         body = _gathered(body)
-    if isinstance(body, bytes) and 0 < len(body) <= PARSED_BYTES_MAX:
-        read = canonical_json(body, ignore) if kind is _JSON else _canonical_form(body)
-        if read is not None:
-            return as_read, read
-    return as_bytes, body
+    if not isinstance(body, bytes) or not 0 < len(body) <= PARSED_BYTES_MAX:
+        return body, None
+    return body, canonical_json(body, ignore) if kind is _JSON else _canonical_form(body)
 
 
 def _gathered(chunks: Iterable[bytes]) -> Body:

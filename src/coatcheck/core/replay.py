@@ -36,6 +36,9 @@ class Fate(Enum):
     DOUBT = "it may have happened: the recovery policy decides"
 
 
+KEEP = Fate.KEEP  # on the path of a request, where asking an Enum for its member takes long
+
+
 # Told "not now": the same request may well succeed later, so replaying it for a day is a trap.
 _TRANSIENT = frozenset({408, 425, 429})
 # Refused before any work, for a reason the client corrects and tries again with the same key.
@@ -62,7 +65,7 @@ def fate_of(response: Response, keep: Keep, *, reruns: bool) -> Fate:
     else:
         is_kept = status < _SERVER_ERROR or keep == "all"
     if is_kept:
-        return Fate.KEEP
+        return KEEP
     if status in _AT_THE_DOOR:
         return Fate.FORGET
     if status in _TRANSIENT or reruns:
@@ -80,13 +83,13 @@ _NOT_KEPT = frozenset(
 )
 
 
-def kept_headers(headers: Headers) -> list[tuple[bytes, bytes]]:
-    """Those of *headers* that belong to the answer itself."""
-    not_kept = _NOT_KEPT
+def _end_to_end(headers: Headers) -> list[tuple[bytes, bytes]]:
+    """*headers* without `Connection` and what it names: those are of this connection only."""
+    named = {b"connection"}
     for name, value in headers:
-        if name == b"connection":  # names further headers of this connection only
-            not_kept = not_kept.union(token.strip().lower() for token in value.split(b","))
-    return [header for header in headers if header[0] not in not_kept]
+        if name == b"connection":
+            named.update(token.strip().lower() for token in value.split(b","))
+    return [header for header in headers if header[0] not in named]
 
 
 # --- the stored bytes -----------------------------------------------------------------------
@@ -127,8 +130,19 @@ _NAME_CODES = {name: code for code, name in enumerate(_NAMES) if name}
 def encode_response(response: Response) -> bytes:
     """The bytes a record keeps of *response*."""
     status, headers, body = response
-    kept = [_COMMON_CODES.get(header) or _encoded(*header) for header in kept_headers(headers)]
-    return b"".join((b"\x01", status.to_bytes(2, "big"), _varint(len(kept)), *kept, body))
+    kept = []
+    for header in headers:
+        code = _COMMON_CODES.get(header)
+        if code is None:
+            name, value = header
+            if name in _NOT_KEPT:
+                if name == b"connection":
+                    return encode_response(Response(status, _end_to_end(headers), body))
+                continue
+            code = _encoded(name, value)
+        kept.append(code)
+    head = b"%c%c%c" % (_RESPONSE, status >> 8, status & 0xFF)
+    return b"%b%b%b%b" % (head, _varint(len(kept)), b"".join(kept), body)
 
 
 def _encoded(name: bytes, value: bytes) -> bytes:
@@ -188,8 +202,8 @@ def outline_of(blob: bytes) -> tuple[int | None, int]:
 
 def _varint(number: int) -> bytes:
     if number < 0x80:
-        return bytes((number,))
-    return bytes((number & 0x7F | 0x80,)) + _varint(number >> 7)
+        return b"%c" % number
+    return b"%c%b" % (number & 0x7F | 0x80, _varint(number >> 7))
 
 
 def _read_varint(blob: bytes, at: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ store can try out short API keys and keys offline against what is stored.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Iterable
 from hashlib import blake2b, sha1
 
 # 16 bytes: 128 bits, the width at which nobody meets a collision by chance or by trying.
@@ -42,9 +42,7 @@ def operation_id(*, caller: str, route: str, key: str, secret: bytes = b"") -> b
     # Lengths first: without them ("ab", "c") and ("a", "bc") would be one operation.
     # Surrogates pass, because a path may carry any bytes and must not become an error.
     text = f"{len(caller)},{len(route)};{caller}{route}{key}"
-    digest = keyed(_ID_DOMAIN, secret).copy()
-    digest.update(text.encode("utf-8", "surrogatepass"))
-    return digest.digest()
+    return digested(_ID_DOMAIN, secret, text.encode("utf-8", "surrogatepass"))
 
 
 def caller_digest(*parts: bytes | str, secret: bytes = b"") -> str:
@@ -88,14 +86,19 @@ def derive(id: bytes, name: str, *, life: int, secret: bytes = b"") -> str:
 
 def digested(domain: bytes, secret: bytes, text: bytes) -> bytes:
     """128 bits of *text*, of use in *domain* alone, keyed with the deployment's *secret*."""
-    digest = keyed(domain, secret).copy()
-    digest.update(text)
+    if len(secret) > _SECRET_BYTES_MAX:  # digested then, never cut off
+        secret = blake2b(secret).digest()
+    return blake2b(text, digest_size=ID_BYTES, key=secret, person=domain).digest()
+
+
+def digested_chunks(domain: bytes, secret: bytes, chunks: Iterable[bytes]) -> bytes:
+    """The same of a text that comes in pieces."""
+    if len(secret) > _SECRET_BYTES_MAX:
+        secret = blake2b(secret).digest()
+    digest = blake2b(digest_size=ID_BYTES, key=secret, person=domain)
+    for chunk in chunks:
+        digest.update(chunk)
     return digest.digest()
 
 
-@lru_cache(maxsize=64)  # 64: a handful of domains for each secret, of which there is one
-def keyed(domain: bytes, secret: bytes) -> blake2b:
-    """A digest to be copied: setting one up takes longer than digesting a request."""
-    # A key has 64 bytes at most; a longer secret is digested, never cut off.
-    key = secret if len(secret) <= blake2b.MAX_KEY_SIZE else blake2b(secret).digest()
-    return blake2b(digest_size=ID_BYTES, key=key, person=domain)
+_SECRET_BYTES_MAX = blake2b.MAX_KEY_SIZE

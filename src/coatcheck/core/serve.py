@@ -42,7 +42,7 @@ from coatcheck.core.record import (
     new_record,
     next_version,
 )
-from coatcheck.core.replay import Fate
+from coatcheck.core.replay import KEEP, Fate
 from coatcheck.errors import StoreUnavailable
 
 
@@ -286,7 +286,7 @@ def superseded(standing: Record, ticket: Ticket, policy: Policy) -> Replay | Ref
 
 def ended(claim: Record, ending: Ending) -> Record:
     """The record that ends *claim*."""
-    if ending.fate is Fate.KEEP:
+    if ending.fate is KEEP:
         return completed(claim, ending.response)
     if ending.fate is Fate.DOUBT:
         return in_doubt(claim)

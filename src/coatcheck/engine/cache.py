@@ -35,6 +35,9 @@ class Cache:
     def __len__(self) -> int:
         return len(self._records)
 
+    def __contains__(self, id: bytes) -> bool:
+        return id in self._records
+
     def get(self, id: bytes) -> Record | None:
         """The completed record of *id*, if it is here."""
         record = self._records.get(id)

@@ -83,9 +83,8 @@ class Desk:
             self._store, self.clock, sweep_every_s=self._sweep_every_s, archive=self._archive
         )
 
-    def ticket(self, key: str, fingerprint: bytes, caller: str, route: str) -> Ticket:
-        """A request at the counter, now; *caller* is a `caller_digest`, or empty."""
-        id = operation_id(caller=caller, route=route, key=key, secret=self.secret)
+    def ticket(self, id: bytes, fingerprint: bytes, *, key: str, caller: str, route: str) -> Ticket:
+        """A request at the counter, now; *id* is its `operation_id`, made of all the rest."""
         now_ms, nonce = self.now_ms(), next(self._nonces)
         return Ticket(id, fingerprint, now_ms, nonce, route, scope_of(caller), key)
 
@@ -97,7 +96,9 @@ class Desk:
         args, kwargs, inner = call.args, call.keywords, call.func
         while isinstance(inner, functools.partial):  # not always folded into one by Python
             args, kwargs, inner = (*inner.args, *args), inner.keywords | kwargs, inner.func
-        return self.ticket(key, fingerprint_of_call(args, kwargs), "", scope)
+        id = operation_id(caller="", route=scope, key=key, secret=self.secret)
+        fingerprint = fingerprint_of_call(args, kwargs)
+        return self.ticket(id, fingerprint, key=key, caller="", route=scope)
 
     def recall(self, ticket: Ticket, policy: Policy) -> Replay | Refuse | None:
         """The answer to *ticket*, if memory holds it: the replay of a completed record."""

@@ -9,7 +9,7 @@ from coatcheck.core.key import reference_of
 from coatcheck.core.policy import Policy
 from coatcheck.core.problem import Problem, problem
 from coatcheck.core.replay import (
-    Fate,
+    KEEP,
     Headers,
     Response,
     decode_response,
@@ -26,9 +26,9 @@ RAN_UNRECORDED = "this request ran, but its outcome could not be recorded"
 def ending_of(response: Response, policy: Policy) -> Ending:
     """What the handler's *response* means for its claim."""
     fate = fate_of(response, policy.keep, reruns=policy.reruns)
-    if fate is not Fate.KEEP or len(response.body) > policy.response_bytes_max:
+    if fate is not KEEP or len(response.body) > policy.response_bytes_max:
         return Ending(fate)
-    return Ending(fate, encode_response(response))
+    return Ending(KEEP, encode_response(response))
 
 
 def refused(refusal: Problem, policy: Policy) -> Response:

@@ -20,7 +20,7 @@ from coatcheck.server.asgi_visit import Visit, refuse_unrun, respond
 from coatcheck.server.body import Body
 from coatcheck.server.callers import Caller
 from coatcheck.server.counter import Counter, NaturalKey
-from coatcheck.server.request import Request, fields_of
+from coatcheck.server.request import Request, fields_of, lines_of
 from coatcheck.server.routes import Routes
 from coatcheck.server.status import Asked, status_of
 from coatcheck.stores import AsyncStore
@@ -59,54 +59,42 @@ class IdempotencyMiddleware:
         )
         self.counter = Counter(self.engine.desk, caller, key)
         self._routes = Routes(self.engine.desk.policy, app)
-        policy = self.engine.desk.policy
-        self._status_path = policy.status_path
-        self._key_name = policy.key_name
-        self._key_is_needed = policy.required or key is not None
+        self._status_path = self.engine.desk.policy.status_path
 
     async def __call__(self, asgi_scope: AsgiScope, receive: Receive, send: Send) -> None:
         """Serve one connection; only requests with unsafe methods concern us."""
-        if asgi_scope["type"] == "http":
-            if self._is_plain(asgi_scope):
-                await self.app(asgi_scope, receive, send)
+        if asgi_scope["type"] == "http" and asgi_scope["method"] not in SAFE_METHODS:
+            policy, template = self._routes.policy_for(asgi_scope)
+            if policy is not None and (
+                policy.key_name in dict(asgi_scope["headers"])
+                or policy.required
+                or self.counter.has_natural_keys
+            ):
+                await self._guard(asgi_scope, receive, send, policy=policy, template=template)
                 return
-            if asgi_scope["method"] not in SAFE_METHODS:
-                await self._guard(asgi_scope, receive, send)
-                return
-            if self._status_path in asgi_scope["path"]:
-                await self._tell_status(asgi_scope, receive, send)
-                return
-        await self._pass(asgi_scope, receive, send)
-
-    async def _pass(self, asgi_scope: AsgiScope, receive: Receive, send: Send) -> None:
-        """Serve what is never guarded, whatever its route says."""
-        self._routes.let_pass()
+        elif asgi_scope["type"] == "http" and self._status_path in asgi_scope["path"]:
+            await self._tell_status(asgi_scope, receive, send)
+            return
+        else:
+            self._routes.let_pass(asgi_scope)
         await self.app(asgi_scope, receive, send)
 
-    def _is_plain(self, asgi_scope: AsgiScope) -> bool:
-        """Most requests that are not guarded are seen to be so here, with next to no work."""
-        if not self._routes.are_unmarked(asgi_scope):
-            return False
-        if asgi_scope["method"] in SAFE_METHODS:
-            return self._status_path not in asgi_scope["path"]
-        return not self._key_is_needed and self._key_name not in dict(asgi_scope["headers"])
-
-    async def _guard(self, asgi_scope: AsgiScope, receive: Receive, send: Send) -> None:
-        """Find the policy; take the key and the whole body."""
-        policy, template = self._routes.policy_for(asgi_scope)
-        if policy is None:
-            await self.app(asgi_scope, receive, send)
-            return
-        name = policy.key_name
-        lines = [value for found, value in asgi_scope["headers"] if found == name]
-        key = self.counter.key_of(lines, policy)
-        if key is None and not self.counter.has_natural_keys:
-            await self.app(asgi_scope, receive, send)
-            return
+    async def _guard(
+        self,
+        asgi_scope: AsgiScope,
+        receive: Receive,
+        send: Send,
+        *,
+        policy: Policy,
+        template: str | None,
+    ) -> None:
+        """Take the key and the whole body."""
+        headers = asgi_scope["headers"]
+        fields = fields_of(headers)
+        key = self.counter.key_of(lines_of(policy.key_name, headers, fields), policy)
         if isinstance(key, Problem):
             await respond(send, refused(key, policy))
             return
-        fields = fields_of(asgi_scope["headers"])
         body = await read(fields, receive, policy)
         if isinstance(body, Problem):
             await respond(send, refused(body, policy))
@@ -125,31 +113,36 @@ class IdempotencyMiddleware:
         template: str | None,
     ) -> None:
         """Answer from memory, or begin a visit."""
+        engine, counter = self.engine, self.counter
         if key is None:
-            found = self.counter.natural_key_of(request, policy)
-            if found is None or isinstance(found, Problem):
+            found = counter.natural_key_of(request, policy)
+            if not isinstance(found, str):
                 await self._pass_or_refuse(request, receive, send, found, policy)
                 return
             key = found
-        if not self.engine.is_started:
-            try:
-                await self.engine.start()
-            except StoreUnavailable as error:
-                request.body.close()
-                await refuse_unrun(send, policy, error)
-                return
-        ticket = self.counter.ticket(request, policy, key, template)
-        if self.counter.is_held_by(request, ticket):
+        if not engine.is_started and not await self._start(request, send, policy):
+            return
+        ticket = counter.ticket(request, policy, key, template)
+        if counter.is_held_by(request, ticket):
             await self._pass_or_refuse(request, receive, send, None, policy)
             return
-        answer = self.engine.desk.recall(ticket, policy)
+        answer = engine.desk.recall(ticket, policy)
         if answer is None:
-            visit = Visit(self, request, receive, send, ticket=ticket, policy=policy)
-            await visit.outlive()
+            await Visit(self, request, receive, send, ticket=ticket, policy=policy).serve()
             return
         request.body.close()
-        self.engine.desk.tell(ticket, policy, answer)
-        await respond(send, self.counter.answered(answer, ticket, policy, request))
+        engine.desk.tell(ticket, policy, answer)
+        await respond(send, counter.answered(answer, ticket, policy, request))
+
+    async def _start(self, request: Request, send: Send, policy: Policy) -> bool:
+        """Look at the store before the first request; False where it is not there (D2)."""
+        try:
+            await self.engine.start()
+        except StoreUnavailable as error:
+            request.body.close()
+            await refuse_unrun(send, policy, error)
+            return False
+        return True
 
     async def _pass_or_refuse(
         self,
@@ -175,7 +168,8 @@ class IdempotencyMiddleware:
         is_asked = token and start == request.root
         id = self.counter.polled_id(token, request) if is_asked else None
         if id is None:
-            await self._pass(asgi_scope, receive, send)
+            self._routes.let_pass(asgi_scope)
+            await self.app(asgi_scope, receive, send)
             return
         policy = self.engine.desk.policy
         try:

@@ -1,8 +1,8 @@
 """A visit: one guarded ASGI request that memory could not answer, from its claim to its answer.
 
-It runs in a task of its own, so that neither a client that hangs up nor a middleware in front that
-cancels stops the work (L11). What the application sends is kept until it is whole, settled in the
-record, and then sent; what cannot be kept is settled as such, and then streams.
+Neither a client that hangs up nor a middleware in front that cancels stops the work (L11): where
+somebody may cancel, it runs in a task of its own. What the application sends is kept until it is
+whole, settled in the record, and then sent; what cannot be kept is settled as such, and streams.
 
 Invariant: a finished visit leaves no circle of references behind. The collector that would have
 to find it costs more than the whole visit.
@@ -22,7 +22,7 @@ from coatcheck.engine import AsyncEngine
 from coatcheck.engine.desk import logger
 from coatcheck.engine.heart import Held
 from coatcheck.errors import StoreUnavailable
-from coatcheck.operation import Operation, enter
+from coatcheck.operation import Operation, enter, leave
 from coatcheck.server.answers import (
     RAN_NOT,
     RAN_UNRECORDED,
@@ -31,6 +31,7 @@ from coatcheck.server.answers import (
     reference_header,
     refused,
 )
+from coatcheck.server.asgi_front import may_be_cancelled
 from coatcheck.server.asgi_input import App, Message, Receive, Rewound, Send, hide_short_cuts
 from coatcheck.server.counter import Counter
 from coatcheck.server.request import Request
@@ -52,14 +53,15 @@ class Visit:
 
     # Slots, and no defaults in the class: the interpreter is quick at nothing else.
     __slots__ = (
-        *("_chunks", "_claim", "_client_receive", "_client_send", "_done", "_engine", "_flow"),
-        *("_guard", "_headers", "_held", "_is_over", "_is_settled", "_is_streaming", "_over"),
-        *("_policy", "_request", "_size", "_status", "_ticket", "task"),
+        *("_chunks", "_claim", "_client_receive", "_client_send", "_done", "_flow", "_guard"),
+        *("_headers", "_held", "_is_over", "_is_settled", "_is_streaming", "_over", "_policy"),
+        *("_request", "_size", "_status", "_ticket", "task"),
     )
 
     _claim: Record
     _held: Held
     _done: asyncio.Future[None]
+    task: asyncio.Task[None] | None
 
     def __init__(
         self,
@@ -72,7 +74,6 @@ class Visit:
         policy: Policy,
     ) -> None:
         self._guard = guard
-        self._engine = guard.engine
         self._request = request
         self._client_receive = receive
         self._client_send = send
@@ -83,16 +84,24 @@ class Visit:
         self._status = 0
         self._headers: Headers = ()
         self._chunks: list[bytes] | None = None
-        self._size = 0
         self._is_settled = False
         self._is_streaming = False
         # Whether all that we have to say to the client is said.
         self._is_over = False
         self._over: asyncio.Event | None = None
-        self.task: asyncio.Task[None] | None = None
 
-    async def outlive(self) -> None:
-        """Serve in a task of its own: if whoever awaits this is cancelled, it goes on (L11)."""
+    async def serve(self) -> None:
+        """Claim, execute, answer; whatever becomes of whoever awaits this (L11)."""
+        if may_be_cancelled():
+            await self._outlive()
+            return
+        try:
+            await self._serve()
+        finally:
+            self._request.body.close()
+
+    async def _outlive(self) -> None:
+        """Serve in a task of its own: if whoever awaits this is cancelled, it goes on."""
         loop = asyncio.get_running_loop()
         # Awaited in the task's place, because cancelling who awaits a task cancels the task.
         self._done = loop.create_future()
@@ -127,38 +136,45 @@ class Visit:
             done.set_exception(error)
 
     async def _serve(self) -> None:
+        """Claim; then execute, or give the answer that stands."""
+        engine, policy = self._guard.engine, self._policy
         try:
-            step = await self._engine.advance(self._flow, self._policy, as_value=False)
+            step = await engine.advance(self._flow, policy, as_value=False)
         except StoreUnavailable as error:
-            await refuse_unrun(self._client_send, self._policy, error)
+            await refuse_unrun(self._client_send, policy, error)
             return
-        if isinstance(step, Execute):
-            await self._execute(step.claim)
-        else:
+        if not isinstance(step, Execute):
             await self._answer(step)
-
-    async def _execute(self, claim: Record) -> None:
-        desk = self._engine.desk
-        operation = Operation(claim, desk.secret)
+            return
+        self._claim = claim = step.claim
+        self._held = engine.desk.heart.hold(claim, policy.lease_ms)
         asgi_scope = self._request.native
-        asgi_scope["coatcheck.operation"] = operation
+        asgi_scope["coatcheck.operation"] = operation = Operation(claim, engine.desk.secret)
         hide_short_cuts(asgi_scope)
-        enter(operation)
-        self._claim = claim
-        self._held = desk.heart.hold(claim, self._policy.lease_ms)
+        entered = enter(operation)
         rewound = Rewound(self._request.body, self._wait_for_end)
         try:
             await self._guard.app(asgi_scope, rewound.receive, self._take)
             if not self._is_settled:
                 raise RuntimeError("the application ended without a complete response")
         except Exception as error:
-            if not self._is_settled:
-                self._is_settled = True
-                desk.tell(self._ticket, self._policy, None)
-                await self._engine.advance(self._flow, self._policy, error=error)
+            await self._fail(error)
             raise
         finally:
-            desk.heart.let_go(self._held)
+            leave(entered)
+            if not self._is_settled:  # else whoever settled it has let go of it, or will
+                engine.desk.heart.let_go(self._held)
+
+    async def _fail(self, error: Exception) -> None:
+        """Give the claim back, if the application raised before it had answered."""
+        if not self._is_settled:
+            self._is_settled = True
+            engine = self._guard.engine
+            engine.desk.tell(self._ticket, self._policy, None)
+            try:
+                await engine.advance(self._flow, self._policy, error=error)
+            finally:
+                engine.desk.heart.let_go(self._held)
 
     async def _wait_for_end(self) -> Message:
         """Whether the client is still there, if the application asks: until it has its answer."""
@@ -176,7 +192,10 @@ class Visit:
                 await self._client_send(message)
         elif message["type"] == "http.response.start":
             self._status = message["status"]
-            self._headers = [(name.lower(), value) for name, value in message.get("headers", ())]
+            headers = []  # a loop, because a comprehension is a call before Python 3.12
+            for name, value in message.get("headers", ()):
+                headers.append((name.lower(), value))
+            self._headers = headers
         elif message["type"] == "http.response.body":
             chunk = message.get("body", b"")
             if message.get("more_body", False):
@@ -188,7 +207,9 @@ class Visit:
 
     async def _gather(self, chunk: bytes) -> None:
         """Keep a part of the response; where it cannot be kept, say so and let it stream."""
-        self._chunks = self._chunks or []
+        if self._chunks is None:
+            self._chunks = []
+            self._size = 0
         self._chunks.append(chunk)
         self._size += len(chunk)
         if self._size > self._policy.response_bytes_max or is_endless(self._headers):
@@ -199,23 +220,25 @@ class Visit:
     async def _settle(self, response: Response, ending: Ending, *, more_body: bool = False) -> None:
         """End the claim as *ending* says, and only then answer with *response*."""
         self._is_settled = True
-        policy, desk = self._policy, self._engine.desk
+        engine, policy, send = self._guard.engine, self._policy, self._client_send
         try:
-            step = await self._engine.advance(self._flow, policy, ending)
-            desk.heart.let_go(self._held)  # not before: who waits here need not look for its end
+            try:
+                step = await engine.advance(self._flow, policy, ending)
+            finally:  # not before: who waits here need not look for its end
+                engine.desk.heart.let_go(self._held)
             if isinstance(step, Executed):
-                desk.tell(self._ticket, policy, step)
+                engine.desk.tell(self._ticket, policy, step)
                 self._is_streaming = more_body
-                headers = [*response.headers, reference_header(self._claim.id, policy)]
-                answer = Response(response.status, headers, response.body)
-                await respond(self._client_send, answer, more_body=more_body)
+                status, headers, body = response
+                headers = [*headers, reference_header(self._claim.id, policy)]
+                await respond(send, Response(status, headers, body), more_body=more_body)
             else:
                 assert not isinstance(step, Execute)
                 await self._answer(step)
         except StoreUnavailable as error:
             logger.error("executed, but the store is unavailable: %s", error)
             refusal = problem("store-unavailable", id=self._claim.id, reason=RAN_UNRECORDED)
-            await respond(self._client_send, refused(refusal, policy))
+            await respond(send, refused(refusal, policy))
         finally:
             self._is_over = True
             if self._over is not None:
@@ -223,17 +246,16 @@ class Visit:
 
     async def _answer(self, answer: Answer) -> None:
         assert not isinstance(answer, Executed)
-        self._engine.desk.tell(self._ticket, self._policy, answer)
+        self._guard.engine.desk.tell(self._ticket, self._policy, answer)
         response = self._guard.counter.answered(answer, self._ticket, self._policy, self._request)
         await respond(self._client_send, response)
 
 
 async def respond(send: Send, response: Response, *, more_body: bool = False) -> None:
     """Send *response*; *more_body*: what follows is somebody else's to send."""
-    await send(
-        {"type": "http.response.start", "status": response.status, "headers": response.headers}
-    )
-    await send({"type": "http.response.body", "body": response.body, "more_body": more_body})
+    status, headers, body = response
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": more_body})
 
 
 async def refuse_unrun(send: Send, policy: Policy, error: StoreUnavailable) -> None:

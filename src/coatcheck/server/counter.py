@@ -13,7 +13,7 @@ from coatcheck.core.key import Key, Malformed, parse_key, reference_of
 from coatcheck.core.policy import Policy
 from coatcheck.core.problem import Problem, problem
 from coatcheck.core.replay import Response
-from coatcheck.core.scope import caller_digest
+from coatcheck.core.scope import caller_digest, operation_id
 from coatcheck.core.serve import Refuse, Replay, Ticket
 from coatcheck.engine.desk import Desk
 from coatcheck.server.answers import refused, replayed
@@ -63,21 +63,24 @@ class Counter:
 
     def ticket(self, request: Request, policy: Policy, key: str, template: str | None) -> Ticket:
         """The ticket of *request*; *template* is its route's, where that is known."""
-        method, path, query, fields, body, _, _ = request
+        method, path = request.method, request.path
         caller, included = self._caller_of(request)
         if policy.header_names:
             included = [*included, *((n, request.header(n)) for n in policy.header_names)]
+        desk, route = self.desk, f"{method} {template or path}"
+        id = operation_id(caller=caller, route=route, key=key, secret=desk.secret)
         fingerprint = fingerprint_of(
             method=method,
             path=path,
-            query=query,
-            content_type=fields.get(b"content-type", b""),
-            body=body.bytes_or_chunks(),
+            query=request.query,
+            content_type=request.fields.get(b"content-type", b""),
+            body=request.body.bytes_or_chunks(),
             ignore=policy.pointers,
             headers=included,
-            secret=self.desk.secret,
+            secret=desk.secret,
+            is_retry=id in desk.cache,
         )
-        return self.desk.ticket(key, fingerprint, caller, f"{method} {template or path}")
+        return desk.ticket(id, fingerprint, key=key, caller=caller, route=route)
 
     def is_held_by(self, request: Request, ticket: Ticket) -> bool:
         """

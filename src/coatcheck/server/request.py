@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, MutableMapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from coatcheck.core.replay import Headers
 from coatcheck.server.body import Body
 
 
-class Request(NamedTuple):
+@dataclass(slots=True)  # not frozen, and no tuple: it is read a dozen times for each request
+class Request:
     """One request, wholly read."""
 
     method: str
@@ -39,3 +41,12 @@ def fields_of(headers: Headers) -> dict[bytes, bytes]:
             before = fields.get(name)
             fields[name] = value if before is None else b"%b, %b" % (before, value)
     return fields
+
+
+def lines_of(name: bytes, headers: Headers, fields: Mapping[bytes, bytes]) -> Sequence[bytes]:
+    """The value of each line in which *name* was sent; *fields* are the same *headers* by name."""
+    if name not in fields:
+        return ()
+    if len(fields) == len(headers):
+        return (fields[name],)
+    return [value for found, value in headers if found == name]

@@ -99,27 +99,22 @@ class Routes:
         self._policy = policy
         self._app = app
         self._matches: dict[tuple[str, ...], _Match] = {}
+        self._router: Any = None  # whoever has the routes; not known before the first request
         self._known: Sequence[Any] | None = None  # the routes that were looked through …
         self._count = 0  # … and how many they were
         self._has_marks = False
         self._has_hosts = False
 
-    def let_pass(self) -> None:
-        """A request with a safe method: nothing of it is guarded, whatever its route says."""
-        _WENT_BY.set(_SAFE)
-
-    def are_unmarked(self, asgi_scope: MutableMapping[str, Any]) -> bool:
-        """No route is marked; looked for again when routes were added."""
-        known = self._known
-        if known is None or len(known) != self._count:
-            self._look_through(asgi_scope)
-        return not self._has_marks
+    def let_pass(self, asgi_scope: MutableMapping[str, Any]) -> None:
+        """Nothing of this request is guarded, whatever its route says: its method is a safe one."""
+        if self._marked(asgi_scope) is not None:
+            _WENT_BY.set(_SAFE)
 
     def policy_for(self, asgi_scope: MutableMapping[str, Any]) -> tuple[Policy | None, str | None]:
         """The policy for this request and its route's template; None: it is not guarded."""
         method = asgi_scope["method"]
-        routes = self._look_through(asgi_scope)
-        if not self._has_marks:
+        routes = self._marked(asgi_scope)
+        if routes is None:
             return (self._policy if method in self._policy.methods else None), None
         place = (method, asgi_scope["path"], *self._hosts(asgi_scope))
         found = self._matches.get(place)
@@ -136,18 +131,25 @@ class Routes:
             return []
         return [value.decode("latin-1") for n, value in asgi_scope["headers"] if n == b"host"]
 
-    def _look_through(self, asgi_scope: MutableMapping[str, Any]) -> Sequence[Any]:
-        """The application's routes; looked through for marks where they are not known yet."""
-        # An application that is wrapped by us has not said yet which one it is.
-        app = asgi_scope.get("app", self._app)
-        routes: Sequence[Any] = getattr(app, "routes", _NO_ROUTES)
+    def _marked(self, asgi_scope: MutableMapping[str, Any]) -> Sequence[Any] | None:
+        """The application's routes; None where none of them is marked, as most are."""
+        if self._router is None:
+            # An application that is wrapped by us has not said yet which one it is.
+            app = asgi_scope.get("app", self._app)
+            router = getattr(app, "router", None)
+            self._router = router if hasattr(router, "routes") else app
+        routes: Sequence[Any] = getattr(self._router, "routes", _NO_ROUTES)
         if routes is not self._known or len(routes) != self._count:
-            self._matches.clear()
-            everything = list(_all_in(routes))
-            self._has_hosts = any(hasattr(route, "host_regex") for route in everything)
-            self._has_marks = any(_mark_of(route) is not None for route in everything)
-            self._known, self._count = routes, len(routes)
-        return routes
+            self._look_through(routes)
+        return routes if self._has_marks else None
+
+    def _look_through(self, routes: Sequence[Any]) -> None:
+        """Look for marks: at the first request, and again when routes were added."""
+        self._matches.clear()
+        everything = list(_all_in(routes))
+        self._has_hosts = any(hasattr(route, "host_regex") for route in everything)
+        self._has_marks = any(_mark_of(route) is not None for route in everything)
+        self._known, self._count = routes, len(routes)
 
     def _match(self, asgi_scope: MutableMapping[str, Any], routes: Sequence[Any]) -> _Match:
         method = asgi_scope["method"]

@@ -46,13 +46,13 @@ class ThreadedStore:
 
     def swap(self, swaps: Sequence[Swap]) -> asyncio.Future[Sequence[Record | None]]:
         """Write each record if the version its caller saw still stands; see `Store.swap`."""
-        future: asyncio.Future[Sequence[Record | None]]
-        future = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Sequence[Record | None]] = loop.create_future()
         if not swaps:
             future.set_result([])
             return future
         try:
-            self._queue.put(_Ask(future, swaps))
+            self._queue.put(_Ask(loop, future, swaps))
         except StoreUnavailable as error:
             future.set_exception(error)
         return future
@@ -81,16 +81,18 @@ class ThreadedStore:
 
     async def close(self) -> None:
         """Finish what is queued, then close the store beneath; the second time, do nothing."""
-        future = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
         try:
-            self._queue.put(_Ask(future, (), self._store.close), is_last=True)
+            self._queue.put(_Ask(loop, future, (), self._store.close), is_last=True)
         except StoreUnavailable:
             return
         await future
 
     async def _run(self, call: Callable[[], R]) -> R:
-        future = asyncio.get_running_loop().create_future()
-        self._queue.put(_Ask(future, (), call))
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+        self._queue.put(_Ask(loop, future, (), call))
         result: R = await future
         return result
 
@@ -98,14 +100,16 @@ class ThreadedStore:
 class _Ask:
     """One call of an event loop's, on its way to the writing thread and back."""
 
-    __slots__ = ("call", "error", "future", "result", "swaps")
+    __slots__ = ("call", "error", "future", "loop", "result", "swaps")
 
     def __init__(
         self,
+        loop: asyncio.AbstractEventLoop,
         future: asyncio.Future[Any],
         swaps: Sequence[Swap],
         call: Callable[[], Any] | None = None,
     ) -> None:
+        self.loop = loop
         self.future = future
         self.swaps = swaps
         self.call = call
@@ -142,14 +146,17 @@ class _Queue:
 
     def put(self, ask: _Ask, *, is_last: bool = False) -> None:
         """Ask; after the last one nothing can be asked, where it would wait for ever."""
+        loop = ask.loop
         with self._mutex:
-            self.refuse_if_closed()
-            self._is_closed = is_last
+            if self._is_closed:
+                self.refuse_if_closed()
             self._asks.append(ask)
-            loop = ask.future.get_loop()
-            if not self._is_busy or is_last or self._waker not in (None, loop):
+            if self._waker is loop and not is_last:
+                return
+            self._is_closed = is_last
+            if not self._is_busy or is_last or self._waker is not None:
                 self._wake()  # another loop's promise would not do: that loop may be closed
-            elif self._waker is None:
+            else:
                 self._waker = loop
                 loop.call_soon(self._keep_promise)
             if self._thread is None:
@@ -245,7 +252,7 @@ def _perform(store: Store, batch: list[_Ask]) -> None:
 
 def _give_back(batch: list[_Ask]) -> None:
     """One wake-up for each event loop, however many of its calls are done."""
-    for loop in {ask.future.get_loop() for ask in batch}:
+    for loop in {ask.loop for ask in batch}:
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(_resolve, loop, batch)
 
@@ -254,7 +261,7 @@ def _resolve(loop: asyncio.AbstractEventLoop, batch: list[_Ask]) -> None:
     """On *loop*: give its own calls their results; the others are for their own loops."""
     for ask in batch:
         future, error = ask.future, ask.error
-        if future.done() or future.get_loop() is not loop:  # done: its caller was cancelled
+        if future.done() or ask.loop is not loop:  # done: its caller was cancelled
             continue
         if error is None:
             future.set_result(ask.result)
