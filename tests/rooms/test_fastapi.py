@@ -535,3 +535,19 @@ def test_the_store_can_be_named_where_the_middleware_is_added(tmp_path):
             stack = stack.app
         asyncio.run(stack.engine.close())
     assert calls == [3]
+
+
+def test_routes_that_were_replaced_are_looked_through_again(engine: AsyncEngine):
+    """K3: as a framework does that loads its routes anew, also where they are as many."""
+
+    async def plain(request: Request) -> PlainTextResponse:
+        return PlainTextResponse("charged")
+
+    app = Starlette(routes=[Route("/charges", plain, methods=["POST"])])
+    app.add_middleware(IdempotencyMiddleware, engine=engine)
+    shop = Shop(None)
+    shop.app = app  # type: ignore[assignment]  # as good as any
+    assert shop.post("/charges", None).status == 200
+    marked = on_starlette.idempotent(required=True)(plain)
+    app.router.routes = [Route("/charges", marked, methods=["POST"])]
+    assert shop.post("/charges", None).code == "key-missing"

@@ -101,7 +101,7 @@ class Store(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of files, connections and threads. A closed store refuses further use."""
+        """Let go of files, connections and threads. Who let go of any refuses further use."""
         ...
 
 
