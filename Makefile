@@ -7,6 +7,7 @@ PYTHON ?= python3
 ARGS   ?=
 VENV   := .venv
 BIN    := $(VENV)/bin
+APT    := -qq -o APT::Sandbox::User=root
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 # Two workers: the tests wait for servers and disks as often as they compute.
@@ -21,7 +22,7 @@ help: ## list what is behind this door
 demo: $(VENV)/.bare ## watch duplicate charges disappear (half a minute)
 	@$(BIN)/coatcheck demo $(ARGS)
 
-test: check ## everything that must hold before a commit: check, coverage of core, all tests
+test: check $(VENV)/.servers ## everything that must hold before a commit: check, coverage of core, all tests
 	$(BIN)/python -m coverage run -m pytest -q -p no:randomly tests/core
 	$(BIN)/python -m coverage report
 	$(PYTEST) $(ARGS)
@@ -62,11 +63,21 @@ $(VENV)/.bench: pyproject.toml constraints.txt | $(BIN)/pip
 	$(PIP) --editable '.[bench]' --constraint constraints.txt
 	@touch $@ $(VENV)/.bare
 
+# The servers that the stores are tested on: through apt where we may, else whoever runs the tests
+# has them or not. Each test starts its own; what the packages would start by themselves is not used.
+SERVERS := postgresql pgbouncer mariadb-server redis-server
+$(VENV)/.servers: Makefile | $(BIN)/pip
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! dpkg -s $(SERVERS) >/dev/null 2>&1; then \
+	  echo "apt-get install $(SERVERS)"; \
+	  apt-get $(APT) update && DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 \
+	  apt-get $(APT) install -y --no-install-recommends $(SERVERS) >/dev/null; fi
+	@touch $@
+
 # pip comes last when an environment is made, so that one which broke off half-way is made anew.
 $(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo \
 	  "coatcheck needs Python 3.11 or newer, and '$(PYTHON)' is not: make PYTHON=python3.12 …" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { [ "$$(id -u)" = 0 ] && \
-	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq python3-venv; } || { echo \
+	  apt-get $(APT) update && DEBIAN_FRONTEND=noninteractive apt-get $(APT) install -y python3-venv; } || { echo \
 	  "Python's venv module is not installed: apt-get install python3-venv" >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)

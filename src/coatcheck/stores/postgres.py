@@ -1,0 +1,228 @@
+"""The PostgreSQL store: records in a table of the application's own database, or of one for them.
+
+One connection writes, one reads, one is for operators and the sweep, so that none of them waits
+for another. A batch is one statement and one round trip, also where some of it lost: then the same
+answer brings what stood when the statement began. Only whoever lost against something younger than
+that is read once more.
+
+Reads go to the primary: the connection asks for a server that writes, and is dropped when its
+server has become one that only reads. What a swap has acknowledged survives what a commit survives
+on that server; with `synchronous_commit` and a synchronous standby, the loss of the primary too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypedDict
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
+
+from psycopg import ProgrammingError
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from coatcheck.core.policy import duration_ms
+from coatcheck.core.record import GONE, Record, Swap
+from coatcheck.errors import Misconfigured, StoreUnavailable
+from coatcheck.stores import postgres_rows as rows
+from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query
+from coatcheck.stores.postgres_link import TRIES, Connection, Link
+from coatcheck.stores.postgres_schema import Names, findings_of, prepare
+
+# 5 s: thousands of round trips. Who has waited that long is better told so.
+TIMEOUT_S = 5.0
+
+
+class PostgresStore:
+    """
+    Records in PostgreSQL.
+
+    Args:
+        conninfo: where the database is: a URL or what else libpq understands.
+        schema: where our tables are; without it, the first one of the search path.
+        compact: keep only digests; label, scope and key are stored empty.
+        timeout_s: how long to wait for the server, each time.
+        create: make our tables where they are missing.
+    """
+
+    def __init__(
+        self,
+        conninfo: str,
+        *,
+        schema: str = "",
+        compact: bool = False,
+        timeout_s: float = TIMEOUT_S,
+        create: bool = True,
+    ) -> None:
+        self._compact = compact
+        names = Names(schema)
+        self._statements = rows.statements_for(names.records)
+        where = _conninfo(conninfo, timeout_s)
+        self._writer = Link(where, timeout_s, writes=True)
+        self._reader = Link(where, timeout_s)
+        self._keeper = Link(where, timeout_s)
+        try:
+            self._keeper.run(lambda connection: prepare(connection, names, create=create))
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def from_url(cls, url: str, *, create: bool = True) -> PostgresStore:
+        """
+        The store that *url* names: `postgresql://user@host/database`.
+
+        Options: `?schema=name`, `?compact=1`, `?timeout=5s`; all others are libpq's own, such as
+        `sslmode`.
+        """
+        parts = urlsplit(url)
+        options, others = _options(parts.query)
+        bare = urlunsplit(parts._replace(query=urlencode(others, quote_via=quote)))
+        return cls(bare, create=create, **options)
+
+    def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
+        """Write each record if the version its caller saw still stands."""
+        if not swaps:
+            return []
+        if len(swaps) == 1:
+            return [self._writer.run(lambda connection: self._swap_alone(connection, swaps[0]))]
+        return self._writer.run(lambda connection: self._swap_together(connection, swaps))
+
+    def _swap_alone(self, connection: Connection, swap: Swap) -> Record | None:
+        """One plain statement where it wins, and one more where it loses."""
+        for _ in range(TRIES):
+            if self._write_alone(connection, swap):
+                return None
+            standing = self._read(connection, (swap.id,)).get(swap.id)
+            if (0 if standing is None else standing.version) != swap.expected:
+                return GONE if standing is None else standing
+            # It lost, and yet it should win: its rival went between the two statements.
+        raise StoreUnavailable("the record came and went too often to be written")
+
+    def _write_alone(self, connection: Connection, swap: Swap) -> bool:
+        statements = self._statements
+        if swap.record is None:
+            written = connection.execute(statements.delete_one, (swap.id, swap.expected))
+        else:
+            row = rows.row_of(swap.record, compact=self._compact)
+            if swap.expected:
+                row = (*row[1:], swap.id, swap.expected)
+            statement = statements.change_one if swap.expected else statements.claim_one
+            written = connection.execute(statement, row)
+        return written.rowcount == 1
+
+    def _swap_together(
+        self, connection: Connection, swaps: Sequence[Swap]
+    ) -> Sequence[Record | None]:
+        writes = sorted((swap for swap in swaps if swap.record is not None), key=_id_of)
+        lost = []
+        if writes:
+            columns = rows.columns_of(writes, compact=self._compact)
+            lost = connection.execute(self._statements.swap_many, columns, binary=True).fetchall()
+        if not lost and len(writes) == len(swaps):
+            return [None] * len(swaps)
+        stood = {row[0]: None if row[1] is None else rows.record_of(row[1:]) for row in lost}
+        return [
+            self._swap_alone(connection, swap)  # who deletes is rare, and goes alone
+            if swap.record is None
+            else self._rival_of(connection, swap, stood[swap.id])
+            if swap.id in stood
+            else None
+            for swap in swaps
+        ]
+
+    def _rival_of(self, connection: Connection, swap: Swap, stood: Record | None) -> Record | None:
+        """What *swap* lost against; *stood* is what was there when the statement began."""
+        if (0 if stood is None else stood.version) != swap.expected:
+            return GONE if stood is None else stood
+        return self._swap_alone(connection, swap)  # something younger than that
+
+    def _read(self, connection: Connection, ids: Sequence[bytes]) -> dict[bytes, Record]:
+        found = connection.execute(self._statements.read, (list(ids),), binary=True)
+        return {row[0]: rows.record_of(row) for row in found}
+
+    def get(self, ids: Sequence[bytes]) -> Sequence[Record | None]:
+        """The records that stand, in the order of *ids*."""
+        standing = self._reader.run(lambda connection: self._read(connection, ids))
+        return [standing.get(id) for id in ids]
+
+    def find(self, query: Query) -> Page:
+        """Records for operators, in id order."""
+        statement, values = rows.find(query, self._statements.select)
+        found = self._keeper.run(
+            lambda connection: connection.execute(statement, values, binary=True).fetchall()
+        )
+        records = [rows.record_of(row) for row in found[: query.limit]]
+        return Page(records, records[-1].id if len(found) > query.limit else None)
+
+    def sweep(self, now_ms: int, limit: int = SWEEP_BATCH) -> int:
+        """Delete up to *limit* records whose retention is over."""
+        values = {"now": now_ms, "limit": limit}
+        return self._keeper.run(
+            lambda connection: connection.execute(self._statements.sweep, values).rowcount
+        )
+
+    def check(self) -> Sequence[Finding]:
+        """Whether what is acknowledged stays."""
+        try:
+            return self._keeper.run(findings_of)
+        except StoreUnavailable as error:
+            return [Finding("error", str(error))]
+
+    def now_ms(self) -> int:
+        """The server's clock."""
+        statement = b"select (extract(epoch from clock_timestamp()) * 1000)::bigint"
+        (now_ms,) = self._reader.run(lambda c: c.execute(statement).fetchone()) or (0,)
+        return int(now_ms)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._writer.close()
+        self._reader.close()
+        self._keeper.close()
+
+
+def _id_of(swap: Swap) -> bytes:
+    return swap.id
+
+
+def _conninfo(given: str, timeout_s: float) -> str:
+    """*given* with what keeps us from waiting for ever, or from a server that only reads."""
+    try:
+        chosen = conninfo_to_dict(given)
+    except ProgrammingError as error:
+        raise Misconfigured(f"postgresql: {' '.join(str(error).split())}") from error
+    defaults: dict[str, Any] = {
+        "application_name": "coatcheck",
+        "target_session_attrs": "read-write",
+        "connect_timeout": max(2, round(timeout_s)),  # libpq takes 1 for 2
+        "tcp_user_timeout": round(timeout_s * 1_000),
+    }
+    return make_conninfo(**{**defaults, **chosen})
+
+
+class _Options(TypedDict, total=False):
+    schema: str
+    compact: bool
+    timeout_s: float
+
+
+def _options(query: str) -> tuple[_Options, list[tuple[str, str]]]:
+    """What stands behind the question mark of a URL: ours, and libpq's."""
+    options: _Options = {}
+    others: list[tuple[str, str]] = []
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if name == "schema" and value:
+            options["schema"] = value
+        elif name == "compact" and value in ("0", "1"):
+            options["compact"] = value == "1"
+        elif name == "timeout":
+            options["timeout_s"] = _seconds(value)
+        else:
+            others.append((name, value))
+    return options, others
+
+
+def _seconds(value: str) -> float:
+    try:
+        return duration_ms(value) / 1_000
+    except ValueError as error:
+        raise Misconfigured(f"postgresql: timeout: {error}") from error

@@ -1,0 +1,407 @@
+"""PostgreSQL: what only this store can do wrong, on real servers that are killed and promoted."""
+
+import multiprocessing
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from itertools import count
+
+import psycopg
+import pytest
+from laws.records import ID, NOW_MS, RETENTION_MS, claim_of, id_of
+from servers import START_S_MAX
+from servers.pgbouncer import Pgbouncer
+from servers.postgres import Postgres, postgres
+
+from coatcheck import Engine, Misconfigured, StoreUnavailable
+from coatcheck.core.record import Swap, completed
+from coatcheck.stores import Query, open_store
+from coatcheck.stores.postgres_link import Connection
+
+NUMBERS = count()
+MANY = [id_of(number) for number in range(1, 21)]
+
+
+@pytest.fixture
+def url():
+    return postgres().fresh_url()
+
+
+@pytest.fixture
+def store(url):
+    with closing(open_store(url)) as store:
+        yield store
+
+
+@pytest.fixture
+def own():
+    """A server of this test's own, which it may kill."""
+    server = Postgres()
+    yield server
+    server.remove()
+
+
+@contextmanager
+def session(url, **settings):
+    """Somebody else on the same tables."""
+    bare, _, schema = url.partition("?schema=")
+    with psycopg.connect(bare, **settings) as connection:
+        connection.execute(f"set search_path to {schema or 'public'}")
+        connection.commit()
+        yield connection
+
+
+def eventually(ask):
+    deadline = time.monotonic() + START_S_MAX
+    while not (found := ask()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found
+
+
+def claim(id=ID, nonce=1):
+    return Swap(id, 0, claim_of(id, nonce=nonce))
+
+
+def complete(record, response=b"done"):
+    return Swap(record.id, record.version, completed(record, response))
+
+
+# --- one statement, one round trip ---------------------------------------------------------------
+
+
+def test_a_batch_is_one_statement_also_where_some_of_it_lost(store, monkeypatch):
+    """L5: the same round trip brings the record that stands."""
+    store.swap([claim(id, nonce=7) for id in MANY[:5]])
+    said = []
+    execute = Connection.execute
+    monkeypatch.setattr(
+        Connection, "execute", lambda *args, **kw: said.append(args[1]) or execute(*args, **kw)
+    )
+    answers = store.swap([claim(id, nonce=8) for id in MANY])
+    assert len(said) == 1
+    assert [answer and answer.nonce for answer in answers] == [7] * 5 + [None] * 15
+
+
+def test_a_single_swap_that_wins_is_one_plain_statement(store, monkeypatch):
+    said = []
+    execute = Connection.execute
+    monkeypatch.setattr(
+        Connection, "execute", lambda *args, **kw: said.append(args[1]) or execute(*args, **kw)
+    )
+    assert store.swap([claim()]) == [None]
+    assert store.swap([complete(claim_of())]) == [None]
+    assert [text.split()[0] for text in said] == [b"insert", b"update"]
+
+
+def test_who_loses_against_a_claim_younger_than_its_statement_gets_that_claim(store, url):
+    """L3: what the winner commits while we wait for it is in no snapshot of ours."""
+    with session(url) as other, ThreadPoolExecutor(1) as threads:
+        rival = claim_of(MANY[3], nonce=99)
+        columns = ", ".join(rival._fields)
+        marks = ", ".join(["%s"] * len(rival))
+        other.execute(f"insert into coatcheck_records ({columns}) values ({marks})", rival)
+        asked = threads.submit(store.swap, [claim(id) for id in MANY])
+        eventually(lambda: waiting_sessions(url))
+        other.commit()
+        answers = asked.result(START_S_MAX)
+    assert [answer and answer.nonce for answer in answers] == [None] * 3 + [99] + [None] * 16
+
+
+def test_a_change_that_loses_against_a_younger_change_gets_it(store, url):
+    """L3."""
+    store.swap([claim(id) for id in MANY])
+    with session(url) as other, ThreadPoolExecutor(1) as threads:
+        other.execute(
+            "update coatcheck_records set version = version + 5, nonce = 99 where id = %s",
+            (MANY[3],),
+        )
+        asked = threads.submit(store.swap, [complete(claim_of(id)) for id in MANY])
+        eventually(lambda: waiting_sessions(url))
+        other.commit()
+        answers = asked.result(START_S_MAX)
+    assert [answer and answer.nonce for answer in answers] == [None] * 3 + [99] + [None] * 16
+
+
+def waiting_sessions(url):
+    with session(url) as other:
+        return other.execute("select 1 from pg_locks where not granted").fetchall()
+
+
+def test_a_deadlock_with_somebody_else_is_tried_again(url):
+    """L5: PostgreSQL ends one of the two; it must not look like an outage."""
+    # PostgreSQL looks once, so long after we began to wait; by then the other one waits, too.
+    sooner = f"{url}&options=-c%20deadlock_timeout%3D2s"
+    with closing(open_store(sooner)) as store, session(url) as other:
+        store.swap([claim(id) for id in MANY])
+        other.execute("set deadlock_timeout = '60s'")
+        other.execute("update coatcheck_records set label = 'x' where id = %s", (MANY[-1],))
+        with ThreadPoolExecutor(2) as threads:
+            asked = threads.submit(store.swap, [complete(claim_of(id)) for id in MANY])
+            eventually(lambda: waiting_sessions(url))
+            locked = "select id from coatcheck_records where id = %s for update"
+            others = threads.submit(other.execute, locked, (MANY[0],))
+            others.result(START_S_MAX)  # ours was ended, so that the other one got on
+            other.commit()
+            assert asked.result(START_S_MAX) == [None] * len(MANY)
+
+
+def test_completing_stays_on_its_page_and_touches_no_index(store, url):
+    """D4: a "HOT" update, every one of them."""
+    store.swap([claim(id) for id in MANY])
+    store.swap([complete(claim_of(id), b"x" * 50) for id in MANY])
+    with session(url, autocommit=True) as other:
+        counts = eventually(
+            lambda: other.execute(
+                "select n_tup_upd, n_tup_hot_upd from pg_stat_user_tables"
+                " where relname = 'coatcheck_records' and schemaname = current_schema()"
+                " and n_tup_upd > 0"
+            ).fetchall()
+        )
+    assert counts == [(20, 20)]
+
+
+# --- the sweep ---------------------------------------------------------------------------------
+
+
+def test_a_sweep_and_a_claim_do_not_wait_for_each_other(store, url):
+    """T3."""
+    store.swap([claim(id) for id in MANY])
+    late_ms = NOW_MS + 2 * RETENTION_MS
+    with session(url) as other:
+        other.execute("select id from coatcheck_records where id = %s for update", (MANY[0],))
+        assert store.sweep(late_ms) == len(MANY) - 1  # what is held is left for the next time
+        assert store.swap([claim(id_of(99))]) == [None]
+    assert store.sweep(late_ms) == 2
+
+
+# --- trouble -----------------------------------------------------------------------------------
+
+
+def test_a_server_that_was_restarted_is_found_again(own):
+    """D2: down is said so, and nothing of ours has to be restarted."""
+    with closing(open_store(own.url)) as store:
+        assert store.swap([claim()]) == [None]
+        own.stop()
+        with pytest.raises(StoreUnavailable):
+            store.swap([complete(claim_of())])
+        with pytest.raises(StoreUnavailable):
+            store.get([ID])
+        assert store.check()[0].level == "error"
+        own.start()
+        assert store.get([ID]) == [claim_of()]
+        assert store.swap([complete(claim_of())]) == [None]
+
+
+def test_what_was_acknowledged_is_there_after_kill_9(own):
+    """D1: and a claim that fails meanwhile is told so, and may be tried again."""
+    acknowledged, failed = [], []
+
+    def write(numbers):
+        for number in numbers:
+            try:
+                store.swap([claim(id_of(number))])
+                acknowledged.append(number)
+            except StoreUnavailable:
+                failed.append(number)
+
+    with closing(open_store(own.url)) as store, ThreadPoolExecutor(4) as threads:
+        writing = [threads.submit(write, range(n, 4_000, 4)) for n in range(4)]
+        eventually(lambda: len(acknowledged) > 50)
+        own.kill()
+        eventually(lambda: len(failed) > 10)
+        for one in writing:
+            one.result(START_S_MAX)
+        assert failed
+        own.start()
+        standing = store.get([id_of(number) for number in acknowledged])
+        assert standing == [claim_of(id_of(number)) for number in acknowledged]
+        for number in failed[:20]:  # whether it was written or not, trying again settles it
+            (lost,) = store.swap([claim(id_of(number))])
+            assert lost is None or lost == claim_of(id_of(number))
+
+
+def test_nobody_waits_longer_than_was_said(url):
+    """D2: a server that does not answer is like none, and the write may have been made."""
+    with closing(open_store(f"{url}&timeout=300ms")) as store, session(url) as other:
+        store.swap([claim()])
+        other.execute("select id from coatcheck_records where id = %s for update", (ID,))
+        began = time.monotonic()
+        with pytest.raises(StoreUnavailable, match="does not answer") as caught:
+            store.swap([complete(claim_of())])
+        assert caught.value.is_ambiguous
+        assert time.monotonic() - began < 5
+        other.rollback()
+        (lost,) = store.swap([complete(claim_of())])
+        assert lost is None or lost == completed(claim_of(), b"done")
+
+
+def test_a_table_that_is_gone_is_an_outage_and_not_a_crash(store, url):
+    """D2."""
+    with session(url) as other:
+        other.execute("drop table coatcheck_records")
+    with pytest.raises(StoreUnavailable, match="does not exist") as caught:
+        store.swap([claim()])
+    assert not caught.value.is_ambiguous
+
+
+def test_a_server_that_only_reads_is_refused(own):
+    """D3: a claim on a standby would be a claim on nothing."""
+    with closing(open_store(own.url)) as store:
+        with psycopg.connect(own.url, autocommit=True) as other:
+            other.execute("alter system set default_transaction_read_only = on")
+            other.execute("select pg_reload_conf()")
+        with pytest.raises(StoreUnavailable):
+            eventually(lambda: store.swap([claim(id_of(next(NUMBERS)))]) == [])
+        assert store.check()[0].level == "error"
+
+
+def test_a_promoted_standby_takes_over_without_losing_a_claim(own):
+    """D1, D3: with synchronous replication, nothing that was acknowledged is lost."""
+    standby = own.standby()
+    try:
+        both = f"127.0.0.1:{own.port},127.0.0.1:{standby.port}"
+        with closing(open_store(f"postgresql://postgres@{both}/postgres")) as store:
+            assert store.swap([claim(id) for id in MANY]) == [None] * len(MANY)
+            own.kill()
+            with pytest.raises(StoreUnavailable):
+                store.swap([complete(claim_of())])
+            standby.promote()
+            assert store.get(MANY) == [claim_of(id) for id in MANY]
+            assert store.swap([claim(nonce=2)]) == [claim_of()]
+            assert store.swap([complete(claim_of())]) == [None]
+    finally:
+        standby.remove()
+
+
+def test_it_works_behind_pgbouncer_in_transaction_mode(url):
+    """D1: a client's next statement may meet another session, with nothing prepared in it."""
+    bouncer = Pgbouncer(postgres(), sessions=2)
+    schema = url.partition("?")[2]
+    stores = [open_store(f"{bouncer.url}?{schema}") for _ in range(4)]
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            ids = [id_of(number) for number in range(200)]
+            answers = list(
+                threads.map(lambda n: stores[n % 4].swap([claim(ids[n // 2])]), range(400))
+            )
+            assert [a for (a,) in answers].count(None) == 200
+            batches = [[claim(id_of(1_000 * n + k)) for k in range(30)] for n in range(1, 9)]
+            for batch, store in zip(batches, stores * 2, strict=True):
+                assert store.swap(batch) == [None] * 30
+                assert all(store.get([swap.id for swap in batch]))
+    finally:
+        for store in stores:
+            store.close()
+        bouncer.remove()
+
+
+# --- the schema --------------------------------------------------------------------------------
+
+
+def open_at_once(url, start, results):
+    start.wait()
+    try:
+        open_store(url).close()
+        results.put("opened")
+    except Exception as error:  # noqa: BLE001 - told to the test
+        results.put(repr(error))
+
+
+def test_nodes_that_start_together_make_the_schema_once(url):
+    """D4."""
+    spawn = multiprocessing.get_context("spawn")
+    start, results = spawn.Barrier(4), spawn.Queue()
+    nodes = [spawn.Process(target=open_at_once, args=(url, start, results)) for _ in range(4)]
+    for node in nodes:
+        node.start()
+    assert [results.get(timeout=START_S_MAX) for _ in nodes] == ["opened"] * 4
+    for node in nodes:
+        node.join()
+
+
+def test_a_schema_of_a_newer_release_is_refused(store, url):
+    """D4: what it means is not known here."""
+    with session(url) as other:
+        other.execute("insert into coatcheck_schema values (99)")
+    with pytest.raises(Misconfigured, match="newer coatcheck"):
+        open_store(url)
+
+
+def test_who_only_looks_makes_nothing(url):
+    with pytest.raises(Misconfigured, match="missing"):
+        open_store(url, create=False)
+    with session(url) as other:
+        found = other.execute("select to_regclass('coatcheck_schema')").fetchone()
+    assert found == (None,)
+
+
+def test_two_schemas_know_nothing_of_each_other(store):
+    with closing(open_store(postgres().fresh_url())) as other:
+        store.swap([claim()])
+        assert other.get([ID]) == [None]
+        assert other.find(Query()).records == []
+
+
+@pytest.mark.parametrize(
+    ("rest", "said"),
+    [
+        ("?timeout=soon", "timeout"),
+        ("?colour=red", "colour"),
+        ("?sslmode=perhaps", "sslmode"),
+    ],
+)
+def test_an_option_that_nobody_knows_is_refused(rest, said):
+    with pytest.raises((Misconfigured, StoreUnavailable), match=said):
+        open_store(postgres().url + rest)
+
+
+def test_a_server_that_is_not_there_is_an_outage():
+    """D2."""
+    with pytest.raises(StoreUnavailable, match=r"127\.0\.0\.1"):
+        open_store("postgresql://postgres@127.0.0.1:1/postgres")
+
+
+# --- processes and engines ---------------------------------------------------------------------
+
+
+def test_a_forked_child_has_connections_of_its_own(store):
+    """D4: it neither uses nor ends those of its parent."""
+    assert store.swap([claim()]) == [None]
+    child = os.fork()
+    if child == 0:
+        try:
+            is_done = store.get([ID]) == [claim_of()] and store.swap([claim(MANY[1])]) == [None]
+            os._exit(0 if is_done else 1)
+        except BaseException:  # noqa: BLE001 - the parent is told by the status
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert store.swap([complete(claim_of())]) == [None]
+    assert store.get([MANY[1]]) == [claim_of(MANY[1])]
+
+
+def test_an_engine_runs_each_key_once_however_many_ask(url):
+    """L1."""
+    ran = []
+    mutex = threading.Lock()
+
+    def place(number):
+        with mutex:
+            ran.append(number)
+        return {"order": number}
+
+    engines = [Engine(url), Engine(url)]
+    try:
+        with ThreadPoolExecutor(16) as threads:
+            answers = list(
+                threads.map(
+                    lambda n: engines[n % 2].run(f"order-{n // 8}", place, n // 8), range(400)
+                )
+            )
+    finally:
+        for engine in engines:
+            engine.close()
+    assert answers == [{"order": n // 8} for n in range(400)]
+    assert sorted(ran) == list(range(50))

@@ -1,0 +1,115 @@
+"""Real servers for the tests: started by them, on private ports and in private directories.
+
+A server is started when a test first asks for it, once for each process of the test run, and ends
+with that process. Where a program is missing, CI fails; on a laptop the tests of that one store
+are left out, with one clear line.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+# 30 s: many times what any of them needs to start on a busy machine.
+START_S_MAX = 30
+MEMORY = "/dev/shm"
+# 1 GiB: several times what all of them take together.
+ROOM_BYTES = 1 << 30
+
+
+def find_program(name: str, *places: str, package: str) -> str:
+    """The path of a server's program, which Debian may keep in one of *places*."""
+    found = shutil.which(name, path=os.pathsep.join([*places, os.environ.get("PATH", "")]))
+    if found is None:
+        missing(f"{name} is not installed: apt-get install {package}")
+    return found
+
+
+def missing(message: str) -> None:
+    """A server cannot be had."""
+    import pytest  # a benchmark has none
+
+    if os.environ.get("CI"):
+        pytest.fail(message)
+    pytest.skip(message)
+
+
+def _has_room(directory: str) -> bool:
+    return os.access(directory, os.W_OK) and shutil.disk_usage(directory).free > ROOM_BYTES
+
+
+def free_port() -> int:
+    """A port of the loopback that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port: int = listening.getsockname()[1]
+        return port
+
+
+class Server:
+    """A process of a server, its directory and its port; it may be killed and started again."""
+
+    def __init__(self, name: str, user: str = "", *, on_disk: bool = False) -> None:
+        self.name = name
+        # As root, some servers want to be somebody else.
+        self.user = user if user and os.getuid() == 0 else ""
+        # In memory where that can be: the laws commit thousands of times, and are not about disks.
+        parent = None if on_disk or not _has_room(MEMORY) else MEMORY
+        self.directory = Path(tempfile.mkdtemp(prefix=f"coatcheck-{name}-", dir=parent))
+        if self.user:
+            shutil.chown(self.directory, self.user)
+        self.port = free_port()
+        self.process: subprocess.Popen[bytes] | None = None
+        atexit.register(self.remove)
+
+    def run(self, command: Sequence[str | Path]) -> None:
+        """Run a program to its end, as the server's user; it must succeed."""
+        done = subprocess.run(
+            self._as_user(command), cwd=self.directory, capture_output=True, check=False
+        )
+        assert done.returncode == 0, (done.stdout + done.stderr).decode()
+
+    def launch(self, command: Sequence[str | Path], is_ready: Callable[[], bool]) -> None:
+        """Start the server, and wait until it answers."""
+        with (self.directory / "log").open("ab") as log:
+            self.process = subprocess.Popen(
+                self._as_user(command), cwd=self.directory, stdout=log, stderr=log
+            )
+        deadline = time.monotonic() + START_S_MAX
+        while not is_ready():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                sys.stderr.write(self.log())
+                raise AssertionError(f"{self.name} did not start")
+            time.sleep(0.02)
+
+    def _as_user(self, command: Sequence[str | Path]) -> list[str]:
+        words = [str(word) for word in command]
+        if not self.user:
+            return words
+        return ["setpriv", "--reuid", self.user, "--regid", self.user, "--clear-groups", *words]
+
+    def log(self) -> str:
+        """What it has said so far."""
+        return (self.directory / "log").read_text(errors="replace")
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal to it; where that ends it, wait for the end."""
+        assert self.process is not None
+        self.process.send_signal(number)
+        if number not in (signal.SIGSTOP, signal.SIGCONT):
+            self.process.wait()
+
+    def remove(self) -> None:
+        """End it, and leave nothing behind."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.kill()
+        shutil.rmtree(self.directory, ignore_errors=True)
