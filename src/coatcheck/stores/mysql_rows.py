@@ -1,0 +1,239 @@
+"""Rows of the MySQL store: how a record becomes one and comes back, and the statements for it.
+
+Between `mysql.py`, which says when, and `mysql_line.py`, which sends. Statements are made here as
+text, values and all, because the driver can only do the same: it has no prepared statements. A
+number is formatted as one or fails; a text or a blob is written in hexadecimal, or, where that
+would be long, quoted in a way that no `sql_mode` can read as the end of the string.
+
+`stamp` is a column for the store alone. A write marks its rows with the negative of a number that
+nobody else has, so that one look tells which rows it has written; an equal swap of somebody else
+leaves equal traces in every other column. On its way in, `stamp` holds the version that a change
+expects: no row that stands has a positive one.
+
+Invariant: `record_of` of what `row_of` made is the same record, whatever it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+from coatcheck.core.record import Record, Swap
+from coatcheck.stores.contract import Query
+
+Row: TypeAlias = tuple[Any, ...]
+
+# 500 ids in a statement: MariaDB makes a temporary table of more than a thousand.
+_IDS_MAX = 500
+
+# 1 024: twice as long costs nothing there. A response of megabytes must not be twice as long,
+# because the server takes no statement above its `max_allowed_packet`.
+_HEX_BYTES_MAX = 1_024
+
+_FIELDS = tuple("`key`" if name == "key" else name for name in Record._fields)
+_COLUMNS = (*_FIELDS, "stamp")
+_NAMES = ", ".join(_COLUMNS)
+_STAMP = _COLUMNS.index("stamp")
+
+# The version goes last: an assignment sees what those before it have assigned.
+_CHANGED = (*(name for name in _FIELDS if name not in ("id", "version")), "version")
+
+_IS_OVER = "expires_ms <= {0:d} and version < {0:d} and (state <> 0 or lease_until_ms <= {0:d})"
+
+
+class Statements:
+    """
+    The statements of one table.
+
+    Args:
+        table: its name, which must need no escaping.
+        compact: keep only digests; label, scope and key are stored empty.
+    """
+
+    def __init__(self, table: str, *, compact: bool) -> None:
+        self._table = f"`{table}`"
+        self._compact = compact
+        self._select = f"select {_NAMES} from {self._table}"
+        self._insert = f"insert into {self._table} ({_NAMES}) values "
+
+    def row_of(self, record: Record, stamp: int) -> str:
+        """What writes *record*, marked with *stamp*."""
+        return f"({','.join(self._values_of(record, stamp))})"
+
+    def _values_of(self, record: Record, stamp: int) -> tuple[str, ...]:
+        label, scope, key = ("", "", "") if self._compact else record[10:13]
+        return (
+            _hex(record.id),
+            f"{record.version:d}",
+            f"{record.state:d}",
+            f"{record.attempt:d}",
+            _hex(record.fingerprint),
+            f"{record.created_ms:d}",
+            f"{record.lease_until_ms:d}",
+            f"{record.window_until_ms:d}",
+            f"{record.expires_ms:d}",
+            f"{record.nonce:d}",
+            _hex(bytes_of(label)),
+            _hex(bytes_of(scope)),
+            _hex(bytes_of(key)),
+            _literal(record.progress),
+            _literal(record.response),
+            f"{stamp:d}",
+        )
+
+    def alone(self, swap: Swap, stamp: int) -> bytes:
+        """One swap. Atomic; one row is affected where it wins, else none."""
+        record = swap.record
+        if record is not None and swap.expected == 0:
+            return _sent(f"{self._insert}{self.row_of(record, -stamp)}{_OR_NOTHING}")
+        where = f"where id = {_hex(swap.id)} and version = {swap.expected:d}"
+        if record is None:
+            return _sent(f"delete from {self._table} {where}")
+        _, *values = self._values_of(record, -stamp)
+        changes = ",".join(map("{}={}".format, _COLUMNS[1:], values))
+        return _sent(f"update {self._table} set {changes} {where}")
+
+    def claim(self, rows: Sequence[str], bytes_max: int) -> Iterator[bytes]:
+        """
+        Insert each of *rows* where there is none with its id. Each statement is atomic.
+
+        Affected are the rows that were inserted.
+        """
+        return self._inserts(rows, _OR_NOTHING, bytes_max)
+
+    def write(self, rows: Sequence[str], stamp: int, bytes_max: int) -> Iterator[bytes]:
+        """
+        Claim and change at once, in a transaction. Each statement is atomic.
+
+        A claim that wins counts as one affected row, a change that wins as two, who loses as none.
+        A change whose row is missing counts as one and leaves a row that must not be committed;
+        its stamp is positive.
+        """
+        holds = "version = values(stamp)"
+        changes = [f"stamp = if({holds}, {-stamp:d}, stamp)"]
+        changes += [f"{name} = if({holds}, values({name}), {name})" for name in _CHANGED]
+        return self._inserts(rows, f" on duplicate key update {', '.join(changes)}", bytes_max)
+
+    def _inserts(self, rows: Sequence[str], end: str, bytes_max: int) -> Iterator[bytes]:
+        for some in _portions_of(rows, bytes_max - len(self._insert) - len(end)):
+            yield _sent(f"{self._insert}{','.join(some)}{end}")
+
+    def read(self, ids: Sequence[bytes], *, but_stamp: int | None = None) -> Iterator[str]:
+        """Read the records of *ids*, or only those that bear another stamp."""
+        other = "" if but_stamp is None else f" and stamp <> {but_stamp:d}"
+        for start in range(0, len(ids), _IDS_MAX):
+            yield f"{self._select} where id in ({_list(ids[start : start + _IDS_MAX])}){other}"
+
+    def discard(self, ids: Sequence[bytes]) -> bytes:
+        """Delete the rows of *ids*, whatever they hold."""
+        return _sent(f"delete from {self._table} where id in ({_list(ids)})")
+
+    def expired(self, now_ms: int, limit: int) -> str:
+        """
+        The ids that a sweep at *now_ms* may take, without a lock on any of them.
+
+        Along the index, so that what is still kept is never looked at.
+        """
+        over = _IS_OVER.format(now_ms)
+        return (
+            f"select id from {self._table} force index (expires) where {over}"
+            f" order by expires_ms limit {limit:d}"
+        )
+
+    def sweep(self, ids: Iterable[bytes], now_ms: int) -> bytes:
+        """
+        Delete those of *ids* whose retention is still over. Atomic.
+
+        By the primary key and in its order, like every write: it locks those rows and no others.
+        """
+        return _sent(
+            f"delete r from {self._table} as r force index (primary)"
+            f" where id in ({_list(sorted(ids))}) and {_IS_OVER.format(now_ms)}"
+        )
+
+    def find(self, query: Query) -> str:
+        """Read what *query* asks for, and one more to see if there is more."""
+        conditions = [f"id >= {_hex(query.id_prefix)}", f"id > {_hex(query.after_id)}"]
+        if (above := _above(query.id_prefix)) is not None:
+            conditions.append(f"id < {_hex(above)}")
+        where = " and ".join((*conditions, *_filters(query)))
+        return f"{self._select} where {where} order by id limit {query.limit + 1:d}"
+
+
+# Not `insert ignore`, which ignores much more than that there is a row already.
+_OR_NOTHING = " on duplicate key update id = id"
+
+
+def record_of(row: Row) -> Record:
+    """The record that *row* was made of."""
+    label, scope, key = row[10:13]
+    return Record._make((*row[:10], text_of(label), text_of(scope), text_of(key), row[13], row[14]))
+
+
+def stamp_of(row: Row) -> int:
+    """Who has written *row*."""
+    stamp: int = row[_STAMP]
+    return stamp
+
+
+def bytes_of(text: str) -> bytes:
+    """*text* as it is stored, also where it is no proper Unicode: a path may hold any bytes."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def text_of(stored: bytes) -> str:
+    """The text that was *stored*."""
+    return stored.decode("utf-8", "surrogatepass")
+
+
+def _filters(query: Query) -> Iterator[str]:
+    if query.key is not None:
+        yield f"`key` = {_hex(bytes_of(query.key))}"
+    if query.label is not None:
+        yield f"label = {_hex(bytes_of(query.label))}"
+    if query.state is not None:
+        yield f"state = {query.state:d}"
+    if query.created_before_ms is not None:
+        yield f"created_ms < {query.created_before_ms:d}"
+    if query.expired_at_ms is not None:
+        yield _IS_OVER.format(query.expired_at_ms)
+
+
+def _above(prefix: bytes) -> bytes | None:
+    """The first bytes that come after all that begin with *prefix*; None where there are none."""
+    kept = prefix.rstrip(b"\xff")
+    return kept[:-1] + bytes([kept[-1] + 1]) if kept else None
+
+
+def _portions_of(rows: Sequence[str], bytes_max: int) -> Iterator[Sequence[str]]:
+    """*rows* in as few portions as the server takes; one that it never takes is left alone."""
+    start = size = 0
+    for number, row in enumerate(rows):
+        size += len(row) + 1
+        if size > bytes_max and number > start:
+            yield rows[start:number]
+            start, size = number, len(row) + 1
+    yield rows[start:]
+
+
+def _list(ids: Iterable[bytes]) -> str:
+    return ",".join(map(_hex, ids))
+
+
+def _hex(value: bytes) -> str:
+    return f"x'{value.hex()}'"
+
+
+def _literal(value: bytes | None) -> str:
+    """*value* as a text in which every character stands for one byte."""
+    if value is None:
+        return "null"
+    if len(value) <= _HEX_BYTES_MAX:
+        return _hex(value)
+    # Right where a backslash escapes, as it does in our sessions; and harmless where it does not.
+    quoted = value.replace(b"\\", b"\\\\").replace(b"'", b"''")
+    return f"_binary'{quoted.decode('latin-1')}'"
+
+
+def _sent(statement: str) -> bytes:
+    return statement.encode("latin-1")

@@ -1,0 +1,175 @@
+"""The tables of the MySQL store: making them, knowing their version, and what a doctor should know.
+
+Beside `mysql_rows.py`, which knows what the rows mean. The database may be the application's own,
+so everything of ours has a name that begins with `coatcheck_`, unless a URL names another table.
+
+Invariant: any number of nodes may start at once, and none goes on with a schema it does not know.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Literal, TypeAlias
+
+from coatcheck.errors import Misconfigured
+from coatcheck.stores.mysql_line import Address, Line, Session
+
+SCHEMA_VERSION = 1
+META_TABLE = "coatcheck_meta"
+
+# Clustered by `id`, which is found by no other way; rows come in at random places, as ids do.
+# `expires_ms` is the only other index. It changes only with a new life, so completing touches
+# none, and it grows at its end. Texts are blobs, because a collation would compare and convert.
+_TABLE = """
+create table if not exists `{}` (
+  id              varbinary(16) not null,
+  version         bigint        not null,
+  state           tinyint       not null,
+  attempt         int           not null,
+  fingerprint     varbinary(16) not null,
+  created_ms      bigint        not null,
+  lease_until_ms  bigint        not null,
+  window_until_ms bigint        not null,
+  expires_ms      bigint        not null,
+  nonce           bigint        not null,
+  stamp           bigint        not null,
+  label           mediumblob    not null,
+  scope           mediumblob    not null,
+  `key`           mediumblob    not null,
+  progress        longblob,
+  response        longblob,
+  primary key (id),
+  key expires (expires_ms)
+) engine = innodb row_format = dynamic
+"""
+# One row for each table of records.
+_META = f"""
+create table if not exists {META_TABLE} (
+  name  varbinary(64) not null primary key,
+  value int           not null
+) engine = innodb
+"""
+
+_CLOCK = "select timestampdiff(microsecond, '1970-01-01', utc_timestamp(6)) div 1000"
+
+# 9 MiB: the largest response that is kept by default, and what quoting adds to it.
+_PACKET_BYTES_MIN = 9 * 1024 * 1024
+# 1 s: no lease is so short that it would matter; the difference is measured and allowed for.
+_CLOCK_OFF_MS_MAX = 1_000
+
+Told: TypeAlias = tuple[Literal["ok", "warning", "error"], str]
+
+
+def prepare(address: Address, table: str, *, create: bool) -> None:
+    """
+    Make the database at *address* one that a store can use, or say why it cannot be one.
+
+    Where *create* is False nothing is made: what is missing is an error. The connection is closed
+    again, so that a server that opens a store and forks afterwards has nothing to hand down.
+    """
+    line = Line(address, opening=True)
+    try:
+        found = line.run(lambda session: schema_version(session, table))
+        if found == 0 and not create:
+            raise Misconfigured(f"{address}: there is no table {table} of coatcheck's")
+        if found == 0:
+            line.run(lambda session: _create(session, table))
+            # Somebody who knows a newer one may have been faster.
+            found = line.run(lambda session: schema_version(session, table))
+    finally:
+        line.close()
+    if found > SCHEMA_VERSION:
+        raise Misconfigured(
+            f"{address}: {table} has coatcheck schema {found}, but this version of coatcheck knows "
+            f"schemas up to {SCHEMA_VERSION}; upgrade coatcheck, or use another table"
+        )
+
+
+def schema_version(session: Session, table: str) -> int:
+    """The version of *table* in this database; 0 where there is none of ours."""
+    known = (
+        "select count(*) from information_schema.tables"
+        f" where table_schema = database() and table_name = '{META_TABLE}'"
+    )
+    if session.read(known)[0][0] == 0:
+        return 0
+    rows = session.read(f"select value from {META_TABLE} where name = '{table}'")
+    return int(rows[0][0]) if rows else 0
+
+
+def _create(session: Session, table: str) -> None:
+    session.write(_TABLE.format(table).encode())
+    # If it was there already, is it ours? Whatever stands in it is not looked at.
+    session.read(f"select id, version, expires_ms, nonce, stamp from `{table}` limit 0")
+    session.write(_META.encode())
+    noted = f"insert into {META_TABLE} values ('{table}', {SCHEMA_VERSION})"
+    session.write(f"{noted} on duplicate key update name = name".encode())
+
+
+def clock_ms(session: Session) -> int:
+    """The server's clock, whatever its time zone."""
+    return int(session.read(_CLOCK)[0][0])
+
+
+def findings_about(session: Session, table: str) -> Iterator[Told]:
+    """What a doctor should know about the server, and about *table* in it."""
+    settings: dict[str, str] = dict(session.read("show global variables"))
+    yield "ok", f"MySQL or MariaDB {settings['version']}, coatcheck schema {SCHEMA_VERSION}"
+    yield from _about_writing(settings)
+    yield from _about_durability(settings)
+    yield from _about_table(session, table)
+    off_ms = clock_ms(session) - time.time_ns() // 1_000_000
+    if abs(off_ms) > _CLOCK_OFF_MS_MAX:
+        yield "warning", f"its clock is {off_ms / 1_000:+.1f} s off this machine's; run NTP on both"
+
+
+def _about_writing(settings: dict[str, str]) -> Iterator[Told]:
+    for name in ("read_only", "super_read_only", "innodb_read_only"):
+        if settings.get(name, "OFF") not in ("OFF", "0"):
+            yield "error", f"{name} is on: no record can be written; is it a replica?"
+    if settings.get("log_bin") == "ON" and settings.get("binlog_format") == "STATEMENT":
+        yield "error", "binlog_format = STATEMENT: no record can be written; set it to ROW"
+    packet_bytes_max = int(settings["max_allowed_packet"])
+    if packet_bytes_max < _PACKET_BYTES_MIN:
+        message = (
+            f"max_allowed_packet = {packet_bytes_max}: responses above it cannot be kept, and "
+            f"those requests fail; set it to {_PACKET_BYTES_MIN} or more"
+        )
+        yield "warning", message
+
+
+def _about_durability(settings: dict[str, str]) -> Iterator[Told]:
+    flush = settings["innodb_flush_log_at_trx_commit"]
+    forgets = {"0": "a crash of the server", "2": "a power cut"}.get(flush)
+    if forgets is None:
+        yield "ok", f"innodb_flush_log_at_trx_commit = {flush}: what is acknowledged is on disk"
+    else:
+        message = (
+            f"innodb_flush_log_at_trx_commit = {flush}: {forgets} forgets the last second, whose "
+            "retries then execute again; set it to 1"
+        )
+        yield "warning", message
+    if settings.get("log_bin") == "ON" and settings.get("sync_binlog") != "1":
+        message = (
+            f"sync_binlog = {settings.get('sync_binlog')}: after a power cut the server undoes "
+            "what is not in its binary log, or a replica never gets it; set it to 1"
+        )
+        yield "warning", message
+    if settings.get("innodb_doublewrite", "ON") in ("OFF", "0"):
+        yield "warning", "innodb_doublewrite is off: a power cut may leave torn pages"
+
+
+def _about_table(session: Session, table: str) -> Iterator[Told]:
+    rows = session.read(
+        "select engine from information_schema.tables"
+        f" where table_schema = database() and table_name = '{table}'"
+    )
+    engine = rows[0][0] if rows else None
+    if engine is None:
+        yield "error", f"there is no table {table}: all records are gone"
+    elif engine.lower() != "innodb":
+        yield "error", f"{table} is a table of {engine}, which has no transactions; alter it"
+    version = schema_version(session, table)
+    if version != SCHEMA_VERSION:
+        yield "error", f"{table} has schema {version} by now, and this process knows only its own"

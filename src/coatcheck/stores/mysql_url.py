@@ -1,0 +1,116 @@
+"""The URL of a MySQL store: what each part of it means, and words for who mistyped it.
+
+Above `mysql_line.py`, whose `Address` it makes. Invariant: no message shows a password.
+"""
+
+from __future__ import annotations
+
+import re
+import ssl
+from typing import NamedTuple
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+from coatcheck.core.policy import duration_ms
+from coatcheck.errors import Misconfigured
+from coatcheck.stores.mysql_line import Address
+from coatcheck.stores.mysql_schema import META_TABLE
+
+PORT = 3306
+TABLE = "coatcheck_records"
+# 5 s: hundreds of commits. Who has waited that long for an answer is better told so.
+TIMEOUT_S = 5.0
+
+# 64 characters is what a name may have; these need no escaping anywhere.
+_TABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+_MISSPELT = (
+    "mysql: the URL must be mysql://user:password@host:3306/database, with '@' as %40, '/' as %2F, "
+    "'#' as %23 and so on in the name and the password"
+)
+_OPTIONS = (
+    f"table={TABLE}, compact=0 or 1 (keep only digests), timeout=5s (how long to wait for the "
+    "server), ssl=0 or 1 (demand TLS and verify it) and ssl_ca=FILE (by this certificate)"
+)
+
+
+class Named(NamedTuple):
+    """What a URL names."""
+
+    address: Address
+    table: str
+    compact: bool
+
+
+def named_by(url: str) -> Named:
+    """What *url* names; an option in it or a part of it that cannot be meant is refused."""
+    parts = urlsplit(url)
+    options = _options(parts.query)
+    table = options.get("table", TABLE)
+    if not _TABLE_NAME.fullmatch(table) or table == META_TABLE:
+        raise Misconfigured(
+            f"mysql: table={table} cannot be the name of our table; use letters, digits and '_'"
+        )
+    address = Address(
+        host=parts.hostname or "",
+        port=_port(parts),
+        user=None if parts.username is None else unquote(parts.username),
+        password=unquote(parts.password or ""),
+        database=_database(parts),
+        timeout_s=_seconds(options["timeout"]) if "timeout" in options else TIMEOUT_S,
+        tls=_tls(options),
+    )
+    return Named(address, table, _flag(options, "compact", default=False))
+
+
+def _database(parts: SplitResult) -> str:
+    database = unquote(parts.path.removeprefix("/"))
+    if not parts.hostname or not database or "/" in database or parts.fragment:
+        raise Misconfigured(_MISSPELT)
+    return database
+
+
+def _port(parts: SplitResult) -> int:
+    try:
+        return parts.port or PORT
+    except ValueError:
+        # Not from that error: what it takes for a port may be the beginning of a password.
+        raise Misconfigured(_MISSPELT) from None
+
+
+def _options(query: str) -> dict[str, str]:
+    """What stands behind the question mark."""
+    options: dict[str, str] = {}
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if name not in ("table", "compact", "timeout", "ssl", "ssl_ca"):
+            raise Misconfigured(f"mysql: {name}={value} is no option; there are {_OPTIONS}")
+        options[name] = value
+    return options
+
+
+def _flag(options: dict[str, str], name: str, *, default: bool) -> bool:
+    value = options.get(name, "1" if default else "0")
+    if value not in ("0", "1"):
+        raise Misconfigured(f"mysql: {name}={value} is no option; there are {_OPTIONS}")
+    return value == "1"
+
+
+def _seconds(value: str) -> float:
+    try:
+        seconds = duration_ms(value) / 1_000
+    except ValueError as error:
+        raise Misconfigured(f"mysql: timeout: {error}") from error
+    if seconds <= 0:
+        raise Misconfigured(f"mysql: timeout={value} leaves no time at all")
+    return seconds
+
+
+def _tls(options: dict[str, str]) -> ssl.SSLContext | bool | None:
+    """False: none; None: what the driver does by itself."""
+    ca = options.get("ssl_ca")
+    if ca is None and "ssl" not in options:
+        return None
+    if not _flag(options, "ssl", default=True):
+        return False
+    try:
+        return ssl.create_default_context(cafile=ca)
+    except OSError as error:
+        raise Misconfigured(f"mysql: ssl_ca={ca} is no certificate that can be read") from error

@@ -1,0 +1,830 @@
+"""MySQL and MariaDB: what only this store can do wrong, on a real server that is also killed."""
+
+import multiprocessing
+import signal
+import socket
+import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from itertools import count
+
+import pymysql
+import pytest
+from laws.records import ID, NOW_MS, RETENTION_MS, claim_of, id_of
+from servers import START_S_MAX, free_port
+from servers.mariadb import Mariadb, mariadb
+
+from coatcheck.core.record import Swap, completed, failed, renewed
+from coatcheck.errors import Misconfigured, StoreUnavailable
+from coatcheck.stores import Batcher, Query, mysql_schema, open_store
+from coatcheck.stores.mysql_line import Session
+
+MANY = [id_of(number) for number in range(1, 65)]
+OVER_MS = NOW_MS + RETENTION_MS
+
+
+@pytest.fixture
+def url():
+    return mariadb().fresh_url()
+
+
+@pytest.fixture
+def store(url):
+    with closing(open_store(url)) as store:
+        yield store
+
+
+@pytest.fixture(scope="module")
+def own():
+    """A server of this module's own, which its tests may stop, kill and spoil."""
+    server = Mariadb(**{"innodb-flush-log-at-trx-commit": "1"})
+    yield server
+    server.remove()
+
+
+@pytest.fixture
+def own_url(own):
+    return own.fresh_url()
+
+
+@contextmanager
+def somebody_else(url, **settings):
+    """Another session in the database of *url*."""
+    port, _, database = url.partition("?")[0].rpartition(":")[2].partition("/")
+    settings = {"user": "root", "database": database, "autocommit": True, **settings}
+    with closing(pymysql.connect(host="127.0.0.1", port=int(port), **settings)) as connection:
+        ask(connection, "set session transaction isolation level read committed")
+        yield connection
+
+
+def ask(connection, statement):
+    with connection.cursor() as cursor:
+        cursor.execute(statement)
+        return cursor.fetchall()
+
+
+def eventually(look):
+    deadline = time.monotonic() + START_S_MAX
+    while not (found := look()):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return found
+
+
+def waiting_for_locks(connection):
+    ((_, number),) = ask(connection, "show global status like 'innodb_row_lock_current_waits'")
+    return int(number)
+
+
+def claim(id=ID, nonce=1):
+    return Swap(id, 0, claim_of(id, nonce=nonce))
+
+
+def complete(record, response=b"done"):
+    return Swap(record.id, record.version, completed(record, response))
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """The first word of everything that is sent to a server."""
+    words = []
+    send = pymysql.connections.Connection._execute_command
+
+    def listen(self, command, sql):
+        text = sql if isinstance(sql, str) else sql[:20].decode("latin-1")
+        words.append(text.partition(" ")[0].lower())
+        return send(self, command, sql)
+
+    monkeypatch.setattr(pymysql.connections.Connection, "_execute_command", listen)
+    return words
+
+
+# --- how it is named ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("mysql://shop", "must be mysql://user"),
+        ("mysql:///shop", "must be mysql://user"),
+        ("mysql://ann:s3cret@host/shop/orders", "must be mysql://user"),
+        ("mysql://ann:s3#cret@host/shop", "'#' as %23"),
+        ("mysql://ann:s3cret@host:many/shop", "must be mysql://user"),
+        ("mysql://ann:s3cret@host/shop?compakt=1", "compakt=1 is no option; there are table="),
+        ("mysql://ann:s3cret@host/shop?compact=yes", "compact=yes"),
+        ("mysql://ann:s3cret@host/shop?timeout=soon", "timeout: 'soon' is not a duration"),
+        ("mysql://ann:s3cret@host/shop?timeout=0s", "leaves no time"),
+        ("mysql://ann:s3cret@host/shop?table=a`b", "letters, digits and '_'"),
+        ("mysql://ann:s3cret@host/shop?table=coatcheck_meta", "cannot be the name"),
+        ("mysql://ann:s3cret@host/shop?ssl_ca=/nowhere.pem", "ssl_ca=/nowhere.pem is no cert"),
+    ],
+)
+def test_a_url_that_cannot_be_meant_is_refused_with_words_that_help(url, words):
+    """D1: before anything is connected, and without the password."""
+    with pytest.raises(Misconfigured) as caught:
+        open_store(url)
+    assert words in str(caught.value)
+    assert "s3" not in str(caught.value)
+    assert caught.value.__cause__ is None or "s3" not in str(caught.value.__cause__)
+
+
+def test_what_can_never_work_is_refused_at_the_start(url):
+    """D2: and says what to do about it, without the password."""
+    bare, _, _ = url.partition("?")
+    with somebody_else(url) as root:
+        ask(root, "create user nobody identified by 'none'")
+    wrong = {
+        bare.replace("root@", "root:s3cret@"): "refuses the user or the password",
+        bare + "_missing": "there is no such database",
+        bare.replace("root@", "nobody:none@"): "may not use this database",
+        bare + "?ssl=1": "offers no TLS",
+    }
+    for other, words in wrong.items():
+        with pytest.raises(Misconfigured, match=words) as caught:
+            open_store(other)
+        assert "s3cret" not in str(caught.value)
+        assert bare.rpartition("/")[2] in str(caught.value)
+    with somebody_else(url) as root:
+        ask(root, "drop user nobody")
+
+
+def test_a_server_that_is_not_there_is_an_outage(url):
+    """D2: it may come; what speaks something else is told apart from what is silent."""
+    with pytest.raises(StoreUnavailable, match="cannot be reached") as caught:
+        open_store(f"mysql://root@127.0.0.1:{free_port()}/shop")
+    assert not caught.value.is_ambiguous
+    with pytest.raises(StoreUnavailable, match="cannot be reached"):
+        open_store("mysql://root@no-such-host.invalid/shop")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        pytest.raises(StoreUnavailable, match="no answer in time"),
+    ):
+        open_store(f"mysql://root@127.0.0.1:{silent.getsockname()[1]}/shop?timeout=100ms")
+
+
+def test_names_and_passwords_may_hold_anything(url):
+    """D1: as a URL spells them."""
+    port_and_name = url.partition("@")[2]
+    with somebody_else(url) as root:
+        ask(root, "create user 'ann@home' identified by 'p@ss/wörd#'")
+        ask(root, "grant all on *.* to 'ann@home'")
+    with closing(open_store(f"mysql://ann%40home:p%40ss%2Fw%C3%B6rd%23@{port_and_name}")) as store:
+        assert store.swap([claim()]) == [None]
+    with somebody_else(url) as root:
+        ask(root, "drop user 'ann@home'")
+
+
+def test_a_connection_is_encrypted_and_verified_where_that_is_asked_for(tmp_path):
+    """X3: by a certificate that is named; a server that cannot show it is not talked to."""
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    made = [*command, "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(made, check=True, capture_output=True)
+    server = Mariadb(**{"ssl-key": str(key), "ssl-cert": str(certificate)})
+    try:
+        bare, _, _ = server.fresh_url().partition("?")
+        cipher = "show session status like 'Ssl_cipher'"
+        for options, is_encrypted in (
+            (f"?ssl_ca={certificate}", True),
+            ("", True),
+            ("?ssl=0", False),
+        ):
+            with closing(open_store(bare + options)) as store:
+                assert store.swap([claim()]) == ([None] if "ca=" in options else [claim_of()])
+                ((_, used),) = store._writer.run(lambda session: session.read(cipher))
+                assert bool(used) == is_encrypted
+        with pytest.raises(StoreUnavailable, match="certificate verify failed"):
+            open_store(bare + "?ssl=1")
+    finally:
+        server.remove()
+
+
+# --- how it is kept -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text", ["", "\ud800", "\ud83d\ude00 😀", "x\0y", "é" * 300, "'\\", "A", "a "]
+)
+def test_strange_texts_are_stored_found_and_changed(store, text):
+    """D1, O1: neither a collation nor a character set comes between."""
+    record = claim_of()._replace(label=text, scope=text, key=text)
+    alike = claim_of(id_of(2))._replace(label=text.swapcase() + " ", key=text + " ")
+    assert store.swap([Swap(ID, 0, record), Swap(alike.id, 0, alike)]) == [None, None]
+    assert store.swap([Swap(ID, record.version, failed(record))]) == [None]
+    assert store.get([ID]) == [failed(record)]
+    assert store.find(Query(key=text, label=text)).records == [failed(record)]
+
+
+def test_any_bytes_come_back_whatever_the_server_thinks_of_backslashes(own, own_url):
+    """D1: short or long, quoted or not; and nothing in them is ever a statement."""
+    blobs = [bytes(range(256)) * n for n in (1, 4, 5, 64)]
+    blobs += [filler * 1_100 for filler in (b"'", b"\\", b"\\'", b"'\\", b"\xe3'", b"\xbf\\'")]
+    blobs += [b"x" * n + end for n in (1_023, 1_024) for end in (b"\\", b"'", b"\\'); --")]
+    with somebody_else(own_url) as root:
+        (before,) = ask(root, "select @@global.sql_mode")[0]
+        ask(root, "set global sql_mode = 'NO_BACKSLASH_ESCAPES,ANSI_QUOTES'")
+        try:
+            with closing(open_store(own_url)) as store:
+                for number, blob in enumerate(blobs):
+                    held = claim_of(id_of(number))._replace(progress=blob)
+                    assert store.swap([Swap(held.id, 0, held)]) == [None]
+                    assert store.swap([complete(held, blob)]) == [None]
+                    assert store.get([held.id]) == [completed(held, blob)]
+                again = [completed(claim_of(MANY[n]), blob) for n, blob in enumerate(blobs[::-1])]
+                store.sweep(OVER_MS)
+                store.swap([Swap(record.id, 0, record) for record in again])
+                assert store.get([record.id for record in again]) == again
+        finally:
+            ask(root, f"set global sql_mode = '{before}'")
+
+
+def test_a_compact_store_keeps_only_digests(url):
+    """D1, S2: what people read is nowhere in the table."""
+    record = claim_of()._replace(key="order-of-ann", label="POST /secret", scope="ann")
+    with closing(open_store(url + "&compact=1")) as store:
+        store.swap([Swap(ID, 0, record)])
+        assert store.get([ID]) == [record._replace(key="", label="", scope="")]
+    with somebody_else(url) as other:
+        assert ask(other, "select label, scope, `key` from coatcheck_records") == ((b"",) * 3,)
+
+
+# --- how it is written ----------------------------------------------------------------------------
+
+
+def test_a_swap_alone_is_one_plain_statement_where_it_wins(store, said):
+    """L1: no transaction around it, nothing read; whoever loses costs one read."""
+    assert store.swap([claim(id_of(9))]) == [None]  # connects
+    said.clear()
+    assert store.swap([claim()]) == [None]
+    assert store.swap([claim()]) == [claim_of()]
+    assert store.swap([complete(claim_of())]) == [None]
+    assert store.swap([Swap(ID, claim_of().version + 1, None)]) == [None]
+    assert said == ["insert", "insert", "select", "update", "delete"]
+
+
+@pytest.mark.parametrize("size", [2, 64, 300])
+def test_a_batch_of_any_size_is_one_statement(store, said, size):
+    """L1: and what loses in it is one more, however much it is."""
+    claims = [claim_of(id_of(number)) for number in range(size)]
+    store.swap([claim(id_of(999))])
+    said.clear()
+    assert store.swap([Swap(r.id, 0, r) for r in claims[1:]]) == [None] * (size - 1)
+    if size > 2:
+        assert said == ["insert"]
+    said.clear()
+    assert store.swap([Swap(r.id, 0, r) for r in claims]) == [None, *claims[1:]]
+    assert said == ["insert", "select"]
+    said.clear()
+    assert store.swap([complete(r) for r in claims]) == [None] * size
+    assert said == ["begin", "insert", "commit"]
+
+
+def test_a_batch_of_winners_and_losers_is_answered_in_every_mixture(store):
+    """L1, L5: late claims, zombies, gone ones, deletes, new lives and repetitions among winners."""
+    for size in (2, 3, 7, 64, 257):
+        old = [claim_of(id_of(1_000 * size + n)) for n in range(size)]
+        kinds = [n % 7 for n in range(size)]
+        store.swap(
+            [Swap(r.id, 0, r) for r, kind in zip(old, kinds, strict=True) if kind not in (0, 1)]
+        )
+        lives = [r._replace(version=r.version + 1, expires_ms=r.expires_ms + 1) for r in old]
+        swaps, wanted, after = [], [], []
+        for record, life, kind in zip(old, lives, kinds, strict=True):
+            swap, answer, stands = (
+                (Swap(record.id, 0, record), None, record),
+                (complete(record), GONE_VERSION, None),
+                (Swap(record.id, 0, record._replace(nonce=7)), record, record),
+                (complete(record), None, completed(record, b"done")),
+                (Swap(record.id, record.version, life), None, life),
+                (Swap(record.id, record.version - 1, life), record, record),
+                (Swap(record.id, record.version, None), None, None),
+            )[kind]
+            swaps.append(swap)
+            wanted.append(answer)
+            after.append(stands)
+        answers = [a if a is None or a.version else GONE_VERSION for a in store.swap(swaps)]
+        assert answers == wanted
+        assert store.get([record.id for record in old]) == after
+        # An equal swap of a second caller loses to its twin, whose traces are the same.
+        repeated = [swap for swap in swaps if swap.record is not None]
+        standing = [r for r, swap in zip(after, swaps, strict=True) if swap.record is not None]
+        answers = store.swap(repeated)
+        assert [answer if answer and answer.version else None for answer in answers] == standing
+
+
+GONE_VERSION = 0
+
+
+def test_equal_claims_that_meet_in_batches_have_one_winner(url):
+    """L1: also where nothing but the store's own mark tells the two apart."""
+    with closing(open_store(url)) as one, closing(open_store(url)) as other:
+        start = threading.Barrier(2)
+
+        def swap(store, ids):
+            start.wait(START_S_MAX)
+            return dict(zip(ids, store.swap([claim(id) for id in ids]), strict=True))
+
+        with ThreadPoolExecutor(2) as threads:
+            for round in range(20):
+                ids = [id_of(100 * round + n) for n in range(40)]
+                told = list(threads.map(swap, (one, other), (ids, ids[::-1])))
+                for id in ids:
+                    assert sorted(answers[id] is None for answers in told) == [False, True]
+
+
+def test_no_swap_and_no_sweep_ever_scans_the_table(store, url):
+    """T3: what they cost does not grow with the number of records."""
+    store.swap([claim(id) for id in MANY])
+    texts = store._statements
+    plans = {
+        next(texts.read(MANY[:3])): "PRIMARY",
+        texts.alone(complete(claim_of()), 1).decode(): "PRIMARY",
+        texts.alone(Swap(ID, 5, None), 1).decode(): "PRIMARY",
+        texts.discard(MANY[:3]).decode(): "PRIMARY",
+        texts.sweep(MANY[:50], OVER_MS).decode(): "PRIMARY",
+        texts.expired(OVER_MS, 10): "expires",
+        texts.find(Query(id_prefix=b"\0\0\0\1")): "PRIMARY",
+    }
+    with somebody_else(url) as other:
+        for text, key in plans.items():
+            ((_, _, _, way, _, used, *_),) = ask(other, f"explain {text}".replace("%", "%%"))
+            assert (way, used) == ("range", key), text
+
+
+# --- among others ---------------------------------------------------------------------------------
+
+
+def test_a_claim_does_not_wait_for_a_sweep_of_others(url):
+    """T3: a sweep locks what it takes, and no gap where another node was faster."""
+    with closing(open_store(url + "&timeout=1s")) as store:
+        store.swap([claim(id) for id in MANY[::2]])
+
+        def sweep_slowly(session):
+            session.begin()
+            assert session.write(store._statements.sweep(MANY, OVER_MS)) == len(MANY) // 2
+            started = time.monotonic()
+            assert store.swap([claim(MANY[1])]) == [None]
+            assert store.swap([claim(id) for id in MANY[3::2]]) == [None] * (len(MANY) // 2 - 1)
+            assert store.swap([complete(claim_of(id)) for id in MANY[1::2]]) == [None] * 32
+            assert time.monotonic() - started < 1
+            session.undo()
+
+        store._finder.run(sweep_slowly)
+        assert store.sweep(OVER_MS, 1_000) == len(MANY)
+
+
+def test_a_sweep_does_not_wait_for_records_that_are_kept(url):
+    """T3: nor does it take one that was renewed since it looked."""
+    with closing(open_store(url + "&timeout=1s")) as store, somebody_else(url) as holder:
+        kept = claim_of(id_of(99), now_ms=NOW_MS + 1)
+        store.swap([claim(id) for id in MANY] + [Swap(kept.id, 0, kept)])
+        ask(holder, "begin")
+        ask(holder, f"select 1 from coatcheck_records where id = x'{kept.id.hex()}' for update")
+        ids = [row[0] for row in ask(holder, store._statements.expired(OVER_MS, 500))]
+        store.swap([Swap(MANY[0], NOW_MS, renewed(claim_of(MANY[0]), OVER_MS + 1))])
+        assert store.sweep(OVER_MS, 10) == 10
+        assert holder.query(store._statements.sweep(ids, OVER_MS)) == len(MANY) - 11
+        ask(holder, "commit")
+        assert [r.id for r in store.find(Query()).records] == [MANY[0], kept.id]
+
+
+def test_a_swap_that_meets_a_deadlock_is_done_again(store, url):
+    """L1, D2: a real one, and the server undoes ours, because the other has written more."""
+    first, second = MANY[:2]
+    store.swap([claim(first), claim(second)])
+    deadlocks = "select variable_value from information_schema.global_status"
+    deadlocks += " where variable_name = 'innodb_deadlocks'"
+    lock = "select 1 from coatcheck_records where id = x'{}' for update"
+    with somebody_else(url) as other, somebody_else(url) as watcher:
+        before = int(ask(watcher, deadlocks)[0][0])
+        ask(other, "create table heavy (n int) engine = innodb")
+        ask(other, "begin")
+        ask(other, "insert into heavy select seq from seq_1_to_500")
+        ask(other, lock.format(second.hex()))
+        with ThreadPoolExecutor(1) as threads:
+            swaps = [complete(claim_of(second)), complete(claim_of(first)), claim(MANY[2])]
+            asked = threads.submit(store.swap, swaps)
+            eventually(lambda: waiting_for_locks(watcher))
+            ask(other, lock.format(first.hex()))
+            assert int(ask(watcher, deadlocks)[0][0]) == before + 1
+            ask(other, "commit")
+            assert asked.result(START_S_MAX) == [None, None, None]
+    done = [completed(claim_of(id), b"done") for id in (first, second)]
+    assert store.get(MANY[:3]) == [*done, claim_of(MANY[2])]
+
+
+@pytest.mark.parametrize(
+    ("lock", "unlock"),
+    [
+        ("select * from coatcheck_records for update", "rollback"),
+        ("lock tables coatcheck_records write", "unlock tables"),
+    ],
+    ids=["rows", "the table"],
+)
+def test_what_stays_locked_is_an_outage_until_it_is_free(url, lock, unlock):
+    """D2: nothing was written, and we know it."""
+    with closing(open_store(url + "&timeout=2s")) as store, somebody_else(url) as other:
+        store.swap([claim()])
+        if unlock == "rollback":
+            ask(other, "begin")
+        ask(other, lock)
+        for swaps in ([complete(claim_of())], [complete(claim_of()), claim(id_of(2))]):
+            with pytest.raises(StoreUnavailable, match="somebody keeps rows") as caught:
+                store.swap(swaps)
+            assert not caught.value.is_ambiguous
+        ask(other, unlock)
+        assert store.swap([complete(claim_of()), claim(id_of(2))]) == [None, None]
+
+
+def test_a_record_that_does_not_fit_fails_alone(own, own_url, said):
+    """D2: with its own error; its neighbours are written, on the same connection."""
+    with somebody_else(own_url) as root:
+        ask(root, "set global max_allowed_packet = 1048576")
+        try:
+            with closing(open_store(own_url)) as store, ThreadPoolExecutor(8) as threads:
+                store.swap([claim(id) for id in MANY[:8]])
+                responses = [b"'" * 600_000 if n == 3 else b"x" * 300_000 for n in range(8)]
+                swaps = [complete(claim_of(id), r) for id, r in zip(MANY, responses, strict=False)]
+                said.clear()
+                batcher = Batcher(store)
+                asked = [threads.submit(batcher.swap, swap) for swap in swaps]
+                for number, answer in enumerate(asked):
+                    if number == 3:
+                        with pytest.raises(ValueError, match="raise its max_allowed_packet"):
+                            answer.result(START_S_MAX)
+                    else:
+                        assert answer.result(START_S_MAX) is None
+                # Together they are too large for one statement, and not for one transaction.
+                held = [completed(claim_of(id), b"x" * 300_000) for id in MANY[:8] if id != MANY[3]]
+                again = [Swap(r.id, r.version, r._replace(version=r.version + 1)) for r in held]
+                assert store.swap(again) == [None] * 7
+                claims = [Swap(id, 0, completed(claim_of(id), b"y" * 300_000)) for id in MANY[8:16]]
+                assert store.swap(claims) == [None] * 8
+                assert store.swap(claims) == [swap.record for swap in claims]
+                assert "set" not in said, "it has connected anew"
+                assert any("max_allowed_packet" in f.message for f in store.check())
+        finally:
+            ask(root, "set global max_allowed_packet = 16777216")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"nonce": 2**64}, {"attempt": 2**31}, {"fingerprint": b"x" * 17}, {"id": b"x" * 17}]
+)
+def test_a_record_that_cannot_be_written_fails_with_its_own_error(store, url, wrong):
+    """D2: is not cut to size, is no outage, and leaves nothing locked."""
+    bad = claim_of(id_of(2))._replace(**wrong)
+    attempts = ([Swap(bad.id, 0, bad)], [claim(), Swap(bad.id, 0, bad), claim(id_of(3))])
+    changes = [complete(claim_of(id_of(3))), Swap(bad.id, 0, bad)]
+    for swaps in (*attempts, changes):
+        with pytest.raises(ValueError, match="a record cannot be written"):
+            store.swap(swaps)
+    with closing(open_store(url + "&timeout=1s")) as other:
+        assert other.swap([claim(), claim(id_of(3))]) == [None, None]
+
+
+# --- its schema -----------------------------------------------------------------------------------
+
+
+def test_a_newer_schema_is_refused_with_both_versions(url):
+    """D4: and left as it is."""
+    open_store(url).close()
+    with somebody_else(url) as other:
+        ask(other, "update coatcheck_meta set value = 7")
+        words = f"schema 7, but .* up to {mysql_schema.SCHEMA_VERSION}"
+        with pytest.raises(Misconfigured, match=words):
+            open_store(url)
+        assert ask(other, "select value from coatcheck_meta") == ((7,),)
+
+
+def test_who_only_looks_makes_nothing(url):
+    """D4: and finds what is there, with nothing but the right to read it."""
+    with pytest.raises(Misconfigured, match="there is no table coatcheck_records"):
+        open_store(url, create=False)
+    with somebody_else(url) as other:
+        assert ask(other, "show tables") == ()
+        with closing(open_store(url)) as store:
+            store.swap([claim()])
+        ask(other, "create user reader")
+        ask(other, "grant select on *.* to reader")
+    with closing(open_store(url.replace("root@", "reader@"), create=False)) as store:
+        assert store.get([ID]) == [claim_of()]
+        with pytest.raises(StoreUnavailable, match="the user may not do this") as caught:
+            store.swap([claim(id_of(2))])
+        assert not caught.value.is_ambiguous
+    with pytest.raises(Misconfigured, match="the user may not do this"):
+        open_store(url.replace("root@", "reader@") + "&table=another")
+    with somebody_else(url) as other:
+        ask(other, "drop user reader")
+
+
+def test_several_tables_share_a_database_with_those_of_an_application(url):
+    """D4: a table of the application's is not taken for ours."""
+    with somebody_else(url) as other:
+        ask(other, "create table orders (id int, version int)")
+        with pytest.raises(Misconfigured, match="not of our making"):
+            open_store(url + "&table=orders")
+        with closing(open_store(url)) as one, closing(open_store(url + "&table=more")) as two:
+            assert one.swap([claim()]) == two.swap([claim()]) == [None]
+        tables = {name for (name,) in ask(other, "show tables")}
+        assert tables == {"orders", "coatcheck_meta", "coatcheck_records", "more"}
+        ask(other, "drop table more")
+        with (
+            closing(open_store(url + "&table=more")) as two,
+            pytest.raises(StoreUnavailable, match="a table of ours is gone"),
+        ):
+            two.swap([claim()])
+
+
+def open_and_claim(url, start, answers):
+    start.wait()
+    with closing(open_store(url)) as store:
+        answers.put(store.swap([claim(id, nonce=id[-1]) for id in MANY]).count(None))
+
+
+def test_processes_that_start_at_once_share_one_schema(url):
+    """D4, L1: whoever creates it, all go on, and every key has one winner."""
+    fork = multiprocessing.get_context("fork")
+    start, answers = fork.Barrier(6, timeout=START_S_MAX), fork.Queue()
+    started = [fork.Process(target=open_and_claim, args=(url, start, answers)) for _ in range(6)]
+    for process in started:
+        process.start()
+    won = [answers.get(timeout=START_S_MAX) for _ in started]
+    for process in started:
+        process.join(START_S_MAX)
+        assert process.exitcode == 0
+    assert sum(won) == len(MANY)
+    with somebody_else(url) as other:
+        assert ask(other, "select * from coatcheck_meta") == ((b"coatcheck_records", 1),)
+
+
+# --- its faults -----------------------------------------------------------------------------------
+
+
+def connection_of(store):
+    return store._writer.run(lambda session: session.read("select connection_id()"))
+
+
+def use_in_child(store, said):
+    said.put((connection_of(store), store.swap([claim(), claim(id_of(2))])))
+    store.close()
+
+
+def test_a_store_goes_on_in_a_forked_child_and_in_its_parent(store):
+    """D2: each with connections of its own, and the child's goodbye ends only its own."""
+    assert store.swap([claim()]) == [None]
+    mine = connection_of(store)
+    fork = multiprocessing.get_context("fork")
+    said = fork.Queue()
+    child = fork.Process(target=use_in_child, args=(store, said))
+    child.start()
+    its, answers = said.get(timeout=START_S_MAX)
+    child.join(START_S_MAX)
+    assert child.exitcode == 0
+    assert its != mine
+    assert answers == [claim_of(), None]
+    assert connection_of(store) == mine
+    assert store.swap([claim(id_of(2)), claim(id_of(3))]) == [claim_of(id_of(2)), None]
+
+
+def test_a_connection_that_was_closed_while_nobody_used_it_is_replaced(store, url):
+    """D2: nothing was on its way, so nobody needs to know."""
+    store.swap([claim()])
+    with somebody_else(url) as root:
+        for (number,) in connection_of(store):
+            ask(root, f"kill connection {number}")
+            eventually(store._writer._session.is_stale)
+    assert store.swap([claim()]) == [claim_of()]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_write_that_is_cut_off_may_have_taken_effect(store, url, size):
+    """L1, D2: only where it would have committed; a transaction that did not has not."""
+    records = [claim_of(id) for id in MANY[:size]]
+    store.swap([Swap(r.id, 0, r) for r in records])
+    with somebody_else(url) as other, somebody_else(url) as root, ThreadPoolExecutor(1) as threads:
+        ((number,),) = connection_of(store)
+        ask(other, "begin")
+        ask(other, "select * from coatcheck_records for update")
+        asked = threads.submit(store.swap, [complete(record) for record in records])
+        eventually(lambda: waiting_for_locks(root))
+        ask(root, f"kill connection {number}")
+        with pytest.raises(StoreUnavailable) as caught:
+            asked.result(START_S_MAX)
+        assert caught.value.is_ambiguous == (size == 1)
+        ask(other, "rollback")
+    assert store.swap([complete(record) for record in records]) == [None] * size
+
+
+def test_claims_that_were_won_before_a_failure_may_have_taken_effect(store, url, monkeypatch):
+    """L1, D2: some won and that is committed; who lost could not be read any more."""
+    store.swap([claim(MANY[0], nonce=7)])
+    ((number,),) = connection_of(store)
+    read = Session.read
+
+    def hang_up_and_read(session, statement):
+        with somebody_else(url) as root:
+            ask(root, f"kill connection {number}")
+            eventually(session.is_stale)
+        return read(session, statement)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "read", hang_up_and_read)
+        with pytest.raises(StoreUnavailable) as caught:
+            store.swap([claim(MANY[0]), claim(MANY[1])])
+        assert caught.value.is_ambiguous
+    assert store.get(MANY[:2]) == [claim_of(MANY[0], nonce=7), claim_of(MANY[1])]
+
+
+def test_a_server_that_stops_answering_is_an_outage_until_it_does(own, own_url):
+    """D2: within the time that the URL allows; what was sent may have taken effect."""
+    with closing(open_store(own_url + "&timeout=300ms")) as store:
+        store.swap([claim()])
+        store.get([ID])
+        own.kill(signal.SIGSTOP)
+        try:
+            started = time.monotonic()
+            with pytest.raises(StoreUnavailable, match="no answer in time") as caught:
+                store.swap([complete(claim_of())])
+            assert caught.value.is_ambiguous
+            with pytest.raises(StoreUnavailable, match="no answer in time") as caught:
+                store.swap([claim(id_of(2))])  # on a new connection, which nobody answers
+            assert not caught.value.is_ambiguous
+            with pytest.raises(StoreUnavailable) as caught:
+                store.get([ID])
+            assert not caught.value.is_ambiguous
+            assert [finding.level for finding in store.check()] == ["error"]
+            assert time.monotonic() - started < 5
+        finally:
+            own.kill(signal.SIGCONT)
+        done = completed(claim_of(), b"done")
+        assert eventually(lambda: store.swap([complete(claim_of())])) in ([None], [done])
+        assert store.get([ID]) == [done]
+
+
+def test_a_restart_of_the_server_needs_no_restart_of_ours(own, own_url):
+    """D2: an outage meanwhile, and everything as before afterwards."""
+    with closing(open_store(own_url)) as store:
+        store.swap([claim()])
+        own.stop()
+        for call in (lambda: store.swap([claim(id_of(2))]), lambda: store.get([ID]), store.now_ms):
+            with pytest.raises(StoreUnavailable, match="cannot be reached") as caught:
+                call()
+            assert not caught.value.is_ambiguous
+        own.start()
+        assert store.swap([claim(), claim(id_of(2))]) == [claim_of(), None]
+        assert store.get([ID]) == [claim_of()]
+
+
+class Writer:
+    """A thread that claims and completes until it is told to end, and remembers what it was told."""
+
+    numbers = count(1)
+
+    def __init__(self, store, size):
+        self.store, self.size = store, size
+        self.acknowledged, self.refused, self.unsure = [], [], []
+        self.ends = threading.Event()
+        self.thread = threading.Thread(target=self.work)
+        self.thread.start()
+
+    def work(self):
+        while not self.ends.is_set():
+            claims = [claim_of(id_of(next(self.numbers))) for _ in range(self.size)]
+            swaps = [Swap(record.id, 0, record) for record in claims]
+            if self.attempt(swaps) and self.attempt([complete(record) for record in claims]):
+                continue
+            self.ends.wait(0.01)
+
+    def attempt(self, swaps):
+        try:
+            assert self.store.swap(swaps) == [None] * len(swaps)
+        except StoreUnavailable as error:
+            (self.unsure if error.is_ambiguous else self.refused).extend(swaps)
+            return False
+        self.acknowledged.extend(swaps)
+        return True
+
+
+def test_what_was_acknowledged_survives_a_kill_of_the_server(own, own_url):
+    """D1, D2, L5: nothing acknowledged is lost, and nothing refused was written."""
+    with closing(open_store(own_url)) as one, closing(open_store(own_url)) as other:
+        writers = [Writer(one, 1), Writer(other, 1), Writer(other, 5)]
+        try:
+            for _ in range(2):
+                told = [len(writer.acknowledged) + 60 for writer in writers]
+                eventually(lambda told=told: all(map(is_past, writers, told)))
+                own.kill()
+                refused = [len(writer.refused) for writer in writers]
+                eventually(
+                    lambda refused=refused: all(
+                        len(w.refused) > n for w, n in zip(writers, refused, strict=True)
+                    )
+                )
+                own.start()
+            told = [len(writer.acknowledged) + 60 for writer in writers]
+            eventually(lambda: all(map(is_past, writers, told)))
+        finally:
+            for writer in writers:
+                writer.ends.set()
+                writer.thread.join(START_S_MAX)
+        for writer in writers:
+            last = {swap.id: swap.record for swap in writer.acknowledged}
+            unsure = {swap.id: swap.record for swap in writer.unsure}
+            for record, found in zip(last.values(), one.get(list(last)), strict=True):
+                assert found in (record, unsure.get(record.id, record))
+            never = [swap.id for swap in writer.refused if swap.expected == 0]
+            assert one.get(never) == [None] * len(never)
+
+
+def is_past(writer, count):
+    return len(writer.acknowledged) > count
+
+
+def test_a_server_that_becomes_read_only_is_an_outage_that_the_doctor_sees(own, own_url):
+    """D2, D3: after a failover the old primary still answers, and must not be written to."""
+    with somebody_else(own_url) as root:
+        ask(root, "create or replace user app")
+        ask(root, "grant all on *.* to app")
+        ask(root, "revoke super, read_only admin on *.* from app")
+        with closing(open_store(own_url.replace("root@", "app@"))) as store:
+            store.swap([claim()])
+            ask(root, "set global read_only = 1")
+            try:
+                for swaps in ([claim(id_of(2))], [complete(claim_of()), claim(id_of(2))]):
+                    with pytest.raises(StoreUnavailable, match="it is read-only") as caught:
+                        store.swap(swaps)
+                    assert not caught.value.is_ambiguous
+                errors = [f.message for f in store.check() if f.level == "error"]
+                assert len(errors) == 1
+                assert "read_only is on" in errors[0]
+                assert store.get([ID, id_of(2)]) == [claim_of(), None]
+            finally:
+                ask(root, "set global read_only = 0")
+            assert store.swap([complete(claim_of()), claim(id_of(2))]) == [None, None]
+            assert {finding.level for finding in store.check()} == {"ok"}
+        ask(root, "drop user app")
+
+
+# --- what the doctor sees -------------------------------------------------------------------------
+
+SAFE = {
+    "innodb_flush_log_at_trx_commit": "1",
+    "max_allowed_packet": "16777216",
+    "log_bin": "ON",
+    "sync_binlog": "1",
+    "binlog_format": "ROW",
+    "read_only": "OFF",
+}
+
+
+@pytest.mark.parametrize(
+    ("setting", "level", "words"),
+    [
+        ({}, "ok", "on disk"),
+        ({"innodb_flush_log_at_trx_commit": "0"}, "warning", "crash of the server forgets"),
+        ({"innodb_flush_log_at_trx_commit": "2"}, "warning", "a power cut forgets"),
+        ({"sync_binlog": "0"}, "warning", "sync_binlog = 0"),
+        ({"sync_binlog": "0", "log_bin": "OFF"}, "ok", "on disk"),
+        ({"innodb_doublewrite": "OFF"}, "warning", "torn pages"),
+        ({"super_read_only": "ON"}, "error", "no record can be written"),
+        ({"binlog_format": "STATEMENT"}, "error", "set it to ROW"),
+        ({"max_allowed_packet": "4194304"}, "warning", "responses above it cannot be kept"),
+    ],
+)
+def test_the_doctor_warns_of_settings_that_forget(setting, level, words):
+    """D3: each with what to do about it."""
+    settings = {**SAFE, **setting}
+    told = [
+        *mysql_schema._about_writing(settings),
+        *mysql_schema._about_durability(settings),
+    ]
+    assert any(found == level and words in text for found, text in told)
+    assert sum(found != "ok" for found, _ in told) == (level != "ok")
+
+
+def test_the_doctor_sees_what_became_of_the_table(store, url, monkeypatch):
+    """D3: an engine without transactions, another schema, no table at all, a clock that is off."""
+    with somebody_else(url) as other:
+        ask(other, "alter table coatcheck_records engine = aria")
+        ask(other, "update coatcheck_meta set value = 2")
+        errors = [f.message for f in store.check() if f.level == "error"]
+        assert ["no transactions" in errors[0], "schema 2" in errors[1]] == [True, True]
+        ask(other, "drop table coatcheck_records")
+        assert any("all records are gone" in finding.message for finding in store.check())
+    monkeypatch.setattr(mysql_schema, "_CLOCK", "select 0")
+    assert any("its clock is -" in finding.message for finding in store.check())
+
+
+def test_the_clock_is_the_servers_whatever_its_time_zone(own, own_url):
+    """T1: windows do not jump when summer begins."""
+    with somebody_else(own_url) as root:
+        ask(root, "set global time_zone = '+11:00'")
+        try:
+            with closing(open_store(own_url)) as store:
+                before = time.time_ns() // 1_000_000
+                assert before - 2 <= store.now_ms() <= time.time_ns() // 1_000_000 + 2
+        finally:
+            ask(root, "set global time_zone = 'SYSTEM'")
