@@ -1,0 +1,19 @@
+-- swap.lua: write each record if the version its caller saw still stands.
+-- KEYS[n] record   ARGV[3n-2] expected version, 8 bytes (empty: absent)
+--                  ARGV[3n-1] new value (empty: delete)   ARGV[3n] when to forget it, in ms
+-- returns the losers only, as pairs: n, and the value that stands (empty: none does)
+
+local lost = {}
+for n, key in ipairs(KEYS) do
+  local value = ARGV[3 * n - 1]
+  -- The version is bytes 1 to 8 of a value, so that nothing has to be decoded here.
+  if redis.call('GETRANGE', key, 1, 8) ~= ARGV[3 * n - 2] then
+    lost[#lost + 1] = n
+    lost[#lost + 1] = redis.call('GET', key) or ''
+  elseif value == '' then
+    redis.call('DEL', key)
+  else
+    redis.call('SET', key, value, 'PXAT', ARGV[3 * n])
+  end
+end
+return lost

@@ -1,0 +1,257 @@
+"""The Redis store: for those who have one already. Redis or Valkey; single, Sentinel or Cluster.
+
+What a swap has acknowledged survives what the server's own settings make it survive: with an
+append-only file a crash, and a power cut but for its last second. A replica that is promoted may
+not have the last writes; who cannot have that asks for `wait=1`. A server that throws records away
+when memory is short, or keeps nothing on disk, or is a replica, is refused.
+
+A batch is one round trip: a script compares and writes, and answers only for those who lost (see
+`redis_values.py`). Records are forgotten by the server itself, so a sweep has nothing to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from coatcheck.core.record import GONE, Record, Swap
+from coatcheck.errors import CoatcheckError, Misconfigured, StoreUnavailable
+from coatcheck.stores import redis_values as values
+from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, matches
+from coatcheck.stores.redis_cluster import Cluster
+from coatcheck.stores.redis_dangers import health_of
+from coatcheck.stores.redis_line import (
+    Denied,
+    Line,
+    Refusal,
+    Reply,
+    connector,
+    in_doubt_if,
+    master_connector,
+)
+from coatcheck.stores.redis_places import Place, Single
+from coatcheck.stores.redis_url import Target, target_and_options
+
+PREFIX = "coatcheck:"
+# 5 s: thousands of times what an answer takes. Who has waited that long is better told so.
+TIMEOUT_S = 5.0
+# 1000: a page of a search takes the server less than a millisecond, between those of others.
+_SCAN_COUNT = 1_000
+
+# Said of the server, not of one record: everybody in the batch would be told the same.
+_OF_THE_SERVER = frozenset(
+    (
+        *("ASK", "BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "MISCONF", "MOVED", "NOAUTH"),
+        *("NOPERM", "NOREPLICAS", "NOSCRIPT", "OOM", "READONLY", "TRYAGAIN"),
+    )
+)
+
+
+class RedisStore:
+    """
+    Records in Redis, each under a key of its own.
+
+    Args:
+        target: which servers; see `from_url`.
+        prefix: what all keys begin with; stores with different prefixes do not see each other.
+        compact: keep only digests; label, scope and key are stored empty.
+        timeout_s: how long to wait for a connection, and for each answer.
+        wait: how many replicas must have a write before it counts.
+        allow: the dangers that are known and wanted: eviction, no-persistence, replica.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        prefix: str = PREFIX,
+        compact: bool = False,
+        timeout_s: float = TIMEOUT_S,
+        wait: int = 0,
+        allow: frozenset[str] = frozenset(),
+    ) -> None:
+        self.name = target.name
+        self._allow = allow
+        self._keys = values.Keys(prefix)
+        self._place = _place(target, wait=wait, timeout_s=timeout_s)
+        self._packer = values.Packer(self._keys, compact=compact, is_spread=self._place.is_spread)
+        try:
+            self._refuse_dangers()
+        except Denied as error:
+            self.close()
+            raise Misconfigured(f"{error}; the URL's user and password do not fit") from error
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def from_url(cls, url: str, *, create: bool = True) -> RedisStore:
+        """
+        The store that *url* names.
+
+        `redis://host:6379/0`, `rediss://…` (TLS), `redis+sentinel://host1:26379,host2/service/0`,
+        `redis+cluster://host1:6379,host2`; each with `user:password@` before the hosts.
+        Options: `?prefix=coatcheck:`, `?compact=1`, `?timeout=5s`, `?wait=1`, `?tls=1`,
+        `?tls_ca=/path`, `?allow=eviction,no-persistence,replica`.
+        """
+        del create  # there is nothing to create: a prefix without records is an empty store
+        target, options = target_and_options(url)
+        return cls(target, **options)
+
+    def _refuse_dangers(self) -> None:
+        """Refuse a server that could forget, unless somebody has said that it may."""
+        for server in self._place.servers():
+            for danger in health_of(server, is_cluster=self._place.is_spread).dangers:
+                if danger.name not in self._allow:
+                    raise Misconfigured(
+                        f"{danger.message} (or, knowing that, write ?allow={danger.name})"
+                    )
+
+    def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
+        """Write each record if the version its caller saw still stands."""
+        if not swaps:
+            return []
+        try:
+            return self._swap(swaps)
+        except values.UnreadableValue as error:
+            if len(swaps) > 1:
+                raise  # whoever groups asks for each alone, so that one fails alone
+            raise StoreUnavailable(f"{self.name}: {error}") from error
+
+    def _swap(self, swaps: Sequence[Swap]) -> list[Record | None]:
+        calls = list(self._packer.calls_of(swaps))
+        replies = self._place.write([call.by_name() for call in calls])
+        results: list[Record | None] = [None] * len(swaps)
+        if not any(replies):
+            return results
+        self._repeat_forgotten(calls, replies)
+        self._refuse_refusals(replies)
+        for call, lost in zip(calls, replies, strict=True):
+            for number, value in zip(lost[::2], lost[1::2], strict=True):
+                place = call.start + number - 1
+                results[place] = values.record_of(swaps[place].id, value) if value else GONE
+        return results
+
+    def _repeat_forgotten(self, calls: Sequence[values.Call], replies: list[Reply]) -> None:
+        """Call again, with the script, where the server did not know it; and nowhere else."""
+        numbers = [
+            number
+            for number, reply in enumerate(replies)
+            if type(reply) is Refusal and reply.code == "NOSCRIPT"
+        ]
+        if numbers:
+            with in_doubt_if(len(numbers) < len(calls)):
+                told = self._place.write([calls[number].by_text() for number in numbers])
+            for number, reply in zip(numbers, told, strict=True):
+                replies[number] = reply
+
+    def _refuse_refusals(self, replies: Sequence[Reply]) -> None:
+        """Raise, if any call was refused."""
+        refusals = [reply for reply in replies if type(reply) is Refusal]
+        for refusal in refusals:
+            if refusal.code not in _OF_THE_SERVER:
+                raise values.UnreadableValue(str(refusal))
+        if refusals:
+            raise StoreUnavailable(
+                f"{self.name}: {refusals[0]}",
+                is_ambiguous=len(refusals) < len(replies),  # some of the calls were performed
+            )
+
+    def get(self, ids: Sequence[bytes]) -> Sequence[Record | None]:
+        """The records that stand, in the order of *ids*."""
+        try:
+            return self._get(ids)
+        except values.UnreadableValue as error:
+            if len(ids) > 1:
+                raise  # see `swap`
+            raise StoreUnavailable(f"{self.name}: {error}") from error
+
+    def _get(self, ids: Sequence[bytes]) -> list[Record | None]:
+        if not ids:
+            return []
+        replies = self._place.read(list(self._packer.reads_of(ids)))
+        self._refuse_refusals(replies)
+        found = (value for reply in replies for value in reply)
+        return [
+            None if value is None else values.record_of(id, value)
+            for id, value in zip(ids, found, strict=True)
+        ]
+
+    def find(self, query: Query) -> Page:
+        """
+        Records for operators, in id order.
+
+        Redis knows no order, so all ids are collected first: a million of them take about 100 MB
+        here and some seconds, in which the server goes on to serve others.
+        """
+        records: list[Record] = []
+        try:
+            ids = sorted({id for id in self._scanned(query.id_prefix) if id > query.after_id})
+            for start in range(0, len(ids), values.READ_MAX):
+                some = self._get(ids[start : start + values.READ_MAX])
+                records += [record for record in some if record and matches(record, query)]
+                if len(records) > query.limit:
+                    return Page(records[: query.limit], records[query.limit - 1].id)
+        except values.UnreadableValue as error:
+            raise StoreUnavailable(f"{self.name}: {error}") from error
+        return Page(records, None)
+
+    def _scanned(self, id_prefix: bytes) -> Iterator[bytes]:
+        """Every id that begins with *id_prefix*, some of them twice."""
+        pattern = self._keys.pattern_of(id_prefix)
+        for server in self._place.servers():
+            cursor = b"0"
+            while True:
+                told = server.ask("SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT)
+                self._refuse_refusals([told])
+                cursor, keys = told
+                yield from (id for key in keys if (id := self._keys.id_of(key)) is not None)
+                if cursor == b"0":
+                    break
+
+    def sweep(self, now_ms: int, limit: int = SWEEP_BATCH) -> int:
+        """Nothing: the server itself forgets every record when its time has come."""
+        del now_ms, limit
+        self._place.refuse_if_closed()
+        return 0
+
+    def check(self) -> Sequence[Finding]:
+        """Whether the servers answer, and can forget; what was allowed is warned of."""
+        findings: list[Finding] = []
+        try:
+            for server in self._place.servers():
+                health = health_of(server, is_cluster=self._place.is_spread)
+                findings += health.findings
+                for danger in health.dangers:
+                    level: Literal["warning", "error"] = (
+                        "warning" if danger.name in self._allow else "error"
+                    )
+                    findings.append(Finding(level, danger.message))
+        except CoatcheckError as error:
+            findings.append(Finding("error", str(error)))
+        return findings
+
+    def now_ms(self) -> int:
+        """The server's clock; of a cluster, that of one of its masters."""
+        server = next(iter(self._place.servers()))
+        told = server.ask("TIME")
+        self._refuse_refusals([told])
+        seconds, microseconds = told
+        return int(seconds) * 1_000 + int(microseconds) // 1_000
+
+    def close(self) -> None:
+        """Let go of all connections."""
+        self._place.close()
+
+
+def _place(target: Target, *, wait: int, timeout_s: float) -> Place:
+    """The servers that *target* names."""
+    if target.shape == "cluster":
+        return Cluster(target, wait=wait, timeout_s=timeout_s)
+    if target.shape == "sentinel":
+        connect = master_connector(target, timeout_s)
+    else:
+        connect = connector(target, target.addresses[0], timeout_s)
+    return Single(
+        lambda **options: Line(connect, target.name, **options), wait=wait, timeout_s=timeout_s
+    )

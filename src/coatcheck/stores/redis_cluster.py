@@ -1,0 +1,216 @@
+"""A cluster: single servers, each with its share of the slots, and the map of who has which.
+
+Beside `redis_places.py`. The slot of a key is computed from the key, so that a batch goes to all
+its servers at once; the map is asked for again when a server says that it is wrong, or is gone.
+
+The driver's own cluster client is not used: it sends a command again whose answer was lost, where
+we have to say that it may have taken effect; and its pipelines cannot wait for replicas.
+"""
+
+from __future__ import annotations
+
+import threading
+from binascii import crc_hqx
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from coatcheck.errors import Misconfigured, StoreUnavailable
+from coatcheck.stores.fork import renew_after_fork
+from coatcheck.stores.redis_line import (
+    Ask,
+    Line,
+    Refusal,
+    Reply,
+    connector,
+    exchange,
+    in_doubt_if,
+)
+from coatcheck.stores.redis_places import Single
+from coatcheck.stores.redis_url import Address, Target
+from coatcheck.stores.redis_values import Command, packed
+
+SLOTS = 16_384
+# 3: once by an old map, once by the new one, and once to where a slot is just moving.
+_ROUNDS_MAX = 3
+_ASKING = packed(b"ASKING")
+
+
+class _Share(NamedTuple):
+    """What of some commands is for one server."""
+
+    node: Single
+    numbers: list[int]
+    is_asking: bool  # it is to answer for slots that are only on their way to it
+
+    def ask(self, commands: Sequence[Command], *, is_write: bool) -> Ask:
+        """What it is sent. To ask for nothing in particular does no harm to the others."""
+        line = self.node.writer if is_write else self.node.reader
+        before = _ASKING if self.is_asking else b""
+        words = [before + commands[number].packed for number in self.numbers]
+        return Ask(line, b"".join(words), len(words) * (1 + self.is_asking))
+
+    def take(self, answers: Sequence[Reply], replies: list[Reply]) -> None:
+        """Put *answers* where they belong, without those to ASKING."""
+        own = answers[1::2] if self.is_asking else answers
+        for number, answer in zip(self.numbers, own, strict=True):
+            replies[number] = answer
+
+
+class Cluster:
+    """The masters of a cluster."""
+
+    is_spread = True
+
+    def __init__(self, target: Target, *, wait: int, timeout_s: float) -> None:
+        self._target = target
+        self._wait = wait
+        self._timeout_s = timeout_s
+        self._nodes: dict[Address, Single] = {}
+        self._owners: list[Address | None] = [None] * SLOTS
+        self._masters: list[Address] = []
+        self._is_outdated = True
+        self._closed = False
+        self._renew()
+        renew_after_fork(self)
+
+    def _renew(self) -> None:
+        self._mutex = threading.RLock()
+
+    def write(self, commands: Sequence[Command]) -> list[Reply]:
+        """Send what may change something, each command to who owns its key."""
+        return self._call(commands, is_write=True)
+
+    def read(self, commands: Sequence[Command]) -> list[Reply]:
+        """Send what changes nothing, each command to who owns its key."""
+        return self._call(commands, is_write=False)
+
+    def _call(self, commands: Sequence[Command], *, is_write: bool) -> list[Reply]:
+        replies: list[Reply] = [None] * len(commands)
+        left = list(range(len(commands)))
+        moving: dict[int, Address] = {}  # whose slot is on its way, and where to
+        for _ in range(_ROUNDS_MAX):
+            with in_doubt_if(is_write and len(left) < len(commands)):
+                self._learn_if_outdated()
+                numbers_of: dict[Address, list[int]] = {}
+                for number in left:
+                    address = moving.get(number) or self._owner_of(commands[number].key)
+                    numbers_of.setdefault(address, []).append(number)
+                shares = [
+                    _Share(self._node(address), numbers, not moving.keys().isdisjoint(numbers))
+                    for address, numbers in sorted(numbers_of.items())
+                ]
+                told = self._told([share.ask(commands, is_write=is_write) for share in shares])
+            for share, answers in zip(shares, told, strict=True):
+                share.take(answers, replies)
+            left, moving = self._redirected(replies, left)
+            if not left:
+                break
+        return replies
+
+    def _told(self, asks: Sequence[Ask]) -> list[list[Reply]]:
+        try:
+            return exchange(asks)
+        except StoreUnavailable:
+            self._is_outdated = True  # a replica may be the master by now
+            raise
+
+    def _redirected(
+        self, replies: Sequence[Reply], numbers: Sequence[int]
+    ) -> tuple[list[int], dict[int, Address]]:
+        """Which of *numbers* were sent elsewhere; and where to, unless the new map will say."""
+        left: list[int] = []
+        moving: dict[int, Address] = {}
+        for number in numbers:
+            reply = replies[number]
+            if type(reply) is not Refusal:
+                continue
+            if reply.code in ("MOVED", "CLUSTERDOWN"):
+                self._is_outdated = True
+            if reply.code in ("MOVED", "ASK"):
+                left.append(number)
+            if reply.code == "ASK":  # "ASK slot host:port"
+                host, _, port = reply.text.rpartition(" ")[2].rpartition(":")
+                moving[number] = Address(host, int(port))
+        return left, moving
+
+    def _owner_of(self, key: bytes) -> Address:
+        owner = self._owners[slot_of(key)]
+        if owner is None:
+            self._is_outdated = True
+            raise StoreUnavailable(f"{self._target.name}: nobody serves slot {slot_of(key)}")
+        return owner
+
+    def _node(self, address: Address) -> Single:
+        with self._mutex:
+            self.refuse_if_closed()
+            node = self._nodes.get(address)
+            if node is None:
+                connect = connector(self._target, address, self._timeout_s)
+                node = self._nodes[address] = Single(
+                    lambda **options: Line(connect, f"redis {address}", **options),
+                    wait=self._wait,
+                    timeout_s=self._timeout_s,
+                )
+            return node
+
+    def _learn_if_outdated(self) -> None:
+        self.refuse_if_closed()
+        if not self._is_outdated:
+            return
+        with self._mutex:
+            if self._is_outdated:
+                self._learn()
+
+    def _learn(self) -> None:
+        """Ask whoever answers for the map; those first that were in it last."""
+        errors: list[StoreUnavailable] = []
+        for address in dict.fromkeys([*self._masters, *self._target.addresses]):
+            try:
+                told = self._node(address).operator.ask("CLUSTER", "SLOTS")
+            except StoreUnavailable as error:
+                errors.append(error)
+                continue
+            if type(told) is Refusal:
+                # Found when the store is opened; later, it is a server that has changed.
+                kind = StoreUnavailable if self._masters else Misconfigured
+                raise kind(f"redis {address}: {told}; redis:// is for a single server")
+            self._adopt(told, address)
+            return
+        raise errors[-1]
+
+    def _adopt(self, told: Sequence[Reply], teller: Address) -> None:
+        owners: list[Address | None] = [None] * SLOTS
+        for first, last, master, *_replicas in told:
+            # A node that does not know its own name is at the address where we have asked it.
+            host = master[0].decode() if master[0] else teller.host
+            owners[first : last + 1] = [Address(host, master[1])] * (last + 1 - first)
+        self._owners = owners
+        self._masters = sorted({owner for owner in owners if owner is not None})
+        self._is_outdated = False
+        for address, node in self._nodes.items():
+            if address not in self._masters:
+                node.hang_up()
+
+    def servers(self) -> Iterable[Line]:
+        """A line to each master, for operators."""
+        self._is_outdated = True
+        self._learn_if_outdated()
+        return [self._node(address).operator for address in self._masters]
+
+    def refuse_if_closed(self) -> None:
+        """Raise, if nothing can be asked any more."""
+        if self._closed:
+            raise StoreUnavailable(f"{self._target.name}: the store is closed")
+
+    def close(self) -> None:
+        """Let go of all connections."""
+        self._closed = True
+        with self._mutex:
+            for node in self._nodes.values():
+                node.close()
+
+
+def slot_of(key: bytes) -> int:
+    """The slot of a key of ours, which is placed by what stands in its braces."""
+    id = key[key.index(b"{") + 1 : key.rindex(b"}")]
+    return crc_hqx(id, 0) % SLOTS

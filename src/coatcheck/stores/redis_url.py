@@ -1,0 +1,152 @@
+"""URLs of the Redis store: which servers they name, and how they are to be used.
+
+Above `redis_line.py` and `redis_places.py`, which connect to what was named. Whatever cannot be
+meant is refused here, with a sentence that says what could be.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, TypedDict
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+from coatcheck.core.policy import duration_ms
+from coatcheck.errors import Misconfigured
+
+# The dangers that are refused unless they are allowed by name; see `redis_dangers.py`.
+DANGERS = ("eviction", "no-persistence", "replica")
+
+_PORT = 6379
+_SENTINEL_PORT = 26379
+_SHAPES: dict[str, Literal["single", "sentinel", "cluster"]] = {
+    "redis": "single",
+    "rediss": "single",
+    "redis+sentinel": "sentinel",
+    "redis+cluster": "cluster",
+}
+_EXAMPLES = (
+    "redis://host:6379/0, rediss://host:6379/0, redis+sentinel://host1:26379,host2:26379/service/0 "
+    "or redis+cluster://host1:6379,host2:6379"
+)
+_THERE_ARE = (
+    "there are prefix=coatcheck: (of all keys), compact=0 or 1 (keep only digests), timeout=5s, "
+    "wait=1 (replicas that must have a write before it counts), tls=0 or 1, tls_ca=/path/to/ca.pem "
+    f"and allow=NAME,NAME of {', '.join(DANGERS)}"
+)
+
+
+class Address(NamedTuple):
+    """Where a server listens."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class Target(NamedTuple):
+    """Which servers, and how to be let in."""
+
+    shape: Literal["single", "sentinel", "cluster"]
+    addresses: tuple[Address, ...]
+    service: str = ""  # sentinel: what the master is known as
+    database: int = 0
+    username: str | None = None
+    password: str | None = None
+    is_tls: bool = False
+    tls_ca: str = ""  # where the certificates are that we trust; empty: the system's
+
+    @property
+    def name(self) -> str:
+        """For people; whoever reads a log learns no password."""
+        return f"redis {','.join(str(address) for address in self.addresses)}"
+
+
+class Options(TypedDict, total=False):
+    """What stands behind the question mark."""
+
+    prefix: str
+    compact: bool
+    timeout_s: float
+    wait: int
+    allow: frozenset[str]
+
+
+def target_and_options(url: str) -> tuple[Target, Options]:
+    """What *url* names, and how it wants it used."""
+    parts = urlsplit(url)
+    shape = _SHAPES[parts.scheme]
+    options: Options = {}
+    tls: dict[str, str] = {"tls": "1" if parts.scheme == "rediss" else "0", "tls_ca": ""}
+    for name, value in parse_qsl(parts.query, keep_blank_values=True):
+        if name == "tls_ca" or (name == "tls" and value in ("0", "1")):
+            tls[name] = value
+        else:
+            _take(options, name, value)
+    login, _, hosts = parts.netloc.rpartition("@")
+    username, _, password = login.partition(":")
+    service, database = _path(parts, shape)
+    default_port = _SENTINEL_PORT if shape == "sentinel" else _PORT
+    addresses = tuple(_address(host, default_port, url) for host in hosts.split(","))
+    if shape == "single" and len(addresses) > 1:
+        raise Misconfigured(f"{parts.scheme}:// names one server; write {_EXAMPLES}")
+    target = Target(
+        shape=shape,
+        addresses=addresses,
+        service=service,
+        database=database,
+        username=unquote(username) or None,
+        password=unquote(password) or None,
+        is_tls=tls["tls"] == "1",
+        tls_ca=tls["tls_ca"],
+    )
+    return target, options
+
+
+def _address(text: str, default_port: int, url: str) -> Address:
+    try:
+        parts = urlsplit(f"//{text}")
+        return Address(parts.hostname or "localhost", parts.port or default_port)
+    except ValueError as error:
+        shown = urlsplit(url)._replace(netloc=text).geturl()  # without a password
+        raise Misconfigured(f"{shown!r} names no server ({error}); write {_EXAMPLES}") from error
+
+
+def _path(parts: SplitResult, shape: str) -> tuple[str, int]:
+    """The service and the number of the database."""
+    words = unquote(parts.path).strip("/").split("/")
+    service = words.pop(0) if shape == "sentinel" and words else ""
+    database = words.pop(0) if words else ""
+    is_known = not words and not parts.fragment and (database or "0").isdecimal()
+    if not is_known or (shape == "sentinel" and not service):
+        raise Misconfigured(f"{parts.scheme}://…{parts.path} cannot be meant; write {_EXAMPLES}")
+    number = int(database or "0")
+    if shape == "cluster" and number:
+        raise Misconfigured(f"redis+cluster: database {number}; a cluster has none but 0")
+    return service, number
+
+
+def _take(options: Options, name: str, value: str) -> None:
+    if name == "compact" and value in ("0", "1"):
+        options["compact"] = value == "1"
+    elif name == "prefix" and not set("{}") & set(value):
+        options["prefix"] = value
+    elif name == "timeout":
+        options["timeout_s"] = _seconds(name, value)
+    elif name == "wait" and value.isdecimal():
+        options["wait"] = int(value)
+    elif name == "allow" and set(value.split(",")) <= set(DANGERS):
+        options["allow"] = frozenset(value.split(","))
+    else:
+        hint = "a prefix holds no braces; " if name == "prefix" else ""
+        raise Misconfigured(f"redis: {name}={value} is no option; {hint}{_THERE_ARE}")
+
+
+def _seconds(name: str, value: str) -> float:
+    try:
+        seconds = duration_ms(value) / 1_000
+    except ValueError as error:
+        raise Misconfigured(f"redis: {name}: {error}") from error
+    if seconds <= 0:
+        raise Misconfigured(f"redis: {name}={value} leaves no time to answer")
+    return seconds

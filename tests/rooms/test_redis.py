@@ -1,0 +1,781 @@
+"""What is particular to Redis: URLs, values, what it can forget, its faults, and its three shapes."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from hypothesis import given
+from hypothesis import strategies as st
+from laws import batches, contention, lifetimes, reads, swaps, sweeps
+from laws.drivers import SyncDriver
+from laws.effects import LAWS
+from laws.kinds import KINDS
+from laws.records import claim_of, id_of
+from servers import free_port
+from servers.redis import Cluster, Redis, SentinelSet, redis_server, until
+
+from coatcheck.core.record import GONE, Record, Swap, completed, renewed
+from coatcheck.errors import Misconfigured, StoreUnavailable
+from coatcheck.stores import Batcher, open_store
+from coatcheck.stores import redis_values as values
+from coatcheck.stores.contract import Query, Store
+from coatcheck.stores.redis_cluster import slot_of
+from coatcheck.stores.redis_url import Address, target_and_options
+
+# 30 s: nothing here takes a tenth of it, also on a busy machine.
+TIMEOUT_S = 30
+
+PARTS = (swaps, batches, reads, sweeps, contention, lifetimes)
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    with closing(open_store(redis_server().fresh_url())) as store:
+        yield store
+
+
+@pytest.fixture
+def server() -> Iterator[Redis]:
+    """A server of the test's own, to be hurt."""
+    server = Redis()
+    yield server
+    server.remove()
+
+
+def claim(record: Record) -> Swap:
+    return Swap(record.id, 0, record)
+
+
+def change(before: Record, after: Record | None) -> Swap:
+    return Swap(before.id, before.version, after)
+
+
+def claims(start: int, count: int) -> list[Record]:
+    return [claim_of(id_of(number)) for number in range(start, start + count)]
+
+
+def refused(store: Store, swaps: Sequence[Swap]) -> StoreUnavailable:
+    """The error of a swap that must fail."""
+    with pytest.raises(StoreUnavailable) as caught:
+        store.swap(swaps)
+    return caught.value
+
+
+def until_written(store: Store, record: Record) -> None:
+    """Claim until the store can do it again; a claim that was lost on the way may have got there."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        try:
+            assert store.swap([claim(record)])[0] in (None, record)
+        except StoreUnavailable:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        else:
+            return
+
+
+# ---------------------------------------------------------------------------------- how to name it
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("redis://a,b/0", "names one server"),
+        ("redis://a:port/0", "names no server"),
+        ("redis://a/orders", "cannot be meant; write redis://host:6379/0"),
+        ("redis://a/0/1", "cannot be meant"),
+        ("redis://a/0#1", "cannot be meant"),
+        ("redis+sentinel://a:26379", "redis.sentinel://host1:26379,host2:26379/service/0"),
+        ("redis+cluster://a/3", "a cluster has none but 0"),
+        ("redis://a?compakt=1", "compakt=1 is no option; there are prefix="),
+        ("redis://a?compact=yes", "compact=yes"),
+        ("redis://a?prefix={x}", "a prefix holds no braces"),
+        ("redis://a?timeout=soon", "timeout: 'soon' is not a duration"),
+        ("redis://a?timeout=0s", "leaves no time"),
+        ("redis://a?wait=-1", "wait=-1"),
+        ("redis://a?allow=everything", "eviction, no-persistence, replica"),
+    ],
+)
+def test_a_url_that_cannot_be_meant_is_refused_with_words_that_help(url, words):
+    """D1."""
+    with pytest.raises(Misconfigured, match=words):
+        open_store(url)
+
+
+def test_a_url_says_where_the_servers_are_and_how_to_be_let_in():
+    """D1: also where names and passwords hold what a URL has other uses for."""
+    target, options = target_and_options(
+        "redis+sentinel://ann:p%40ss%3A@one,two:1,[::1]:2/records/5"
+        "?prefix=a%3Ab&compact=1&timeout=250ms&wait=2&allow=replica,eviction&tls=1&tls_ca=/x.pem"
+    )
+    assert target.addresses == (("one", 26379), ("two", 1), ("::1", 2))
+    assert (target.service, target.database) == ("records", 5)
+    assert (target.username, target.password) == ("ann", "p@ss:")
+    assert (target.is_tls, target.tls_ca) == (True, "/x.pem")
+    assert target.name == "redis one:26379,two:1,[::1]:2"
+    assert options == {
+        "prefix": "a:b",
+        "compact": True,
+        "timeout_s": 0.25,
+        "wait": 2,
+        "allow": {"replica", "eviction"},
+    }
+    assert target_and_options("rediss://h")[0].is_tls
+    assert target_and_options("redis://")[0].addresses == (Address("localhost", 6379),)
+    assert target_and_options("redis+cluster://a,b:7")[0].addresses == (("a", 6379), ("b", 7))
+
+
+def test_stores_with_different_prefixes_do_not_see_each_other():
+    """S1: also where one prefix begins with the other, or looks like a pattern."""
+    stores = [
+        open_store(f"{redis_server().url}?prefix={p}") for p in ("", "a", "a*", "%5Ba%5D", "ab")
+    ]
+    records = [claim_of(nonce=number) for number in range(len(stores))]
+    for store, record in zip(stores, records, strict=True):
+        assert store.swap([claim(record)]) == [None]
+    for store, record in zip(stores, records, strict=True):
+        assert store.get([record.id]) == [record]
+        assert store.find(Query()).records == [record]
+        assert store.find(Query(id_prefix=record.id[:3])).records == [record]
+        store.close()
+
+
+def test_a_compact_store_keeps_only_digests():
+    """D1, S2: what people read is nowhere in the database."""
+    record = claim_of()._replace(label="POST /secret", scope="ann", key="order-of-ann")
+    with closing(open_store(redis_server().fresh_url() + "&compact=1")) as store:
+        assert store.swap([claim(record)]) == [None]
+        assert store.get([record.id]) == [record._replace(label="", scope="", key="")]
+
+
+# ------------------------------------------------------------------------------------- how it is kept
+
+texts = st.text(st.one_of(st.characters(), st.characters(categories=["Cs"])), max_size=20)
+numbers = st.integers(0, 2**63 - 1)
+blobs = st.one_of(st.none(), st.binary(max_size=20))
+all_records = st.builds(
+    Record,
+    id=st.just(id_of(1)),
+    version=numbers,
+    state=st.integers(0, 3),
+    attempt=st.integers(0, 2**32 - 1),
+    fingerprint=st.binary(max_size=32),
+    created_ms=numbers,
+    lease_until_ms=numbers,
+    window_until_ms=numbers,
+    expires_ms=numbers,
+    nonce=numbers,
+    label=texts,
+    scope=texts,
+    key=texts,
+    progress=blobs,
+    response=blobs,
+)
+
+
+@given(all_records)
+def test_any_record_comes_back_exactly_as_it_was(record: Record):
+    """D1, K1: None and empty are different, and a text may be what no Unicode allows."""
+    assert values.record_of(record.id, values.value_of(record, compact=False)) == record
+
+
+@given(all_records)
+def test_a_record_is_not_forgotten_before_a_sweep_could_take_it(record: Record):
+    """T1, T3: neither in its retention, nor under its lease, nor before its version has passed."""
+    at_ms = values.forget_at_ms(record)
+    assert at_ms >= record.expires_ms
+    assert at_ms >= record.lease_until_ms
+    assert at_ms > record.version
+
+
+def test_a_batch_is_one_call_for_every_64_records(store: Store):
+    """L1: and one round trip; the answer to those that win is empty."""
+    server = redis_server()
+    records = claims(0, 150)
+    store.swap([claim(claim_of(id_of(1_000)))])  # the server knows the script from now on
+    server.ask("CONFIG", "RESETSTAT")
+    assert store.swap([claim(record) for record in records]) == [None] * 150
+    stats = server.ask("INFO", "commandstats").decode()
+    assert re.findall(r"cmdstat_(eval\w*):calls=(\d+)", stats) == [("evalsha", "3")]
+    assert store.get([record.id for record in records]) == records
+
+
+def test_a_server_that_has_forgotten_the_script_is_given_it_again(store: Store):
+    """D1: alone and in company, whoever wins and whoever loses."""
+    records = claims(0, 130)
+    for flushed, answers in enumerate(([None] * 130, records)):
+        redis_server().ask("SCRIPT", "FLUSH")
+        assert store.swap([claim(record) for record in records]) == answers, flushed
+    redis_server().ask("SCRIPT", "FLUSH")
+    first = records[0]
+    assert store.swap([change(first, completed(first, b"201"))]) == [None]
+    assert store.swap([change(first, completed(first, b"201"))]) == [completed(first, b"201")]
+
+
+def told_in(url: str, *words: bytes | str) -> object:
+    """What the database of *url* says to one command."""
+    database = url.partition("?")[0].rpartition("/")[2]
+    script = f"redis.call('SELECT', {database}) return redis.call(unpack(ARGV))"
+    return redis_server().ask("EVAL", script, 0, *words)
+
+
+@pytest.mark.parametrize("spoil", [("SADD", b"not", b"ours"), ("SET", b"\x02from the future")])
+def test_what_cannot_be_read_fails_alone(spoil):
+    """D2: whoever shares a batch with it is served."""
+    url = redis_server().fresh_url()
+    bad, *good = claims(0, 6)
+    command, *words = spoil
+    told_in(url, command, values.Keys(url.rpartition("=")[2]).key_of(bad.id), *words)
+    with closing(open_store(url)) as store:
+        error = refused(store, [claim(bad)])
+        assert not error.is_ambiguous
+        with pytest.raises(ValueError, match=r"WRONGTYPE|not a record"):
+            store.swap([claim(bad), *(claim(record) for record in good)])
+        batcher = Batcher(store)
+        for record in good:
+            assert batcher.swap(claim(record)) in (None, record)
+        assert store.get([record.id for record in good]) == good
+        with pytest.raises(StoreUnavailable):
+            batcher.swap(claim(bad))
+        if command == "SET":
+            with pytest.raises(StoreUnavailable, match="not a record"):
+                store.find(Query())
+
+
+def test_the_server_itself_forgets_a_record_whose_time_has_come():
+    """T3: and its memory is free, though nobody asks for it; what is held, or to be kept, stays."""
+    url = redis_server().fresh_url()
+    store = open_store(url)
+    now_ms = store.now_ms()
+    old = completed(claim_of(id_of(1), now_ms=now_ms - 10_000), b"x" * 100)
+    old = old._replace(expires_ms=now_ms + 100)
+    held = claim_of(id_of(2), now_ms=now_ms - 10_000)
+    held = held._replace(expires_ms=now_ms + 100, lease_until_ms=now_ms + 60_000)
+    kept = completed(claim_of(id_of(3), now_ms=now_ms), b"")
+    ahead = old._replace(id=id_of(4), version=now_ms + 60_000)
+    assert store.swap([claim(record) for record in (old, held, kept, ahead)]) == [None] * 4
+    until(lambda: told_in(url, "DBSIZE") == 3)
+    assert store.swap([change(old, None)]) == [GONE]
+    assert store.find(Query()).records == [held, kept, ahead]
+    assert store.sweep(now_ms + 10**12) == 0
+    store.close()
+
+
+def test_a_change_of_a_record_changes_when_it_is_forgotten(store: Store):
+    """T1, T2: a new life, and a longer lease, last as long as they say."""
+    now_ms = store.now_ms()
+    first = claim_of(now_ms=now_ms - 1_000)._replace(
+        expires_ms=now_ms + 300, lease_until_ms=now_ms + 300
+    )
+    assert store.swap([claim(first)]) == [None]
+    longer = renewed(first, now_ms + 60_000)
+    assert store.swap([change(first, longer)]) == [None]
+    until(lambda: store.now_ms() > now_ms + 300)
+    assert store.get([first.id]) == [longer]
+
+
+# ------------------------------------------------------------------------------ what could forget
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [
+        ("eviction", {"maxmemory_policy": "allkeys-lru"}, "maxmemory-policy is allkeys-lru"),
+        ("eviction", {"maxmemory_policy": "volatile-ttl"}, "maxmemory-policy is volatile-ttl"),
+        ("no-persistence", {"appendonly": "no"}, "keeps nothing on disk"),
+        ("replica", {"replicaof": "127.0.0.1 1"}, "is a replica of 127.0.0.1:1"),
+    ],
+)
+def test_a_server_that_could_forget_is_refused_unless_that_is_allowed_by_name(
+    name, settings, words
+):
+    """D3: and what was allowed is warned of."""
+    server = Redis(**settings)
+    try:
+        others = ",".join({"eviction", "no-persistence", "replica"} - {name})
+        for url in (server.url, f"{server.url}?allow={others}"):
+            with pytest.raises(Misconfigured, match=f"{words}.*allow={name}"):
+                open_store(url)
+        with closing(open_store(f"{server.url}?allow={name}")) as store:
+            warnings = [f.message for f in store.check() if f.level == "warning"]
+            assert any(words in warning for warning in warnings)
+    finally:
+        server.remove()
+
+
+def test_a_server_that_changes_its_ways_is_noticed_by_the_doctor(server: Redis):
+    """D3: whatever it was like when it was opened."""
+    with closing(open_store(server.url)) as store:
+        assert [finding.level for finding in store.check()] == ["ok"]
+        server.ask("CONFIG", "SET", "maxmemory-policy", "allkeys-random")
+        server.ask("CONFIG", "SET", "appendonly", "no")
+        levels = {finding.message: finding.level for finding in store.check()}
+        assert list(levels.values()) == ["error", "error"]
+        server.ask("CONFIG", "SET", "maxmemory-policy", "noeviction")
+        server.ask("CONFIG", "SET", "save", "3600 1")
+        (finding,) = store.check()
+        assert finding.level == "warning"
+        assert "a crash forgets" in finding.message
+        server.ask("CONFIG", "SET", "maxmemory", server.ask("INFO", "memory").split()[2][12:])
+        assert any("when it is full" in finding.message for finding in store.check())
+        server.stop()
+        (finding,) = store.check()
+        assert finding.level == "error"
+
+
+@pytest.mark.parametrize("appendonly", ["yes", "no"])
+def test_a_server_that_does_not_say_is_not_refused(appendonly):
+    """D3: a managed Redis forbids CONFIG; INFO tells the most, and the rest is a warning."""
+    server = Redis(appendonly=appendonly, rename_command='CONFIG ""')
+    try:
+        with closing(open_store(server.url)) as store:
+            levels = [finding.level for finding in store.check()]
+            assert levels == (["ok"] if appendonly == "yes" else ["warning"])
+            assert store.swap([claim(claim_of())]) == [None]
+        server.ask("ACL", "SETUSER", "ann", "on", ">pw", "~*", "+@all", "-info")
+        with closing(open_store(f"redis://ann:pw@127.0.0.1:{server.port}/0")) as store:
+            (finding,) = store.check()
+            assert finding.level == "warning"
+            assert "INFO" in finding.message
+    finally:
+        server.remove()
+
+
+def test_who_is_not_let_in_is_told_so_at_once():
+    """D1: and no message tells the password."""
+    server = Redis(requirepass="secret")
+    try:
+        for url in (server.url, f"redis://:wrong@127.0.0.1:{server.port}/0"):
+            with pytest.raises(Misconfigured, match="user and password") as caught:
+                open_store(url)
+            assert "wrong" not in str(caught.value)
+        with closing(open_store(f"redis://:secret@127.0.0.1:{server.port}/7")) as store:
+            assert store.swap([claim(claim_of())]) == [None]
+    finally:
+        server.remove()
+
+
+def sign_oneself(directory: Path) -> None:
+    """A key and a certificate of localhost's, which nobody else vouches for."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(datetime.now(UTC) - timedelta(days=1))
+        .not_valid_after(datetime.now(UTC) + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    (directory / "cert.pem").write_bytes(certificate.public_bytes(pem))
+    secret = key.private_bytes(pem, pkcs8, serialization.NoEncryption())
+    (directory / "key.pem").write_bytes(secret)
+
+
+def test_a_server_that_speaks_tls_is_spoken_to_in_tls(tmp_path):
+    """X3, D1: with a certificate that was signed by whom we trust, and no other."""
+    sign_oneself(tmp_path)
+    port = free_port()
+    files = {"tls_cert_file": f"{tmp_path}/cert.pem", "tls_key_file": f"{tmp_path}/key.pem"}
+    server = Redis(tls_port=str(port), tls_auth_clients="no", **files)
+    try:
+        with closing(
+            open_store(f"rediss://localhost:{port}/0?tls_ca={tmp_path}/cert.pem")
+        ) as store:
+            assert store.swap([claim(claim_of())]) == [None]
+            assert store.get([claim_of().id]) == [claim_of()]
+        with pytest.raises(StoreUnavailable, match="certificate"):
+            open_store(f"rediss://localhost:{port}/0")
+    finally:
+        server.remove()
+
+
+# ------------------------------------------------------------------------------------------ faults
+
+
+def test_a_restart_is_not_noticed(server: Redis):
+    """D1, D2: records are in the append-only file, and nobody has to connect anew."""
+    with closing(open_store(server.url)) as store:
+        before, *_ = claims(0, 1)
+        assert store.swap([claim(before)]) == [None]
+        assert store.get([before.id]) == [before]
+        server.stop()
+        error = refused(store, [claim(claim_of(id_of(1)))])
+        assert not error.is_ambiguous
+        with pytest.raises(StoreUnavailable):
+            store.get([before.id])
+        server.start()
+        assert store.swap([change(before, completed(before, b"201"))]) == [None]
+        assert store.get([before.id]) == [completed(before, b"201")]
+        server.stop()
+        server.start()
+        assert store.get([before.id]) == [completed(before, b"201")]
+        assert store.swap([claim(before)]) == [completed(before, b"201")]
+
+
+def test_what_was_acknowledged_survives_the_killing_of_the_server(server: Redis):
+    """D1, D2: who was writing is told that it may have taken effect, and can go on later."""
+    acknowledged: list[Record] = []
+    errors: list[StoreUnavailable] = []
+    with closing(open_store(server.url)) as store:
+
+        def write() -> None:
+            for start in range(0, 1_000_000, 10):
+                some = claims(start, 10)
+                try:
+                    store.swap([claim(record) for record in some])
+                except StoreUnavailable as error:
+                    errors.append(error)
+                    return
+                acknowledged.extend(some)
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        until(lambda: len(acknowledged) > 300)
+        server.kill(signal.SIGKILL)
+        thread.join(TIMEOUT_S)
+        assert len(errors) == 1
+        server.start()
+        assert list(store.get([record.id for record in acknowledged])) == acknowledged
+
+
+def test_a_server_that_stops_answering_is_not_waited_for_for_ever(server: Redis):
+    """D2: a write that was sent may have taken effect, and a read changes nothing."""
+    with closing(open_store(f"{server.url}?timeout=200ms")) as store:
+        record = claim_of()
+        assert store.swap([claim(claim_of(id_of(9)))]) == [None]
+        assert store.get([record.id]) == [None]
+        server.kill(signal.SIGSTOP)
+        begun = time.monotonic()
+        assert refused(store, [claim(record)]).is_ambiguous
+        with pytest.raises(StoreUnavailable) as caught:
+            store.get([record.id])
+        assert not caught.value.is_ambiguous
+        assert time.monotonic() - begun < 5
+        server.kill(signal.SIGCONT)
+        # It was in the socket, and so it is done now: repeated, it finds itself.
+        until(lambda: store.get([record.id]) == [record])
+        assert store.swap([claim(record)]) == [record]
+
+
+def test_a_server_that_refuses_says_that_nothing_was_written(server: Redis):
+    """D2: full, busy, or no longer the master; and it is used again as soon as it can be."""
+    with closing(open_store(server.url)) as store:
+        records = iter(claims(0, 100))
+        first = next(records)
+        assert store.swap([claim(first)]) == [None]
+
+        def refuses(words: str) -> None:
+            record = next(records)
+            for swaps in ([claim(record)], [claim(record), claim(next(records))]):
+                error = refused(store, swaps)
+                assert words in str(error)
+                assert not error.is_ambiguous
+
+        server.ask("CONFIG", "SET", "maxmemory", "1")
+        refuses("OOM")
+        assert store.get([first.id]) == [first]
+        server.ask("CONFIG", "SET", "maxmemory", "0")
+        server.ask("REPLICAOF", "127.0.0.1", "1")
+        refuses("READONLY")
+        assert "error" in [finding.level for finding in store.check()]
+        server.ask("REPLICAOF", "NO", "ONE")
+        assert store.swap([claim(next(records))]) == [None]
+
+        server.ask("CONFIG", "SET", "busy-reply-threshold", "1")
+        with socket.create_connection(("127.0.0.1", server.port)) as busy:
+            busy.sendall(b"EVAL 'while true do end' 0\r\n")
+            until(lambda: is_busy(server))
+            refuses("BUSY")
+            server.ask("SCRIPT", "KILL")
+            until(lambda: not is_busy(server))
+        assert store.swap([claim(next(records))]) == [None]
+        assert store.find(Query()).records == [first, claim_of(id_of(5)), claim_of(id_of(8))]
+
+
+def is_busy(server: Redis) -> bool:
+    try:
+        server.ask("PING")
+    except Exception as error:  # noqa: BLE001 - whichever the driver makes of it
+        return "BUSY" in str(error)
+    return False
+
+
+HEALTHY = b"redis_version:7.0.0\r\naof_enabled:1\r\nrole:master"
+Answer = Callable[[], bytes | None]
+
+
+@contextmanager
+def fake(answer: Answer) -> Iterator[str]:
+    """A server that answers scripts as told, None being the end; its URL."""
+
+    def listen() -> None:
+        while True:
+            try:
+                connection, _ = listening.accept()
+            except OSError:
+                return
+            threading.Thread(target=talk, args=(connection, answer), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=listen, daemon=True).start()
+        yield f"redis://127.0.0.1:{listening.getsockname()[1]}/0"
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+def talk(connection: socket.socket, answer: Answer) -> None:
+    with connection, connection.makefile("rb") as lines:
+        while head := lines.readline():
+            lengths = range(int(head[1:]))
+            words = [lines.read(int(lines.readline()[1:]) + 2)[:-2] for _ in lengths]
+            told: bytes | None = b"+OK\r\n"
+            if words[0] == b"INFO":
+                told = b"$%d\r\n%b\r\n" % (len(HEALTHY), HEALTHY)
+            elif words[0] == b"EVALSHA":
+                told = answer()
+            if told is None:
+                return
+            connection.sendall(told)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        "LOADING Redis is loading the dataset in memory",
+        "MASTERDOWN Link with MASTER is down",
+        "CLUSTERDOWN The cluster is down",
+        "TRYAGAIN Multiple keys request during rehashing of slot",
+        "NOREPLICAS Not enough good replicas to write.",
+        "MISCONF Redis is configured to save RDB snapshots",
+        "NOPERM this user has no permissions",
+        "NOAUTH Authentication required.",
+    ],
+)
+def test_a_refusal_of_the_server_is_no_doubt_about_a_write(told):
+    """D2: nothing was written, so nothing has to be looked for."""
+    line = b"-%b\r\n" % told.encode()
+    with fake(lambda: line) as url, closing(open_store(url)) as store:
+        error = refused(store, [claim(claim_of())])
+        assert not error.is_ambiguous
+        assert told.split()[-1].rstrip(".") in str(error)
+
+
+@pytest.mark.parametrize("second", [None, b"-OOM command not allowed\r\n"])
+def test_a_batch_that_was_answered_by_half_is_a_doubt_about_all_of_it(second):
+    """D2, L1: whoever tries again finds what was written."""
+    answers = iter([b"*0\r\n", second])
+    with fake(lambda: next(answers)) as url, closing(open_store(url)) as store:
+        assert refused(store, [claim(record) for record in claims(0, 100)]).is_ambiguous
+
+
+def test_a_server_that_cannot_be_reached_is_unavailable_at_once():
+    """D2."""
+    port = free_port()
+    for scheme, path in (("redis", "/0"), ("redis+cluster", ""), ("redis+sentinel", "/records")):
+        with pytest.raises(StoreUnavailable):
+            open_store(f"{scheme}://127.0.0.1:{port}{path}?timeout=1s")
+
+
+def test_a_write_waits_for_as_many_replicas_as_were_asked_for(server: Redis):
+    """L1, D2: fewer, and it is not acknowledged; it may have taken effect, and has."""
+    one, two, three = claims(0, 3)
+    with closing(open_store(f"{server.url}?wait=1&timeout=1s")) as store:
+        error = refused(store, [claim(one)])
+        assert error.is_ambiguous
+        assert "wait=1" in str(error)
+        assert store.get([one.id]) == [one]
+        replica = Redis(replicaof=f"127.0.0.1 {server.port}")
+        try:
+            until(lambda: b"state=online" in server.ask("INFO", "replication"))
+            until_written(store, one)
+            until_written(store, two)
+            assert store.swap([claim(three), claim(two)]) == [None, two]
+            assert replica.ask("DBSIZE") == 3
+            with closing(open_store(f"{server.url}?wait=2&timeout=1s")) as strict:
+                assert refused(strict, [change(two, completed(two, b""))]).is_ambiguous
+        finally:
+            replica.remove()
+
+
+FORKED = """
+import os, sys, threading
+from coatcheck.core.record import RUNNING, Record, Swap
+from coatcheck.stores import open_store
+
+def swap(number):
+    id = number.to_bytes(16, "big")
+    return [Swap(id, 0, Record(id, 1, RUNNING, 1, id, 1, 1, 1, 1 << 43, 7, "", "", "", None, b""))]
+
+store = open_store(sys.argv[1])
+assert store.swap(swap(1)) == [None]
+assert store.get([bytes(16)]) == [None]
+for line in getattr(store._place, "_nodes", {0: store._place}).values():
+    line.writer._mutex.acquire()  # as another thread of the parent's may, at this moment
+child = os.fork()
+if child == 0:
+    for number in range(2, 300):
+        assert store.swap(swap(number)) == [None]
+    assert store.swap(swap(1)) != [None]
+    store.close()
+    os._exit(0)
+for line in getattr(store._place, "_nodes", {0: store._place}).values():
+    line.writer._mutex.release()
+for number in range(1002, 1300):
+    assert store.swap(swap(number)) == [None]
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert store.swap(swap(2)) != [None]
+store.close()
+print("done")
+"""
+
+
+def forked(url: str) -> None:
+    """A store that is used before a fork, in the parent and in the child, in a process of its own."""
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED, url],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert ran.stderr == ""
+    assert (ran.returncode, ran.stdout) == (0, "done\n")
+
+
+def test_a_store_from_before_the_fork_works_in_parent_and_child():
+    """L1: each with connections of its own, whatever other threads held at that moment."""
+    forked(redis_server().fresh_url())
+
+
+# ---------------------------------------------------------------------------------------- Sentinel
+
+
+def test_the_master_is_found_again_after_a_failover():
+    """D1, D2: what was on the replica is there, and nobody has to open the store again."""
+    servers = SentinelSet()
+    try:
+        with closing(open_store(f"{servers.url}?timeout=1s")) as store:
+            before = claim_of(id_of(1))
+            assert store.swap([claim(before)]) == [None]
+            assert store.get([before.id]) == [before]
+            until(lambda: servers.replica.ask("DBSIZE") == 1)
+            servers.sentinels[0].kill(signal.SIGKILL)
+            servers.master.kill(signal.SIGKILL)
+            with pytest.raises(StoreUnavailable):
+                store.swap([claim(claim_of(id_of(2)))])
+            until_written(store, claim_of(id_of(2)))
+            assert b"role:master" in servers.replica.ask("INFO", "replication")
+            assert store.get([before.id]) == [before]
+            assert store.swap([change(before, completed(before, b"201"))]) == [None]
+            assert [finding.level for finding in store.check()] == ["ok"]
+        wrong = servers.url.replace("records", "orders")
+        with pytest.raises(StoreUnavailable, match="orders"):
+            open_store(wrong)
+    finally:
+        servers.remove()
+
+
+# ----------------------------------------------------------------------------------------- Cluster
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster()
+    yield cluster
+    cluster.remove()
+
+
+def test_a_cluster_keeps_every_law(cluster: Cluster, tmp_path):
+    """D1, L1, T3: the same suite as for one server."""
+    single = next(kind for kind in KINDS if kind.name == "redis")
+    kind = replace(single, name="cluster", fresh_url=lambda _directory: cluster.fresh_url())
+    assert {law.__module__ for law in LAWS} == {part.__name__ for part in PARTS}
+    for law in LAWS:
+        driver = SyncDriver(kind, tmp_path)
+        try:
+            driver.run(law())
+        finally:
+            driver.close()
+
+
+def test_a_store_in_a_cluster_works_in_parent_and_child(cluster: Cluster):
+    """L1: on every node."""
+    forked(cluster.fresh_url())
+
+
+def test_records_are_found_before_while_and_after_their_slot_moves(cluster: Cluster):
+    """D1, L1: and those in the same batch whose slots stay, too."""
+    url = cluster.fresh_url()
+    keys = values.Keys(url.rpartition("=")[2])
+    source, target, _ = cluster.masters
+    records = claims(0, 2_000)
+    slots = [slot_of(keys.key_of(record.id)) for record in records]
+    assert [source.ask("CLUSTER KEYSLOT", keys.key_of(r.id)) for r in records[:9]] == slots[:9]
+    record, slot = min(zip(records, slots, strict=True), key=lambda pair: pair[1])
+    names = {node: node.ask("CLUSTER MYID") for node in cluster.masters}
+    with closing(open_store(url)) as store:
+        assert store.swap([claim(record) for record in records]) == [None] * 2_000
+        target.ask("CLUSTER SETSLOT", slot, "IMPORTING", names[source])
+        source.ask("CLUSTER SETSLOT", slot, "MIGRATING", names[target])
+        assert store.swap([claim(record)]) == [record], "not moved yet"
+        moved = source.ask("CLUSTER GETKEYSINSLOT", slot, 1_000)
+        source.ask("MIGRATE", "127.0.0.1", target.port, "", 0, 1_000, "KEYS", *moved)
+        assert store.get([record.id]) == [record], "asked for at its new place"
+        after = completed(record, b"on the way")
+        others = [claim(claim_of(id_of(number))) for number in range(5_000, 5_020)]
+        assert store.swap([*others[:10], change(record, after), *others[10:]]) == [None] * 21
+        for node in cluster.masters:
+            node.ask("CLUSTER SETSLOT", slot, "NODE", names[target])
+        assert store.swap([claim(record)]) == [after], "moved"
+        assert len(store.find(Query(limit=5_000)).records) == 2_020
+
+
+def test_a_replica_that_takes_the_place_of_its_master_is_found():
+    """D1, D2: with all that it had acknowledged, and nobody has to open the store again."""
+    cluster = Cluster()
+    records = claims(0, 100)
+    ids = [record.id for record in records]
+    try:
+        with closing(open_store(f"{cluster.url}?wait=1")) as careful:
+            assert careful.swap([claim(record) for record in records]) == [None] * 100
+        with closing(open_store(f"{cluster.url}?timeout=2s")) as store:
+            assert store.get(ids) == records
+            cluster.masters[0].kill(signal.SIGKILL)
+            with pytest.raises(StoreUnavailable):
+                store.get(ids)
+            assert "error" in [finding.level for finding in store.check()]
+            for record in claims(100, 50):
+                until_written(store, record)
+            assert store.get(ids) == records
+    finally:
+        cluster.remove()
+
+
+def test_a_shape_that_the_server_does_not_have_is_refused_by_name(server: Redis):
+    """D1."""
+    with pytest.raises(Misconfigured, match="redis:// is for a single server"):
+        open_store(f"redis+cluster://127.0.0.1:{server.port}")
+    node = Redis(cluster_enabled="yes", databases="1", cluster_port=str(free_port()))
+    try:
+        with pytest.raises(Misconfigured, match=r"write redis\+cluster://"):
+            open_store(node.url)
+        with pytest.raises(StoreUnavailable, match="nobody serves"):
+            open_store(f"redis+cluster://127.0.0.1:{node.port}").swap([claim(claim_of())])
+    finally:
+        node.remove()
