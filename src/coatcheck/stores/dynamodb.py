@@ -1,0 +1,247 @@
+"""The DynamoDB store: one item for each record, any number of machines, nothing to operate.
+
+What a swap has acknowledged is on disks in three data centres. One request for each claim and each
+completion, also where it loses: the answer then brings the item that stands.
+
+DynamoDB has no bulk write whose parts succeed and fail apart, so the swaps of a batch are sent at
+the same time, by a few threads of the store's own; one alone is sent in its caller's thread.
+
+There is no order among items but that of a hash, and no index, which would double the cost of
+every write. So what is rare and for people (`find`) reads the whole table, and the sweep reads a
+stretch of it at a time: DynamoDB deletes what has expired by itself, within days.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import os
+import random
+import time
+from collections.abc import Iterator, Sequence
+
+from coatcheck.core.key import reference_of
+from coatcheck.core.record import GONE, Record, Swap
+from coatcheck.errors import StoreUnavailable
+from coatcheck.stores import dynamodb_items as items
+from coatcheck.stores import dynamodb_table as table
+from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, matches
+from coatcheck.stores.dynamodb_line import Line, is_too_large
+from coatcheck.stores.dynamodb_place import Place, place_of
+
+logger = logging.getLogger("coatcheck")
+
+# The most that BatchGetItem takes.
+_READ_MAX = 100
+# A page of a scan is 1 MB of table. 4: half a thousand read units each time, which once a minute
+# comes to a few dollars in a month; the whole of a large table would be hundreds in a day.
+_SWEEP_PAGES = 4
+# A claim that finds a record which is gone when it is looked at; twice in a row is a wonder.
+_VANISHED_MAX = 8
+
+
+class DynamoStore:
+    """
+    Records in the DynamoDB table at *place*.
+
+    Where *create* is true it is made if it is missing: billed on demand, with a time to live.
+    """
+
+    def __init__(self, place: Place, *, create: bool = True) -> None:
+        self.name = place.table
+        self._place = place
+        self._line = Line(place)
+        # Anywhere, so that nodes do not fight for the same stretch; None: where the table begins.
+        self._sweep_from: bytes | None = os.urandom(16)
+        try:
+            table.prepare(self._line, create=create)
+        except BaseException:
+            self._line.close()
+            raise
+
+    @classmethod
+    def from_url(cls, url: str, *, create: bool = True) -> DynamoStore:
+        """
+        The store that *url* names: `dynamodb://table?region=eu-west-1`.
+
+        Options: `endpoint=http://…`, `compact=1`, `timeout=5s`, `concurrency=32`.
+        """
+        return cls(place_of(url), create=create)
+
+    def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
+        """Write each record if the version its caller saw still stands; all at the same time."""
+        return self._line.each(self._swap_one, swaps)
+
+    def _swap_one(self, swap: Swap) -> Record | None:
+        """One request, whether it wins or loses."""
+        for _ in range(_VANISHED_MAX):
+            standing = self._delete(swap) if swap.record is None else self._put(swap, swap.record)
+            if standing is None:
+                return None
+            if standing.version or swap.expected:
+                return standing
+            # A claim was refused, but not in favour of anybody: what stood is gone, so once more.
+        message = f"dynamodb table {self.name}: a record comes and goes while it is claimed"
+        raise StoreUnavailable(message)
+
+    def _delete(self, swap: Swap) -> Record | None:
+        key = {"id": {"B": swap.id}}
+        condition = items.condition_of(swap)
+        item = self._line.write("delete_item", TableName=self.name, Key=key, **condition)
+        return None if item is None else _standing(item)
+
+    def _put(self, swap: Swap, record: Record) -> Record | None:
+        """None where it won; of a record whose response does not fit, all else is written."""
+        written = items.item_of(record, compact=self._place.compact)
+        condition = items.condition_of(swap)
+        try:
+            item = self._line.write("put_item", TableName=self.name, Item=written, **condition)
+        except StoreUnavailable as error:
+            if not is_too_large(error) or not items.keeps_response(written):
+                raise
+            # It is counted differently over there. The work was done, and that is to be known.
+            written = items.without_response(written)
+            item = self._line.write("put_item", TableName=self.name, Item=written, **condition)
+        is_whole = record.response is None or items.keeps_response(written)
+        if item is None:
+            if not is_whole:
+                _tell_dropped(record)
+            return None
+        standing = _standing(item)
+        if not is_whole and standing == items.record_of(written):
+            return record  # our own, from a try whose answer was lost; so its writer will know it
+        return standing
+
+    def get(self, ids: Sequence[bytes]) -> Sequence[Record | None]:
+        """The records that stand, in the order of *ids*; never an older one than was written."""
+        wanted = list(dict.fromkeys(ids))  # DynamoDB refuses to be asked for one twice
+        portions = [wanted[n : n + _READ_MAX] for n in range(0, len(wanted), _READ_MAX)]
+        standing: dict[bytes, Record] = {}
+        for some in self._line.each(self._read, portions):
+            standing.update(some)
+        return [standing.get(id) for id in ids]
+
+    def _read(self, ids: Sequence[bytes]) -> dict[bytes, Record]:
+        """One request; more where the answer would be over 16 MB, or capacity runs short."""
+        found: dict[bytes, Record] = {}
+        keys = [{"id": {"B": id}} for id in ids]
+        deadline_s = time.monotonic() + self._place.timeout_s
+        pause_s = 0.02
+        while True:
+            asked = {self.name: {"Keys": keys, "ConsistentRead": True}}
+            answer = self._line.call("batch_get_item", RequestItems=asked)
+            for item in answer["Responses"].get(self.name, ()):
+                record = items.record_of(item)
+                found[record.id] = record
+            left = answer.get("UnprocessedKeys", {}).get(self.name, {}).get("Keys", [])
+            if not left:
+                return found
+            if len(left) == len(keys):  # nothing at all: there is no capacity
+                if time.monotonic() > deadline_s:
+                    raise StoreUnavailable(f"dynamodb table {self.name}: throttled while reading")
+                time.sleep(pause_s * random.uniform(0.5, 1.5))  # noqa: S311 - no secret
+                pause_s = min(2 * pause_s, 1.0)
+            keys = left
+
+    def find(self, query: Query) -> Page:
+        """
+        Records for operators, in id order.
+
+        Reads the whole table for every page, because items lie in the order of a hash; but only
+        ids come over the network, and no more of them are remembered than the page takes.
+        """
+        ids = heapq.nsmallest(query.limit + 1, self._matching_ids(query))
+        page = ids[: query.limit]
+        # What has changed since the scan came by may not belong to the page any more.
+        records = [r for r in self.get(page) if r is not None and matches(r, query)]
+        return Page(records, page[-1] if len(ids) > query.limit else None)
+
+    def _matching_ids(self, query: Query) -> Iterator[bytes]:
+        start: bytes | None = None
+        while True:
+            seen, start = self._stretch(query, start, consistent=True)
+            for id, _ in seen:
+                if id.startswith(query.id_prefix) and id > query.after_id:
+                    yield id
+            if start is None:
+                return
+
+    def _stretch(
+        self, query: Query, start: bytes | None, *, consistent: bool
+    ) -> tuple[list[tuple[bytes, int]], bytes | None]:
+        """The next megabyte of the table: ids and versions of what matches, and where it ends."""
+        scan = items.scan_of(query)
+        if start is not None:
+            scan["ExclusiveStartKey"] = {"id": {"B": start}}
+        answer = self._line.call("scan", TableName=self.name, ConsistentRead=consistent, **scan)
+        seen = [(item["id"]["B"], int(item["version"]["N"])) for item in answer["Items"]]
+        last = answer.get("LastEvaluatedKey")
+        return seen, None if last is None else last["id"]["B"]
+
+    def sweep(self, now_ms: int, limit: int = SWEEP_BATCH) -> int:
+        """
+        Delete up to *limit* records whose retention is over.
+
+        Looks at four megabytes at most, going on where the last sweep stopped, so that it costs
+        the same however large the table is; the time to live takes what it has not come by.
+        """
+        query = Query(expired_at_ms=now_ms)
+        start, taken = self._sweep_from, 0
+        is_from_the_beginning = start is None
+        for _ in range(_SWEEP_PAGES):
+            # Half the price of a consistent read. What is out of date is not deleted: see `_take`.
+            over, start = self._stretch(query, start, consistent=False)
+            count, stopped_at = self._take(over, limit - taken)
+            taken += count
+            if stopped_at is not None:
+                start = stopped_at
+                break
+            if start is None:
+                if is_from_the_beginning:
+                    break
+                is_from_the_beginning = True
+        self._sweep_from = start  # whoever sweeps at the same time may set it, too: no harm done
+        return taken
+
+    def _take(self, over: list[tuple[bytes, int]], count: int) -> tuple[int, bytes | None]:
+        """Delete *count* of *over*, as they were seen; how many it were, and where it stopped."""
+        taken, last = 0, None
+        while taken < count and over:
+            some, over = over[: count - taken], over[count - taken :]
+            lost = self.swap([Swap(id, version, None) for id, version in some])
+            taken += lost.count(None)
+            last = some[-1][0]
+        return taken, last if taken == count else None
+
+    def check(self) -> Sequence[Finding]:
+        """Whether the table is there, forgets by itself, and can take what comes."""
+        try:
+            return list(table.findings_about(self._line))
+        except StoreUnavailable as error:
+            return [Finding("error", str(error))]
+
+    def now_ms(self) -> int:
+        """DynamoDB's clock, to the second, and this machine's within that; see `clock_ms`."""
+        asked_ms = _local_ms()
+        answer = self._line.call("describe_table", TableName=self.name)
+        return table.clock_ms(asked_ms, _local_ms(), answer["ResponseMetadata"]["HTTPHeaders"])
+
+    def close(self) -> None:
+        """Let go of connections and threads."""
+        self._line.close()
+
+
+def _standing(item: items.Item) -> Record:
+    return items.record_of(item) if item else GONE
+
+
+def _tell_dropped(record: Record) -> None:
+    logger.warning(
+        "%s: its response of %d bytes is over what DynamoDB keeps; it is not kept, and a retry is "
+        "told so",
+        *(reference_of(record.id), len(record.response or b"")),
+    )
+
+
+def _local_ms() -> int:
+    return time.time_ns() // 1_000_000
