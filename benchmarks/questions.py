@@ -7,7 +7,7 @@ from typing import Protocol
 
 from benchmarks.report import Table
 
-NAMES = ("memory", "sqlite", "http", "flatness", "waiting", "size")
+NAMES = ("memory", "sqlite", "postgres", "redis", "http", "flatness", "waiting", "size")
 
 
 class Question(Protocol):

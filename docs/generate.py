@@ -17,6 +17,7 @@ from coatcheck.cli import command_line
 from coatcheck.core.policy import POLICY_FIELDS, PRESETS, Policy
 from coatcheck.core.problem import KINDS
 from coatcheck.core.record import MOVES, STATE_NAMES, State
+from coatcheck.stores.declared import DECLARED
 
 HERE = Path(__file__).parent / "reference"
 NOTE = "<!-- Made by docs/generate.py from the code; change the code. -->\n"
@@ -50,6 +51,22 @@ def problems() -> str:
             lines.append(f"`Retry-After: {kind.retry_after_s}`.")
         lines += [f"In Python: `coatcheck.{kind.error.__name__}`.\n", f"> {words}\n"]
     return "\n".join(lines)
+
+
+def stores() -> str:
+    """What each store declares of itself."""
+    lines = [NOTE, "# Stores\n", "| store | URL | needs | survives | shared by | keeps | forgets |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for store in DECLARED:
+        urls = ", ".join(f"`{url}`" for url in store.urls)
+        needs = f"`coatcheck[{store.extra}]`" if store.extra else "nothing"
+        forgets = "when swept" if store.sweeps else "by itself, on its own clock"
+        lines.append(
+            f"| {store.title} | {urls} | {needs} | {store.survives} | {store.shared_by} "
+            f"| {store.keeps} | {forgets} |"
+        )
+    lines += ["", "Every one passes the same law-suite (`tests/laws`), sync and async."]
+    return "\n".join(lines) + "\n"
 
 
 def policy() -> str:
@@ -147,6 +164,7 @@ PAGES = {
     "cli.md": cli,
     "api.md": api,
     "states.md": states,
+    "stores.md": stores,
     "problems.md": problems,
     "policy.md": policy,
     "errors.md": errors_,

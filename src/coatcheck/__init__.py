@@ -21,9 +21,11 @@ from coatcheck.errors import (
     Refused,
     ResultUnavailable,
     StoreUnavailable,
+    Unreadable,
 )
 from coatcheck.operation import DidNotHappen, Happened, Operation, Unknown, current_operation
 from coatcheck.stores import open_async_store, open_store
+from coatcheck.stores.at_rest import KeyRing
 from coatcheck.telemetry import Decision
 
 __version__ = "0.1.0"
@@ -40,6 +42,7 @@ __all__ = [
     "KeyExpired",
     "KeyRejected",
     "KeyReused",
+    "KeyRing",
     "LimitExceeded",
     "Misconfigured",
     "MissingExtra",
@@ -52,6 +55,7 @@ __all__ = [
     "ResultUnavailable",
     "StoreUnavailable",
     "Unknown",
+    "Unreadable",
     "current_operation",
     "open_async_store",
     "open_store",

@@ -12,6 +12,7 @@ CoatcheckError                        never raised itself
 │   └── LimitExceeded      413, 429   over a size, waiter or key limit
 ├── ClaimLost                         our lease ended and another attempt took over
 ├── StoreUnavailable       503        the store did not answer; the driver's error is __cause__
+├── Unreadable                        what is stored cannot be opened with the keys that are here
 ├── Misconfigured                     found when something is set up, never during a request
 └── MissingExtra (ImportError)        names the exact `pip install coatcheck[...]`
 
@@ -100,6 +101,10 @@ class StoreUnavailable(CoatcheckError):
 
 def _store_unavailable(text: str, is_ambiguous: bool) -> StoreUnavailable:  # noqa: FBT001 - pickle
     return StoreUnavailable(text, is_ambiguous=is_ambiguous)
+
+
+class Unreadable(CoatcheckError):
+    """What is stored is sealed, and no key here opens it. The work was done, and stays done."""
 
 
 class ClaimLost(CoatcheckError):

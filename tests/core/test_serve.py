@@ -130,6 +130,12 @@ def test_a_response_that_was_not_kept_is_said_to_have_happened():
     assert refused(met(completed(FIRST, None))[1]) == ("result-unavailable", 409)
 
 
+@pytest.mark.parametrize("mark", [b"\x04", b"\x05"])
+def test_a_response_that_only_others_can_open_is_not_sent_as_it_is(mark):
+    """X1: nor is the work done again."""
+    assert refused(met(completed(FIRST, mark + b"sealed"))[1]) == ("result-unavailable", 409)
+
+
 @pytest.mark.parametrize("standing", [FIRST, DEAD, DONE, failed(FIRST), in_doubt(FIRST)])
 def test_another_request_is_refused_in_every_state(standing):
     """F1."""

@@ -14,7 +14,6 @@ from typing import Any, Protocol, TypeVar
 
 from coatcheck.core.flow import Effect, Flow, run, run_async
 from coatcheck.core.record import Swap
-from coatcheck.stores import open_async_store, open_store
 from coatcheck.stores.batching import Batcher
 
 from .effects import (
@@ -80,7 +79,7 @@ class SyncDriver:
         self._open()
 
     def _open(self) -> None:
-        self.store = open_store(self._url)
+        self.store = self.kind.open(self._url)
 
     def run(self, flow: Flow[R]) -> R:
         return run(flow, self.perform)
@@ -148,7 +147,7 @@ class AsyncDriver:
     def __init__(self, kind: Kind, directory: Path) -> None:
         self.kind = kind
         self._url = kind.fresh_url(directory)
-        self.store = open_async_store(self._url)
+        self.store = kind.open_async(self._url)
         self._runner = asyncio.Runner()
 
     def run(self, flow: Flow[R]) -> R:
@@ -162,7 +161,7 @@ class AsyncDriver:
                 return await self._run_together(flows)
             case Reopen():
                 await self.store.close()
-                self.store = open_async_store(self._url)
+                self.store = self.kind.open_async(self._url)
                 return None
             case ReadDeclaration():
                 return self.kind

@@ -1,7 +1,7 @@
-"""The stores under law, and what each of them declares.
+"""The stores under law; what each of them promises, it declares itself.
 
-A promise that a store cannot keep is a field here, never a skipped test: the law that needs it
-asks (`ReadDeclaration`) and asserts what the store does instead.
+A promise that a store cannot keep is a field of its declaration, never a skipped test: the law
+that needs it asks (`ReadDeclaration`) and asserts what the store does instead.
 """
 
 from __future__ import annotations
@@ -10,7 +10,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from servers.dynamodb import dynamodb
+from servers.mariadb import mariadb
+from servers.postgres import postgres
+from servers.redis import redis_server
+
+from coatcheck import KeyRing
 from coatcheck.core.record import Record
+from coatcheck.stores import (
+    AsyncStore,
+    Store,
+    ThreadedStore,
+    declared,
+    open_async_store,
+    open_store,
+)
+from coatcheck.stores.at_rest import AtRest
+from coatcheck.stores.declared import Declaration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,11 +35,33 @@ class Kind:
 
     name: str
     fresh_url: Callable[[Path], str]
-    durable: bool = True  # what was acknowledged is there after close, crash and reopening
-    shared: bool = True  # every process that opens the URL sees the same records
-    closes: bool = True  # a closed store refuses further use with StoreUnavailable
-    sweeps: bool = True  # forgets when told to, on the caller's clock; else by itself, on its own
+    declared: Declaration
     keeps_labels: bool = True  # label, scope and key come back; a compact store drops them
+    keyring: KeyRing | None = None  # what it keeps is sealed
+    histories: int = 300  # random ones for each driver; fewer where each step is a round trip
+
+    def open(self, url: str) -> Store:
+        store = open_store(url)
+        return store if self.keyring is None else AtRest(store, self.keyring)
+
+    def open_async(self, url: str) -> AsyncStore:
+        return open_async_store(url) if self.keyring is None else ThreadedStore(self.open(url))
+
+    @property
+    def durable(self) -> bool:
+        return self.declared.durable
+
+    @property
+    def shared(self) -> bool:
+        return self.declared.shared
+
+    @property
+    def closes(self) -> bool:
+        return self.declared.closes
+
+    @property
+    def sweeps(self) -> bool:
+        return self.declared.sweeps
 
     def as_kept(self, record: Record) -> Record:
         """What this store gives back of *record*."""
@@ -31,17 +69,46 @@ class Kind:
 
 
 KINDS = (
+    Kind(name="memory", fresh_url=lambda _directory: "memory://", declared=declared.MEMORY),
     Kind(
-        name="memory",
-        fresh_url=lambda _directory: "memory://",
-        durable=False,
-        shared=False,
-        closes=False,
+        name="sqlite",
+        fresh_url=lambda directory: f"sqlite:///{directory}/laws.db",
+        declared=declared.SQLITE,
     ),
-    Kind(name="sqlite", fresh_url=lambda directory: f"sqlite:///{directory}/laws.db"),
     Kind(
         name="sqlite-compact",
         fresh_url=lambda directory: f"sqlite:///{directory}/laws.db?compact=1",
+        declared=declared.SQLITE,
         keeps_labels=False,
+    ),
+    Kind(
+        name="sealed",
+        fresh_url=lambda directory: f"sqlite:///{directory}/laws.db",
+        declared=declared.SQLITE,
+        keyring=KeyRing({"old": b"o" * 32, "new": b"n" * 32}),
+    ),
+    Kind(
+        name="postgres",
+        fresh_url=lambda _directory: postgres().fresh_url(),
+        declared=declared.POSTGRES,
+        histories=60,
+    ),
+    Kind(
+        name="mysql",
+        fresh_url=lambda _directory: mariadb().fresh_url(),
+        declared=declared.MYSQL,
+        histories=60,
+    ),
+    Kind(
+        name="redis",
+        fresh_url=lambda _directory: redis_server().fresh_url(),
+        declared=declared.REDIS,
+        histories=60,
+    ),
+    Kind(
+        name="dynamodb",
+        fresh_url=lambda _directory: dynamodb().fresh_url(),
+        declared=declared.DYNAMODB,
+        histories=10,
     ),
 )

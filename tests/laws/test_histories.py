@@ -47,7 +47,7 @@ from .kinds import Kind
 from .records import LEASE_MS, NOW_MS, RETENTION_MS, WINDOW_MS, claim_of, new_life, next_attempt
 
 # For each store and driver: thousands of histories in a run, in a few seconds each.
-HISTORIES = int(os.environ.get("LAW_HISTORIES", "300"))
+HISTORIES = os.environ.get("LAW_HISTORIES")
 SEED = int(os.environ.get("LAW_SEED", "2100"))
 STEPS = 20
 IDS = 5
@@ -230,14 +230,15 @@ class Histories(RuleBasedStateMachine):
 @pytest.mark.parametrize("way", DRIVERS)
 def test_random_histories_agree_with_the_table_of_moves(kind: Kind, way: str, fast_directory: Path):
     """D1, L1, L5, T3: thousands of histories, on every store, sync, async and batched."""
-    print(f"LAW_SEED={SEED} LAW_HISTORIES={HISTORIES}")  # shown when it fails
+    histories = int(HISTORIES or kind.histories)
+    print(f"LAW_SEED={SEED} LAW_HISTORIES={histories}")  # shown when it fails
     driver = DRIVERS[way](kind, fast_directory)
     begin = seed(zlib.crc32(f"{SEED} {kind.name} {way}".encode()))(lambda: Histories(driver))
     try:
         run_state_machine_as_test(
             begin,
             settings=settings(
-                max_examples=HISTORIES,
+                max_examples=histories,
                 stateful_step_count=STEPS,
                 derandomize=False,  # else every store would get the same histories
                 phases=[Phase.generate, Phase.shrink],

@@ -100,6 +100,9 @@ def _end_to_end(headers: Headers) -> list[tuple[bytes, bytes]]:
 # than the body it keeps. The tables only ever grow at their ends: old records refer to them.
 
 _RESPONSE, _JSON, _BYTES = 1, 2, 3
+# What a store may make of them before it keeps them: see stores/at_rest.py.
+COMPRESSED, SEALED = 4, 5
+PACKED = (b"\x04", b"\x05")
 _COMMON = (
     (b"content-type", b"application/json"),
     (b"content-type", b"application/problem+json"),

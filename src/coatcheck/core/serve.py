@@ -42,7 +42,7 @@ from coatcheck.core.record import (
     new_record,
     next_version,
 )
-from coatcheck.core.replay import KEEP, Fate
+from coatcheck.core.replay import KEEP, PACKED, Fate
 from coatcheck.errors import StoreUnavailable
 
 
@@ -247,6 +247,8 @@ def verdict(standing: Record, ticket: Ticket, policy: Policy, now_ms: int) -> Ve
 def _of_completed(standing: Record, ticket: Ticket) -> Replay | Refuse:
     if standing.response is None:
         return _refuse("result-unavailable", ticket, reason="its response was not kept")
+    if standing.response[:1] in PACKED:  # by an engine with a key ring, and this one has none
+        return _refuse("result-unavailable", ticket, reason="it is sealed, and here is no key")
     return Replay(standing, standing.response)
 
 

@@ -32,7 +32,8 @@ from coatcheck.engine.heart import Archive, Heart
 from coatcheck.engine.waiting import poll_pauses_s
 from coatcheck.errors import StoreUnavailable
 from coatcheck.operation import Operation, enter, leave
-from coatcheck.stores import AsyncStore, open_async_store
+from coatcheck.stores import AsyncStore, ThreadedStore, open_async_store
+from coatcheck.stores.at_rest import AtRest, KeyRing
 from coatcheck.telemetry import Observer
 
 P = ParamSpec("P")
@@ -56,8 +57,11 @@ class AsyncEngine:
         observers: Sequence[Observer] = (),
         sweep_every_s: float | None = SWEEP_EVERY_S,
         archive: Archive | None = None,
+        keyring: KeyRing | None = None,
     ) -> None:
         self.store = open_async_store(store) if isinstance(store, str) else store
+        if keyring is not None:  # in the writing thread: sealing takes its time
+            self.store = ThreadedStore(AtRest(self.store.blocking, keyring))
         self.desk = Desk(
             self.store.blocking,
             policy,

@@ -27,6 +27,7 @@ from coatcheck.engine.waiting import poll_pauses_s
 from coatcheck.errors import StoreUnavailable
 from coatcheck.operation import Operation, enter, leave
 from coatcheck.stores import Batcher, Store, open_store
+from coatcheck.stores.at_rest import AtRest, KeyRing
 from coatcheck.telemetry import Observer
 
 P = ParamSpec("P")
@@ -45,6 +46,7 @@ class Engine:
         observers: called with each `Decision`.
         sweep_every_s: about how often this engine sweeps; None: never.
         archive: called with expired records before they are deleted.
+        keyring: seals what is stored of responses (X1).
     """
 
     def __init__(
@@ -57,8 +59,10 @@ class Engine:
         observers: Sequence[Observer] = (),
         sweep_every_s: float | None = SWEEP_EVERY_S,
         archive: Archive | None = None,
+        keyring: KeyRing | None = None,
     ) -> None:
-        self.store = open_store(store) if isinstance(store, str) else store
+        opened = open_store(store) if isinstance(store, str) else store
+        self.store = opened if keyring is None else AtRest(opened, keyring)
         self.desk = Desk(
             self.store,
             policy,

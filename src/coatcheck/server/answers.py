@@ -18,6 +18,10 @@ from coatcheck.core.replay import (
     for_client,
 )
 from coatcheck.core.serve import Ending, Replay, Ticket
+from coatcheck.errors import StoreUnavailable, Unreadable
+
+# The store is not there, or what it holds cannot be read: either way nothing may run.
+OUTAGES = (StoreUnavailable, Unreadable)
 
 RAN_NOT = "whether this request ran before cannot be told now, so it was not run"
 RAN_UNRECORDED = "this request ran, but its outcome could not be recorded"

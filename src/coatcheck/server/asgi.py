@@ -13,8 +13,8 @@ from __future__ import annotations
 from coatcheck.core.policy import SAFE_METHODS, Policy
 from coatcheck.core.problem import Problem
 from coatcheck.engine import AsyncEngine
-from coatcheck.errors import Misconfigured, StoreUnavailable
-from coatcheck.server.answers import refused
+from coatcheck.errors import Misconfigured
+from coatcheck.server.answers import OUTAGES, refused
 from coatcheck.server.asgi_input import App, AsgiScope, Receive, Rewound, Send, read, request_of
 from coatcheck.server.asgi_visit import Visit, refuse_unrun, respond
 from coatcheck.server.body import Body
@@ -138,7 +138,7 @@ class IdempotencyMiddleware:
         """Look at the store before the first request; False where it is not there (D2)."""
         try:
             await self.engine.start()
-        except StoreUnavailable as error:
+        except OUTAGES as error:
             request.body.close()
             await refuse_unrun(send, policy, error)
             return False
@@ -176,7 +176,7 @@ class IdempotencyMiddleware:
             if not self.engine.is_started:
                 await self.engine.start()
             (record,) = await self.engine.store.get((id,))
-        except StoreUnavailable as error:
+        except OUTAGES as error:
             await refuse_unrun(send, policy, error)
             return
         accepted = request.header(b"accept-encoding")

@@ -21,9 +21,9 @@ from coatcheck.core.serve import Answer, Ending, Execute, Executed, Ticket
 from coatcheck.engine import AsyncEngine
 from coatcheck.engine.desk import logger
 from coatcheck.engine.heart import Held
-from coatcheck.errors import StoreUnavailable
 from coatcheck.operation import Operation, enter, leave
 from coatcheck.server.answers import (
+    OUTAGES,
     RAN_NOT,
     RAN_UNRECORDED,
     ending_of,
@@ -140,7 +140,7 @@ class Visit:
         engine, policy = self._guard.engine, self._policy
         try:
             step = await engine.advance(self._flow, policy, as_value=False)
-        except StoreUnavailable as error:
+        except OUTAGES as error:
             await refuse_unrun(self._client_send, policy, error)
             return
         if not isinstance(step, Execute):
@@ -235,7 +235,7 @@ class Visit:
             else:
                 assert not isinstance(step, Execute)
                 await self._answer(step)
-        except StoreUnavailable as error:
+        except OUTAGES as error:
             logger.error("executed, but the store is unavailable: %s", error)
             refusal = problem("store-unavailable", id=self._claim.id, reason=RAN_UNRECORDED)
             await respond(send, refused(refusal, policy))
@@ -258,7 +258,7 @@ async def respond(send: Send, response: Response, *, more_body: bool = False) ->
     await send({"type": "http.response.body", "body": body, "more_body": more_body})
 
 
-async def refuse_unrun(send: Send, policy: Policy, error: StoreUnavailable) -> None:
+async def refuse_unrun(send: Send, policy: Policy, error: Exception) -> None:
     """Fail closed: without the store nothing runs (D2)."""
     logger.error("refused, the store is unavailable: %s", error)
     await respond(send, refused(problem("store-unavailable", reason=RAN_NOT), policy))

@@ -22,9 +22,10 @@ from coatcheck.core.replay import Response, fate_of
 from coatcheck.core.serve import Answer, Ending, Execute, Executed, Ticket
 from coatcheck.engine import Engine
 from coatcheck.engine.desk import logger
-from coatcheck.errors import Misconfigured, StoreUnavailable
+from coatcheck.errors import Misconfigured
 from coatcheck.operation import Operation, enter
 from coatcheck.server.answers import (
+    OUTAGES,
     RAN_NOT,
     RAN_UNRECORDED,
     ending_of,
@@ -133,7 +134,7 @@ class IdempotencyMiddleware:
         if not self.engine.is_started:
             try:
                 self.engine.start()
-            except StoreUnavailable as error:
+            except OUTAGES as error:
                 return _refuse_unrun(start_response, policy, error)
         ticket = self.counter.ticket(request, policy, key, None)
         if self.counter.is_held_by(request, ticket):
@@ -162,7 +163,7 @@ class IdempotencyMiddleware:
             if not self.engine.is_started:
                 self.engine.start()
             (record,) = self.engine.store.get((id,))
-        except StoreUnavailable as error:
+        except OUTAGES as error:
             return _refuse_unrun(start_response, policy, error)
         accepted = request.header(b"accept-encoding")
         asked = Asked(request.path, self.engine.desk.now_ms(), accepted)
@@ -200,7 +201,7 @@ class _Visit:
         """Claim, execute, answer."""
         try:
             step = self._engine.advance(self._flow, self._policy, as_value=False)
-        except StoreUnavailable as error:
+        except OUTAGES as error:
             return _refuse_unrun(self._start_response, self._policy, error)
         if isinstance(step, Execute):
             return self._execute(step.claim)
@@ -274,7 +275,7 @@ class _Visit:
             ending = Ending(fate, None)
         try:
             step = self._engine.advance(self._flow, self._policy, ending)
-        except StoreUnavailable as error:
+        except OUTAGES as error:
             logger.error("executed, but the store is unavailable: %s", error)
             _close(said)
             return self._refuse(problem("store-unavailable", id=claim.id, reason=RAN_UNRECORDED))
@@ -346,7 +347,7 @@ def _respond(start_response: StartResponse, response: Response) -> Iterable[byte
 
 
 def _refuse_unrun(
-    start_response: StartResponse, policy: Policy, error: StoreUnavailable
+    start_response: StartResponse, policy: Policy, error: Exception
 ) -> Iterable[bytes]:
     """Fail closed: without the store nothing runs (D2)."""
     logger.error("refused, the store is unavailable: %s", error)

@@ -7,9 +7,10 @@ Stores do not know each other, and nothing here knows what a request is.
 
 from __future__ import annotations
 
+from importlib import import_module
 from urllib.parse import urlsplit
 
-from coatcheck.errors import Misconfigured
+from coatcheck.errors import Misconfigured, MissingExtra
 from coatcheck.stores.batching import Batcher
 from coatcheck.stores.contract import (
     AsyncStore,
@@ -18,6 +19,7 @@ from coatcheck.stores.contract import (
     Query,
     Store,
 )
+from coatcheck.stores.declared import DECLARED
 from coatcheck.stores.memory import AsyncMemoryStore, MemoryStore
 from coatcheck.stores.threaded import ThreadedStore
 
@@ -34,9 +36,13 @@ __all__ = [
 ]
 
 
+# By the scheme of its URLs.
+_STORES = {url.partition(":")[0]: declared for declared in DECLARED for url in declared.urls}
+
+
 def open_store(url: str, *, create: bool = True) -> Store:
     """
-    The store that *url* names, for sync code: `memory://` or `sqlite:///path`.
+    The store that *url* names, for sync code: `sqlite:///path`, `postgresql://host/db` and so on.
 
     Where *create* is False it must be there already: who looks must not make what is looked for.
     """
@@ -44,16 +50,18 @@ def open_store(url: str, *, create: bool = True) -> Store:
         scheme = urlsplit(url).scheme
     except ValueError as error:
         raise Misconfigured(f"{url!r} is not a URL: {error}") from error
-    if scheme == "memory":
-        if not create:
-            raise Misconfigured("memory:// ends with its process, so there is nothing to look at")
-        return MemoryStore()
-    if scheme == "sqlite":
-        from coatcheck.stores.sqlite import SqliteStore  # noqa: PLC0415 - opened only if asked for
-
-        return SqliteStore.from_url(url, create=create)
-    message = f"no store is known for {scheme or url!r}; use memory:// or sqlite:///path"
-    raise Misconfigured(message)
+    declared = _STORES.get(scheme)
+    if declared is None:
+        known = ", ".join(f"{scheme}://" for scheme in _STORES)
+        raise Misconfigured(f"no store is known for {scheme or url!r}; there are {known}")
+    try:
+        module = import_module(f"coatcheck.stores.{declared.module}")
+    except ModuleNotFoundError as error:
+        if not declared.extra:
+            raise
+        raise MissingExtra(declared.extra, error.name or declared.title) from error
+    store: Store = getattr(module, declared.name).from_url(url, create=create)
+    return store
 
 
 def open_async_store(url: str) -> AsyncStore:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 
 from coatcheck.core.record import GONE, Record, Swap, is_retention_over
+from coatcheck.errors import Misconfigured
 from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, Store, matches
 from coatcheck.stores.fork import renew_after_fork
 
@@ -23,6 +24,13 @@ class MemoryStore:
         self._records: dict[bytes, Record] = {}
         self._renew()
         renew_after_fork(self)
+
+    @classmethod
+    def from_url(cls, _url: str, *, create: bool = True) -> MemoryStore:
+        """A new one, whatever stands behind `memory://`."""
+        if not create:
+            raise Misconfigured("memory:// ends with its process, so there is nothing to look at")
+        return cls()
 
     def _renew(self) -> None:
         """A child has a copy, and nobody in it holds the lock."""

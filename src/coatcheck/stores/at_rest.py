@@ -1,0 +1,169 @@
+"""At rest: what is stored of a response, smaller and, with a key ring, unreadable to others (X1).
+
+A store around a store. It changes two fields of a record on their way in, `response` and
+`progress`, and changes them back on their way out, so nobody else knows of it. Large ones are
+compressed where that saves something; with a key ring all of them are sealed with AES-256-GCM,
+under the newest key, bound to their record and field: what was copied to another record does not
+open there. What was stored before there was a ring stays readable.
+
+Invariant: what cannot be opened is an error, never an empty answer: a record that nobody can read
+still says that the work was done.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from coatcheck.core.record import Record, Swap
+from coatcheck.core.replay import COMPRESSED, PACKED, SEALED
+from coatcheck.errors import Misconfigured, MissingExtra, Unreadable
+from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, Store
+
+# 1 KiB: below this there is little to save. An eighth must go, or it is not worth the unpacking.
+COMPRESSED_BYTES_MIN = 1_024
+_SAVED_MIN = 1 / 8
+
+_KEY_BYTES = 32
+_NONCE_BYTES = 12  # what GCM is made for; random, so 2³² records for each key
+_NAME_BYTES_MAX = 255
+
+
+class KeyRing:
+    """
+    The keys that open what is stored; the last one seals.
+
+    To rotate, add a key at the end, on every node; take the old one away when the window of all
+    that it sealed is over.
+
+    Args:
+        keys: name → 32 random bytes. Names are stored beside what they seal; keys are not.
+    """
+
+    def __init__(self, keys: Mapping[str, bytes]) -> None:
+        try:
+            from cryptography.exceptions import InvalidTag  # noqa: PLC0415 - only if asked for
+            from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # noqa: PLC0415 - as above
+        except ModuleNotFoundError as error:
+            raise MissingExtra("encryption", "cryptography") from error
+        if not keys:
+            raise Misconfigured("a key ring needs at least one key: {'2026-11': os.urandom(32)}")
+        self._invalid: type[Exception] = InvalidTag
+        self._ciphers: dict[bytes, Any] = {}
+        for name, key in keys.items():
+            if not 1 <= len(name.encode()) <= _NAME_BYTES_MAX:
+                raise Misconfigured(f"the key {name[:20]!r}: a name has 1 to 255 bytes")
+            if len(key) != _KEY_BYTES:
+                raise Misconfigured(f"the key {name!r} has {len(key)} bytes; AES-256 takes 32")
+            self._ciphers[name.encode()] = AESGCM(key)
+        self._newest = list(self._ciphers)[-1]
+
+    def __repr__(self) -> str:
+        return f"KeyRing({', '.join(name.decode() for name in self._ciphers)})"
+
+    def seal(self, text: bytes, about: bytes) -> bytes:
+        """*text*, so that only this ring opens it, and only for the same *about*."""
+        name, nonce = self._newest, os.urandom(_NONCE_BYTES)
+        sealed = self._ciphers[name].encrypt(nonce, text, about)
+        return b"%c%c%b%b%b" % (SEALED, len(name), name, nonce, sealed)
+
+    def open(self, blob: bytes, about: bytes) -> bytes:
+        """What `seal` made *blob* of."""
+        start = 2 + blob[1]
+        name, nonce = blob[2:start], blob[start : start + _NONCE_BYTES]
+        cipher = self._ciphers.get(name)
+        if cipher is None:
+            known = ", ".join(name.decode() for name in self._ciphers)
+            raise Unreadable(f"sealed with the key {name.decode()!r}; the ring has {known}")
+        try:
+            text: bytes = cipher.decrypt(nonce, blob[start + _NONCE_BYTES :], about)
+        except self._invalid as error:
+            message = f"the key {name.decode()!r} does not open it: another key, or it was changed"
+            raise Unreadable(message) from error
+        return text
+
+
+class AtRest:
+    """*store*, with what it keeps compressed where it pays, and sealed where there is a ring."""
+
+    def __init__(self, store: Store, keyring: KeyRing | None = None) -> None:
+        self._store = store
+        self._keyring = keyring
+
+    def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
+        """Write each record if the version its caller saw still stands."""
+        lost = self._store.swap([self._packed_swap(swap) for swap in swaps])
+        return [None if record is None else self._unpacked(record) for record in lost]
+
+    def get(self, ids: Sequence[bytes]) -> Sequence[Record | None]:
+        """The records that stand, in the order of *ids*."""
+        found = self._store.get(ids)
+        return [None if record is None else self._unpacked(record) for record in found]
+
+    def find(self, query: Query) -> Page:
+        """Records for operators; what cannot be opened is shown as it is."""
+        page = self._store.find(query)
+        return Page([self._shown(record) for record in page.records], page.next_after_id)
+
+    def sweep(self, now_ms: int, limit: int = SWEEP_BATCH) -> int:
+        """Delete what retention allows."""
+        return self._store.sweep(now_ms, limit)
+
+    def check(self) -> Sequence[Finding]:
+        """What the doctor sees of the store beneath."""
+        return self._store.check()
+
+    def now_ms(self) -> int:
+        """The clock of the store beneath."""
+        return self._store.now_ms()
+
+    def close(self) -> None:
+        """Close the store beneath."""
+        self._store.close()
+
+    def _packed_swap(self, swap: Swap) -> Swap:
+        record = swap.record
+        if record is None or (record.response is None and record.progress is None):
+            return swap
+        packed = record._replace(
+            progress=self._packed(record.progress, record.id + _PROGRESS),
+            response=self._packed(record.response, record.id + _RESPONSE),
+        )
+        return Swap(swap.id, swap.expected, packed)
+
+    def _packed(self, blob: bytes | None, about: bytes) -> bytes | None:
+        if blob is None:
+            return None
+        looks_packed = blob[:1] in PACKED  # none of ours does, but whatever is given comes back
+        if looks_packed or len(blob) >= COMPRESSED_BYTES_MIN:
+            smaller = b"%c%b" % (COMPRESSED, zlib.compress(blob))
+            if looks_packed or len(smaller) <= len(blob) * (1 - _SAVED_MIN):
+                blob = smaller
+        return blob if self._keyring is None else self._keyring.seal(blob, about)
+
+    def _unpacked(self, record: Record) -> Record:
+        if record.response is None and record.progress is None:
+            return record
+        return record._replace(
+            progress=self._unpacked_blob(record.progress, record.id + _PROGRESS),
+            response=self._unpacked_blob(record.response, record.id + _RESPONSE),
+        )
+
+    def _unpacked_blob(self, blob: bytes | None, about: bytes) -> bytes | None:
+        if blob and blob[0] == SEALED:
+            if self._keyring is None:
+                raise Unreadable("it is sealed, and there is no key ring here")
+            blob = self._keyring.open(blob, about)
+        return zlib.decompress(blob[1:]) if blob and blob[0] == COMPRESSED else blob
+
+    def _shown(self, record: Record) -> Record:
+        try:
+            return self._unpacked(record)
+        except Unreadable:
+            return record
+
+
+_PROGRESS = b"progress"
+_RESPONSE = b"response"

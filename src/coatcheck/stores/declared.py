@@ -1,0 +1,93 @@
+"""What each store declares of itself: its URL, what it needs, and which promises it can keep.
+
+The table in the documentation and the law-suite are made from this: a promise that a store cannot
+keep is a field here, and the law then asserts what the store does instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declaration:
+    """One store."""
+
+    title: str
+    urls: tuple[str, ...]
+    module: str  # in coatcheck.stores
+    name: str  # of its class
+    extra: str = ""  # what brings its driver: pip install 'coatcheck[extra]'
+    survives: str
+    shared_by: str
+    keeps: str = "everything"
+    durable: bool = True  # what was acknowledged is there after close, crash and reopening
+    shared: bool = True  # every process that opens the URL sees the same records
+    closes: bool = True  # a closed store refuses further use with StoreUnavailable
+    sweeps: bool = True  # forgets when told to, on the caller's clock; else by itself, on its own
+
+
+MEMORY = Declaration(
+    title="memory",
+    urls=("memory://",),
+    module="memory",
+    name="MemoryStore",
+    survives="nothing",
+    shared_by="one process, which may forget",
+    durable=False,
+    shared=False,
+    closes=False,
+)
+SQLITE = Declaration(
+    title="SQLite",
+    urls=("sqlite:///path", "sqlite:////absolute/path"),
+    module="sqlite",
+    name="SqliteStore",
+    survives="a crash of the process and of the machine",
+    shared_by="any number of processes on one machine",
+)
+POSTGRES = Declaration(
+    title="PostgreSQL",
+    urls=("postgresql://user@host/database",),
+    module="postgres",
+    name="PostgresStore",
+    extra="postgres",
+    survives="what a commit survives; with a synchronous standby, the loss of the primary",
+    shared_by="any number of machines",
+)
+MYSQL = Declaration(
+    title="MySQL and MariaDB",
+    urls=("mysql://user@host/database",),
+    module="mysql",
+    name="MysqlStore",
+    extra="mysql",
+    survives="what a commit survives",
+    shared_by="any number of machines",
+)
+REDIS = Declaration(
+    title="Redis and Valkey",
+    urls=(
+        "redis://host/0",
+        "rediss://host/0",
+        "redis+sentinel://host,host/service/0",
+        "redis+cluster://host",
+    ),
+    module="redis",
+    name="RedisStore",
+    extra="redis",
+    survives="a crash of the process; of the machine what its append-only file has synced",
+    shared_by="any number of machines",
+    sweeps=False,
+)
+DYNAMODB = Declaration(
+    title="DynamoDB",
+    urls=("dynamodb://table?region=…",),
+    module="dynamodb",
+    name="DynamoStore",
+    extra="dynamodb",
+    survives="the loss of a data centre",
+    shared_by="any number of machines",
+    keeps="400 kB; a longer response is not kept, and a retry is told so",
+)
+
+DECLARED = (MEMORY, SQLITE, POSTGRES, MYSQL, REDIS, DYNAMODB)

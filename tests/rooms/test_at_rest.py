@@ -1,0 +1,259 @@
+"""At rest: what a store keeps of a response, sealed and smaller."""
+
+import asyncio
+import io
+import sqlite3
+from contextlib import closing
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from laws.records import ID, claim_of, id_of
+
+from coatcheck import (
+    AsyncEngine,
+    Engine,
+    KeyRing,
+    Misconfigured,
+    ResultUnavailable,
+    Unreadable,
+    open_store,
+)
+from coatcheck.core.record import Swap, completed
+from coatcheck.server.asgi import IdempotencyMiddleware as AsgiGuard
+from coatcheck.server.wsgi import IdempotencyMiddleware as WsgiGuard
+from coatcheck.stores import Query
+from coatcheck.stores.at_rest import AtRest
+
+OLD, NEW, OTHER = {"old": b"o" * 32}, {"new": b"n" * 32}, {"new": b"x" * 32}
+SECRET = "the card ends in 4242"
+
+
+@pytest.fixture
+def url(tmp_path):
+    return f"sqlite:///{tmp_path}/keys.db"
+
+
+def stored_bytes(url):
+    with closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as connection:
+        (blob,) = connection.execute("select response from coatcheck_records").fetchone()
+    return blob
+
+
+def charge(ran):
+    ran.append(1)
+    return {"answer": SECRET}
+
+
+def run_once(url, keys, ran):
+    with Engine(url, keyring=KeyRing(keys) if keys else None) as engine:
+        return engine.run("order-1", lambda: charge(ran), scope="charge")
+
+
+def test_what_is_stored_cannot_be_read_and_a_retry_gets_it(url):
+    """X1."""
+    ran = []
+    assert run_once(url, NEW, ran) == run_once(url, NEW, ran) == {"answer": SECRET}
+    assert len(ran) == 1
+    assert SECRET.encode() not in stored_bytes(url)
+
+
+def test_without_a_ring_it_can_be_read(url):
+    """X1: so that the test before this one proves something."""
+    run_once(url, None, [])
+    assert SECRET.encode() in stored_bytes(url)
+
+
+def test_a_ring_is_rotated_by_a_new_key_at_its_end(url):
+    """X1: what the old key sealed stays readable as long as the old key is there."""
+    ran = []
+    run_once(url, OLD, ran)
+    assert b"old" in stored_bytes(url)[:8]
+    assert run_once(url, OLD | NEW, ran) == {"answer": SECRET}
+    with Engine(url, keyring=KeyRing(OLD | NEW)) as engine:
+        engine.run("order-2", lambda: charge(ran), scope="charge")
+        blobs = [record.response for record in open_store(url).find(Query()).records]
+    assert sorted(blob[2 : 2 + blob[1]] for blob in blobs) == [b"new", b"old"]
+    assert len(ran) == 2
+
+
+def test_what_was_stored_before_there_was_a_ring_stays_readable(url):
+    """X1."""
+    ran = []
+    run_once(url, None, ran)
+    assert run_once(url, NEW, ran) == {"answer": SECRET}
+    assert len(ran) == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (OLD, "sealed with the key 'new'; the ring has old"),
+        (OTHER, "does not open it"),
+        (None, "no key"),
+    ],
+)
+def test_a_wrong_or_missing_key_is_an_error_and_never_a_second_run(url, keys, said):
+    """X1, L1."""
+    ran = []
+    run_once(url, NEW, ran)
+    with pytest.raises((Unreadable, ResultUnavailable), match=said):
+        run_once(url, keys, ran)
+    assert len(ran) == 1
+
+
+def test_what_was_moved_to_another_record_does_not_open_there(url):
+    """X1: the operation's id is part of what is sealed."""
+    with closing(AtRest(open_store(url), KeyRing(NEW))) as store:
+        for number in (1, 2):
+            claim = claim_of(id_of(number))
+            store.swap([Swap(claim.id, 0, claim)])
+            store.swap([Swap(claim.id, claim.version, completed(claim, b"%d" % number))])
+        with closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as connection:
+            connection.execute(
+                "update coatcheck_records set response ="
+                " (select response from coatcheck_records where id = ?)",
+                (id_of(1),),
+            )
+            connection.commit()
+        assert store.get([id_of(1)])[0].response == b"1"
+        with pytest.raises(Unreadable):
+            store.get([id_of(2)])
+
+
+def test_one_record_that_cannot_be_opened_does_not_spoil_its_batch(url):
+    """L5: its neighbours' writes took effect, and they must hear so."""
+    ran = []
+    run_once(url, NEW, ran)
+
+    async def story():
+        async with AsyncEngine(url, keyring=KeyRing(OLD)) as engine:
+
+            async def place(number):
+                return number
+
+            asked = [engine.run(f"new-{n}", place, n) for n in range(20)]
+            stuck = engine.run("order-1", never, scope="charge")
+            return await asyncio.gather(*asked, stuck, return_exceptions=True)
+
+    *answers, error = asyncio.run(story())
+    assert answers == list(range(20))
+    assert isinstance(error, Unreadable)
+    assert len(ran) == 1
+
+
+async def never():
+    raise AssertionError
+
+
+@pytest.mark.parametrize("keyring", [None, KeyRing(NEW)], ids=["plain", "sealed"])
+@given(blob=st.binary(max_size=200) | st.binary(min_size=1, max_size=9).map(lambda b: b * 500))
+def test_whatever_is_stored_comes_back(keyring, blob):
+    """X1."""
+    with closing(AtRest(open_store("memory://"), keyring)) as store:
+        claim = claim_of()._replace(progress=blob)
+        store.swap([Swap(ID, 0, claim)])
+        done = completed(claim, blob)
+        store.swap([Swap(ID, claim.version, done)])
+        assert store.get([ID]) == [done]
+        assert store.find(Query()).records == [done]
+        assert store.swap([Swap(ID, 0, claim)]) == [done]
+
+
+def test_large_answers_are_compressed_where_that_saves_something():
+    beneath = open_store("memory://")
+    store = AtRest(beneath)
+    sizes = {}
+    for number, blob in enumerate([b"\x01" + b"abc" * 1_000, b"\x01" + random_bytes(3_000)]):
+        claim = claim_of(id_of(number))
+        store.swap([Swap(claim.id, 0, claim)])
+        store.swap([Swap(claim.id, claim.version, completed(claim, blob))])
+        sizes[number] = len(beneath.get([claim.id])[0].response)
+        assert store.get([claim.id])[0].response == blob
+    assert sizes[0] < 100
+    assert sizes[1] == 3_001
+
+
+def random_bytes(count):
+    number, made = 1, bytearray()
+    while len(made) < count:
+        number = number * 6_364_136_223_846_793_005 + 1_442_695_040_888_963_407 & (1 << 64) - 1
+        made += (number >> 33).to_bytes(4, "big")
+    return bytes(made[:count])
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({}, "at least one key"),
+        ({"a": b"short"}, "5 bytes"),
+        ({"": b"k" * 32}, "1 to 255 bytes"),
+        ({"n" * 256: b"k" * 32}, "1 to 255 bytes"),
+    ],
+)
+def test_a_ring_that_cannot_work_is_refused_when_it_is_made(keys, said):
+    with pytest.raises(Misconfigured, match=said):
+        KeyRing(keys)
+
+
+def test_a_ring_shows_no_key():
+    assert repr(KeyRing(OLD | NEW)) == "KeyRing(old, new)"
+
+
+# --- over HTTP ---------------------------------------------------------------------------------
+
+ENVIRON = {
+    "REQUEST_METHOD": "POST",
+    "PATH_INFO": "/orders",
+    "HTTP_IDEMPOTENCY_KEY": "k-1",
+    "CONTENT_LENGTH": "0",
+}
+
+
+def test_over_wsgi_an_answer_that_cannot_be_opened_is_503(url):
+    """X1, D2."""
+    ran = []
+
+    def app(environ, start_response):
+        ran.append(1)
+        start_response("201 Created", [("Content-Type", "text/plain")])
+        return [b"secret"]
+
+    statuses = []
+    for keys in (NEW, OLD, NEW):
+        with Engine(url, keyring=KeyRing(keys)) as engine:
+            guard = WsgiGuard(app, engine=engine)
+            environ = {**ENVIRON, "wsgi.input": io.BytesIO()}
+            said = guard(environ, lambda status, headers, _info=None: statuses.append(status))
+            b"".join(said)
+            getattr(said, "close", bool)()
+    assert [status[:3] for status in statuses] == ["201", "503", "201"]
+    assert len(ran) == 1
+
+
+def test_over_asgi_an_answer_that_cannot_be_opened_is_503(url):
+    """X1, D2."""
+    ran, statuses = [], []
+
+    async def app(asgi_scope, receive, send):
+        ran.append(1)
+        await send({"type": "http.response.start", "status": 201, "headers": []})
+        await send({"type": "http.response.body", "body": b"secret"})
+
+    async def receive():
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message):
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    async def story():
+        for keys in (NEW, OLD, NEW):
+            async with AsyncEngine(url, keyring=KeyRing(keys)) as engine:
+                headers = [(b"idempotency-key", b"k-1")]
+                scope = {"type": "http", "method": "POST", "path": "/", "headers": headers}
+                await AsgiGuard(app, engine=engine)(scope, receive, send)
+
+    asyncio.run(story())
+    assert statuses == [201, 503, 201]
+    assert len(ran) == 1
