@@ -6,11 +6,13 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import RESULTS, facts
-from benchmarks.questions import NAMES, question
+from benchmarks.questions import NAMES, TIMED, UNTIMED, question
 from benchmarks.report import Table
 
 
@@ -22,8 +24,7 @@ def main() -> int:
     print("  ".join(f"{name}: {value}" for name, value in machine.items() if name != "packages"))
     print("  ".join(f"{name} {number}" for name, number in machine["packages"].items()), "\n")
     tables: list[Table] = []
-    for name in chosen.only or NAMES:
-        table = question(name).measure(quick=chosen.quick)
+    for table in _answers(chosen.only or NAMES, quick=chosen.quick):
         tables.append(table)
         print(table.text(), "\n", flush=True)
     machine["took_s"] = round(time.monotonic() - started_s)
@@ -37,6 +38,16 @@ def main() -> int:
     ]
     print(f"{machine['took_s']} s; {chosen.json}; missed: {', '.join(missed) or 'nothing'}")
     return 0
+
+
+def _answers(names: Sequence[str], *, quick: bool) -> Iterator[Table]:
+    """One table after the other; what is not about time is asked at the same time, at the end."""
+    for name in names:
+        if name in TIMED:
+            yield question(name).measure(quick=quick)
+    with ThreadPoolExecutor(len(UNTIMED)) as threads:
+        untimed = [name for name in names if name in UNTIMED]
+        yield from threads.map(lambda name: question(name).measure(quick=quick), untimed)
 
 
 def _arguments() -> argparse.Namespace:

@@ -13,7 +13,7 @@ from coatcheck import AsyncEngine
 AT_A_TIME = 64
 ROUNDS = 5
 SLOT_S = 0.5
-SLOT_S_QUICK = 0.2
+SLOT_S_QUICK = 0.1
 # What an answer of a small API looks like, for the floors; the others keep their own.
 RESPONSE = b'{"order": 17, "state": "placed", "amount": 1999}'
 
