@@ -85,6 +85,14 @@ def test_a_batch_is_one_statement_also_where_some_of_it_lost(store, monkeypatch)
     assert [answer and answer.nonce for answer in answers] == [7] * 5 + [None] * 15
 
 
+def test_what_is_said_often_is_prepared(store):
+    store.swap([claim()])
+    with store._writer as connection:
+        assert connection.prepare_threshold == 0
+        names = connection.execute("select statement from pg_prepared_statements").fetchall()
+    assert any("insert into" in name for (name,) in names)
+
+
 def test_a_single_swap_that_wins_is_one_plain_statement(store, monkeypatch):
     said = []
     execute = Connection.execute
@@ -93,7 +101,9 @@ def test_a_single_swap_that_wins_is_one_plain_statement(store, monkeypatch):
     )
     assert store.swap([claim()]) == [None]
     assert store.swap([complete(claim_of())]) == [None]
-    assert [text.split()[0] for text in said] == [b"insert", b"update"]
+    assert [text.split()[0] for text in said] == [b"select", b"insert", b"update"]
+    # Once, when it connects, it asks who is there.
+    assert said[0] == b"select pg_backend_pid()"
 
 
 def test_who_loses_against_a_claim_younger_than_its_statement_gets_that_claim(store, url):
@@ -277,11 +287,20 @@ def test_a_promoted_standby_takes_over_without_losing_a_claim(own):
 
 
 def test_it_works_behind_pgbouncer_in_transaction_mode(url):
-    """D1: a client's next statement may meet another session, with nothing prepared in it."""
+    """
+    D1: a client's next statement may meet another session.
+
+    What was prepared there under the same name is somebody else's statement, so nothing may be.
+    """
     bouncer = Pgbouncer(postgres(), sessions=2)
     schema = url.partition("?")[2]
     stores = [open_store(f"{bouncer.url}?{schema}") for _ in range(4)]
     try:
+        for store in stores:
+            store.now_ms()
+            store.swap([claim(id_of(next(NUMBERS) + 100_000))])
+            with store._writer as connection:
+                assert connection.prepare_threshold is None
         with ThreadPoolExecutor(4) as threads:
             ids = [id_of(number) for number in range(200)]
             answers = list(

@@ -30,11 +30,8 @@ _OF_THE_RECORD = (errors.DataError, errors.IntegrityError, errors.ProgramLimitEx
 # How the codes begin with which the server says that it has certainly not written: it only reads,
 # it refuses us, something is full, our table or its rights are gone.
 _UNWRITTEN = frozenset({"25", "28", "3D", "3F", "42", "53"})
-# Behind PgBouncer a statement may meet a session in which it was never prepared, or was already.
-_NOT_PREPARED_HERE = (errors.InvalidSqlStatementName, errors.DuplicatePreparedStatement)
-# Nothing was done, and the same again will do: also after a deadlock or a failed serialization.
+# Nothing was done, and the same again will do.
 _ONCE_MORE = (
-    *_NOT_PREPARED_HERE,
     errors.DeadlockDetected,
     errors.SerializationFailure,
     errors.TransactionRollback,
@@ -85,7 +82,6 @@ class Link:
         self._connection: Connection | None = None
         self._inherited: list[Connection | None] = []
         self._closed = False
-        self._prepares = True
         self._renew()
         renew_after_fork(self)
 
@@ -117,14 +113,12 @@ class Link:
         if self._closed:
             raise StoreUnavailable("the store is closed")
         try:
-            connection = Connection.connect(
-                self._conninfo,
-                autocommit=True,
-                prepare_threshold=0 if self._prepares else None,
-            )
+            connection = Connection.connect(self._conninfo, autocommit=True, prepare_threshold=None)
+            connection.timeout_s = self._timeout_s
+            if _is_direct(connection):
+                connection.prepare_threshold = 0
         except psycopg.Error as error:
             raise StoreUnavailable(_sentence(error)) from error
-        connection.timeout_s = self._timeout_s
         register(connection)
         self._connection = connection
         return connection
@@ -146,9 +140,6 @@ class Link:
             raise StoreUnavailable(_sentence(error), is_ambiguous=is_ambiguous) from error
 
     def _is_hurt(self, error: BaseException) -> bool:
-        if isinstance(error, _NOT_PREPARED_HERE):
-            self._prepares = False
-            return True
         # A server that only reads was the one that writes, before somebody else was promoted.
         if isinstance(error, errors.ReadOnlySqlTransaction) or not isinstance(error, Exception):
             return True
@@ -167,6 +158,17 @@ class Link:
         with self._mutex:
             self._closed = True
             self._drop()
+
+
+def _is_direct(connection: Connection) -> bool:
+    """
+    Who answers is who greeted us: there is nobody like PgBouncer in between.
+
+    Behind one, the next statement may meet another session, in which the name of what we have
+    prepared stands for a statement of somebody else's. So nothing is prepared there.
+    """
+    (pid,) = connection.execute(b"select pg_backend_pid()").fetchone() or (None,)
+    return bool(pid == connection.info.backend_pid)
 
 
 def _sentence(error: psycopg.Error) -> str:
