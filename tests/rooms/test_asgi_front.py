@@ -13,6 +13,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from coatcheck import current_operation
+from coatcheck.server import asgi_front
 from coatcheck.server.asgi import IdempotencyMiddleware
 
 SERVERS = "RequestResponseCycle.run_asgi"
@@ -139,24 +140,27 @@ def test_a_timeout_in_front_of_a_served_application_does_not_stop_the_work():
     asyncio.run(story())
 
 
-def test_the_operation_is_over_for_whoever_is_in_front():
+def test_the_operation_is_over_for_whoever_is_in_front(monkeypatch):
     """The server's task goes on after a visit, and must not look as if it were still in it."""
     inside, after = [], []
 
     async def tell(request: Request) -> PlainTextResponse:
         inside.append(current_operation())
-        return PlainTextResponse("done")
+        return await where(request)
 
-    class Front(IdempotencyMiddleware):
-        async def __call__(self, asgi_scope, receive, send) -> None:
-            await super().__call__(asgi_scope, receive, send)
-            after.append(current_operation())
+    guard = guarded(Starlette(routes=[Route("/", tell, methods=["POST"])]))
 
-    app = Starlette(routes=[Route("/", tell, methods=["POST"])])
+    async def front(asgi_scope, receive, send) -> None:
+        await guard(asgi_scope, receive, send)
+        after.append(current_operation())
+
+    # Known to be harmless, so that all of it runs in one task, as behind the framework's own.
+    known = asgi_front._HARMLESS | {(__name__, front.__qualname__)}
+    monkeypatch.setattr(asgi_front, "_HARMLESS", known)
 
     async def story() -> None:
-        async with Serving(Front(app, store="memory://")) as server:
-            assert await server.post() == "done"
+        async with Serving(front) as server:
+            assert await server.post() == SERVERS
 
     asyncio.run(story())
     assert inside[0] is not None
