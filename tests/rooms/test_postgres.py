@@ -268,6 +268,13 @@ def test_a_server_that_only_reads_is_refused(own):
         assert store.check()[0].level == "error"
 
 
+def test_a_server_that_could_forget_is_warned_of_when_it_is_opened(url, caplog):
+    """D3: the tests' own server has `fsync` off."""
+    with closing(open_store(url)) as store:
+        assert "fsync = off" in caplog.text
+        assert "fsync = off" in store.check()[0].message
+
+
 def test_a_promoted_standby_takes_over_without_losing_a_claim(own):
     """D1, D3: with synchronous replication, nothing that was acknowledged is lost."""
     standby = own.standby()

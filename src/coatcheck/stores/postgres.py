@@ -12,6 +12,7 @@ on that server; with `synchronous_commit` and a synchronous standby, the loss of
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, TypedDict
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
@@ -26,6 +27,8 @@ from coatcheck.stores import postgres_rows as rows
 from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query
 from coatcheck.stores.postgres_link import TRIES, Connection, Link
 from coatcheck.stores.postgres_schema import Names, findings_of, prepare
+
+logger = logging.getLogger("coatcheck")
 
 # 5 s: thousands of round trips. Who has waited that long is better told so.
 TIMEOUT_S = 5.0
@@ -61,6 +64,9 @@ class PostgresStore:
         self._keeper = Link(where, timeout_s)
         try:
             self._keeper.run(lambda connection: prepare(connection, names, create=create))
+            for finding in self.check():  # a store that could forget says so when it is opened
+                if finding.level != "ok":
+                    logger.warning("postgresql: %s", finding.message)
         except BaseException:
             self.close()
             raise

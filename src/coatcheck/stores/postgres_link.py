@@ -115,12 +115,13 @@ class Link:
         try:
             connection = Connection.connect(self._conninfo, autocommit=True, prepare_threshold=None)
             connection.timeout_s = self._timeout_s
+            self._connection = connection
             if _is_direct(connection):
                 connection.prepare_threshold = 0
         except psycopg.Error as error:
+            self._drop()
             raise StoreUnavailable(_sentence(error)) from error
         register(connection)
-        self._connection = connection
         return connection
 
     def __exit__(
