@@ -55,15 +55,17 @@ def problems() -> str:
 
 def stores() -> str:
     """What each store declares of itself."""
-    lines = [NOTE, "# Stores\n", "| store | URL | needs | survives | shared by | keeps | forgets |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    first = "| store | URL | needs | survives | shared by | keeps | forgets | waiters elsewhere "
+    first += "| transaction mode |"
+    lines = [NOTE, "# Stores\n", first, "|---|---|---|---|---|---|---|---|---|"]
     for store in DECLARED:
         urls = ", ".join(f"`{url}`" for url in store.urls)
         needs = f"`coatcheck[{store.extra}]`" if store.extra else "nothing"
         forgets = "when swept" if store.sweeps else "by itself, on its own clock"
+        waiters = "are woken" if store.wakes else "poll" if store.shared else "there are none"
         lines.append(
             f"| {store.title} | {urls} | {needs} | {store.survives} | {store.shared_by} "
-            f"| {store.keeps} | {forgets} |"
+            f"| {store.keeps} | {forgets} | {waiters} | {'yes' if store.transacts else 'no'} |"
         )
     lines += ["", "Every one passes the same law-suite (`tests/laws`), sync and async."]
     return "\n".join(lines) + "\n"

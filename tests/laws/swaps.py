@@ -35,7 +35,7 @@ from .records import (
     next_attempt,
 )
 
-STRANGE_IDS = (b"\x00" * 16, b"\xff" * 16, b"\x00\xff" * 8, b"';\r\n\x00\"%s?:id{}\xfe")
+STRANGE_IDS = (b"\x00" * 16, b"\xff" * 16, b"\x00\xff" * 8, b"';\r\n\x00\"%s?:id{}\\\xfe")
 STRANGE_TEXTS = (
     "",
     "x" * 255,

@@ -58,6 +58,7 @@ BUILDERS: dict[str, Callable[[Record, int, int], Record | None]] = {
     "renew": lambda r, now_ms, nonce: renewed(
         r, now_ms + (LEASE_MS, 2 * RETENTION_MS)[nonce % 2]
     )._replace(progress=b"%d" % nonce),
+    "hand over": lambda r, now_ms, nonce: renewed(r, now_ms + LEASE_MS)._replace(nonce=nonce),
     "complete": lambda r, _now_ms, nonce: completed(r, (None, b"", b"%d" % nonce)[nonce % 3]),
     "release": lambda r, _now_ms, _: failed(r),
     "park": lambda r, _now_ms, _: in_doubt(r),

@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from itertools import count
+from uuid import UUID
 
 import psycopg
 import pytest
@@ -19,6 +20,7 @@ from coatcheck import Engine, Misconfigured, StoreUnavailable
 from coatcheck.core.record import Swap, completed
 from coatcheck.stores import Query, open_store
 from coatcheck.stores.postgres_link import Connection
+from coatcheck.stores.postgres_rows import row_of, statements_for
 
 NUMBERS = count()
 MANY = [id_of(number) for number in range(1, 21)]
@@ -101,18 +103,17 @@ def test_a_single_swap_that_wins_is_one_plain_statement(store, monkeypatch):
     )
     assert store.swap([claim()]) == [None]
     assert store.swap([complete(claim_of())]) == [None]
-    assert [text.split()[0] for text in said] == [b"select", b"insert", b"update"]
-    # Once, when it connects, it asks who is there.
+    # Once, when it connects, it asks who is there, and says how it wants its rows found.
     assert said[0] == b"select pg_backend_pid()"
+    assert [text.split()[0] for text in said[1:]] == [b"set", b"insert", b"update"]
 
 
 def test_who_loses_against_a_claim_younger_than_its_statement_gets_that_claim(store, url):
     """L3: what the winner commits while we wait for it is in no snapshot of ours."""
     with session(url) as other, ThreadPoolExecutor(1) as threads:
         rival = claim_of(MANY[3], nonce=99)
-        columns = ", ".join(rival._fields)
-        marks = ", ".join(["%s"] * len(rival))
-        other.execute(f"insert into coatcheck_records ({columns}) values ({marks})", rival)
+        insert = statements_for("coatcheck_records").claim_one
+        other.execute(insert, row_of(rival, compact=False))
         asked = threads.submit(store.swap, [claim(id) for id in MANY])
         eventually(lambda: waiting_sessions(url))
         other.commit()
@@ -126,7 +127,7 @@ def test_a_change_that_loses_against_a_younger_change_gets_it(store, url):
     with session(url) as other, ThreadPoolExecutor(1) as threads:
         other.execute(
             "update coatcheck_records set version = version + 5, nonce = 99 where id = %s",
-            (MANY[3],),
+            (UUID(bytes=MANY[3]),),
         )
         asked = threads.submit(store.swap, [complete(claim_of(id)) for id in MANY])
         eventually(lambda: waiting_sessions(url))
@@ -147,15 +148,35 @@ def test_a_deadlock_with_somebody_else_is_tried_again(url):
     with closing(open_store(sooner)) as store, session(url) as other:
         store.swap([claim(id) for id in MANY])
         other.execute("set deadlock_timeout = '60s'")
-        other.execute("update coatcheck_records set label = 'x' where id = %s", (MANY[-1],))
+        other.execute(
+            "update coatcheck_records set label = 'x' where id = %s", (UUID(bytes=MANY[-1]),)
+        )
         with ThreadPoolExecutor(2) as threads:
             asked = threads.submit(store.swap, [complete(claim_of(id)) for id in MANY])
             eventually(lambda: waiting_sessions(url))
             locked = "select id from coatcheck_records where id = %s for update"
-            others = threads.submit(other.execute, locked, (MANY[0],))
+            others = threads.submit(other.execute, locked, (UUID(bytes=MANY[0]),))
             others.result(START_S_MAX)  # ours was ended, so that the other one got on
             other.commit()
             assert asked.result(START_S_MAX) == [None] * len(MANY)
+
+
+def test_rows_are_found_by_an_index_also_if_the_table_was_empty_when_that_was_decided(store, url):
+    """A plan that is kept must hold when there are millions."""
+    for start in range(0, 200, 20):  # after the first few, PostgreSQL keeps the plan
+        ids = [id_of(number) for number in range(start, start + 20)]
+        assert store.swap([claim(id) for id in ids]) == [None] * 20
+        assert store.swap([complete(claim_of(id)) for id in ids]) == [None] * 20
+        assert all(store.get(ids))
+    for link in (store._writer, store._reader):
+        with link as connection:
+            connection.execute("select pg_stat_force_next_flush()")
+    with session(url, autocommit=True) as other:
+        read = other.execute(
+            "select seq_tup_read, idx_tup_fetch >= 400 from pg_stat_user_tables"
+            " where relname = 'coatcheck_records' and schemaname = current_schema()"
+        ).fetchall()
+    assert read == [(0, True)]
 
 
 def test_completing_stays_on_its_page_and_touches_no_index(store, url):
@@ -173,6 +194,26 @@ def test_completing_stays_on_its_page_and_touches_no_index(store, url):
     assert counts == [(20, 20)]
 
 
+def test_a_compact_store_keeps_no_text_and_nothing_that_is_usual(url):
+    """Nor does it take room for it."""
+    with closing(open_store(f"{url}&compact=1")) as store, session(url) as other:
+        record = claim_of()._replace(label="POST /orders", scope="caller", key="key")
+        assert store.swap([Swap(ID, 0, record)]) == [None]
+        assert store.swap([complete(record)]) == [None]
+        assert store.get([ID]) == [completed(claim_of(), b"done")]
+        columns = "label, scope, key, attempt, lease_until_ms, progress"
+        kept = other.execute(f"select {columns} from coatcheck_records").fetchall()
+        assert kept == [(None,) * 6]
+
+
+def test_an_id_that_is_no_digest_is_refused_and_its_company_is_not(store):
+    with pytest.raises(ValueError, match="16"):
+        store.swap([claim(), claim(b"short")])
+    with pytest.raises(psycopg.DataError):
+        store.swap([claim(b"short")])
+    assert store.get([ID]) == [None]
+
+
 # --- the sweep ---------------------------------------------------------------------------------
 
 
@@ -181,10 +222,25 @@ def test_a_sweep_and_a_claim_do_not_wait_for_each_other(store, url):
     store.swap([claim(id) for id in MANY])
     late_ms = NOW_MS + 2 * RETENTION_MS
     with session(url) as other:
-        other.execute("select id from coatcheck_records where id = %s for update", (MANY[0],))
+        other.execute(
+            "select id from coatcheck_records where id = %s for update", (UUID(bytes=MANY[0]),)
+        )
         assert store.sweep(late_ms) == len(MANY) - 1  # what is held is left for the next time
         assert store.swap([claim(id_of(99))]) == [None]
     assert store.sweep(late_ms) == 2
+
+
+def test_a_sweep_waits_for_no_disk_and_everybody_else_does(store):
+    """T3: forgetting need not survive a crash."""
+    store.swap([claim(id) for id in MANY])
+    with store._keeper as connection:
+        connection.execute("begin")
+    assert store.sweep(NOW_MS + 2 * RETENTION_MS) == len(MANY)
+    with store._keeper as connection:
+        show = "show synchronous_commit"
+        assert connection.execute(show).fetchone() == ("off",)
+        connection.execute("commit")
+        assert connection.execute(show).fetchone() == ("on",)
 
 
 # --- trouble -----------------------------------------------------------------------------------
@@ -237,7 +293,9 @@ def test_nobody_waits_longer_than_was_said(url):
     """D2: a server that does not answer is like none, and the write may have been made."""
     with closing(open_store(f"{url}&timeout=300ms")) as store, session(url) as other:
         store.swap([claim()])
-        other.execute("select id from coatcheck_records where id = %s for update", (ID,))
+        other.execute(
+            "select id from coatcheck_records where id = %s for update", (UUID(bytes=ID),)
+        )
         began = time.monotonic()
         with pytest.raises(StoreUnavailable, match="does not answer") as caught:
             store.swap([complete(claim_of())])

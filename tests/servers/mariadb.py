@@ -24,10 +24,10 @@ SETTINGS = {
 class Mariadb(Server):
     """One server, in which every store has a database of its own."""
 
-    def __init__(self, **settings: str) -> None:
+    def __init__(self, *, on_disk: bool = False, **settings: str) -> None:
         self._program = find_program("mariadbd", *PLACES, package="mariadb-server")
         install = find_program("mariadb-install-db", *PLACES, package="mariadb-server")
-        super().__init__("mariadb")
+        super().__init__("mariadb", on_disk=on_disk)
         self._numbers = count()
         self.data = self.directory / "data"
         self._user = f"--user={getpass.getuser()}" if os.getuid() == 0 else ""

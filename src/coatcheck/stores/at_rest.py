@@ -15,12 +15,14 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from coatcheck.core.record import Record, Swap
 from coatcheck.core.replay import COMPRESSED, PACKED, SEALED
 from coatcheck.errors import Misconfigured, MissingExtra, Unreadable
-from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, Store
+from coatcheck.stores.contract import SWEEP_BATCH, Bell, Finding, Page, Query, Store, bell_of
+from coatcheck.stores.ledger import Ledger
 
 # 1 KiB: below this there is little to save. An eighth must go, or it is not worth the unpacking.
 COMPRESSED_BYTES_MIN = 1_024
@@ -119,9 +121,25 @@ class AtRest:
         """The clock of the store beneath."""
         return self._store.now_ms()
 
+    def bell(self) -> Bell | None:
+        """The bell of the store beneath; it carries no records."""
+        return bell_of(self._store)
+
     def close(self) -> None:
         """Close the store beneath."""
         self._store.close()
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """The ledger of the store beneath, where it has one."""
+        inner = getattr(self._store, "ledger", None)
+        if not isinstance(inner, Ledger):
+            return None
+        return replace(
+            inner,
+            claim=lambda swap, wait_ms: inner.claim(self._packed_swap(swap), wait_ms),
+            change=lambda swap: inner.change(self._packed_swap(swap)),
+        )
 
     def _packed_swap(self, swap: Swap) -> Swap:
         record = swap.record

@@ -2,7 +2,8 @@
 
 A store is one primitive, `swap`: compare-and-swap of one record by version, in bulk, giving back
 the record that stands where it loses. Everything else a store does is for waiting (`get`), for
-people (`find`, `check`) and for cleaning up (`sweep`).
+people (`find`, `check`) and for cleaning up (`sweep`). A store that can carry a word from node to
+node also offers a `Bell`.
 
 Invariants that the law-suite (`tests/laws`) holds every store to:
 - each swap is atomic on its own, against any number of processes; of two equal swaps one wins;
@@ -23,6 +24,8 @@ from coatcheck.core.record import Record, State, Swap, is_retention_over
 # holds a write lock for about a millisecond.
 SWEEP_BATCH = 500
 FIND_LIMIT = 100
+# 4 000: what can be said at once; half of what PostgreSQL takes.
+BELL_CHARS_MAX = 4_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,3 +148,50 @@ class AsyncStore(Protocol):
     async def close(self) -> None:
         """Let go of files, connections and threads."""
         ...
+
+
+class Bell(Protocol):
+    """
+    What is said at one node is heard at every node that listens, its own included; or it is lost.
+
+    Used by one thread. It raises what it likes: who uses it then closes it, and opens it again.
+    A forked child opens it anew, and leaves the parent's connection alone.
+    """
+
+    def open(self) -> bool:
+        """Connect, and listen from now on; False where that can never be."""
+        ...
+
+    def fileno(self) -> int:
+        """What becomes readable when there is something to hear."""
+        ...
+
+    def ring(self, words: str) -> None:
+        """Say *words* to all: plain ASCII, at most `BELL_CHARS_MAX`."""
+        ...
+
+    def heard(self) -> Sequence[str]:
+        """What was said since the last time, without waiting for more."""
+        ...
+
+    def ping(self) -> None:
+        """Raise, if nothing would be heard any more."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the connection, until it is opened again."""
+        ...
+
+
+@runtime_checkable
+class HasBell(Protocol):
+    """A store that may have a bell."""
+
+    def bell(self) -> Bell | None:
+        """A bell that rings for everybody on the same records; None where there is none."""
+        ...
+
+
+def bell_of(store: Store) -> Bell | None:
+    """The bell of *store*, if it has one."""
+    return store.bell() if isinstance(store, HasBell) else None

@@ -25,6 +25,8 @@ class Declaration:
     shared: bool = True  # every process that opens the URL sees the same records
     closes: bool = True  # a closed store refuses further use with StoreUnavailable
     sweeps: bool = True  # forgets when told to, on the caller's clock; else by itself, on its own
+    transacts: bool = False  # a record can be written in the handler's own transaction (L9)
+    wakes: bool = False  # who waits on another node is woken by a bell; else it only polls
 
 
 MEMORY = Declaration(
@@ -45,6 +47,7 @@ SQLITE = Declaration(
     name="SqliteStore",
     survives="a crash of the process and of the machine",
     shared_by="any number of processes on one machine",
+    transacts=True,
 )
 POSTGRES = Declaration(
     title="PostgreSQL",
@@ -54,6 +57,8 @@ POSTGRES = Declaration(
     extra="postgres",
     survives="what a commit survives; with a synchronous standby, the loss of the primary",
     shared_by="any number of machines",
+    wakes=True,
+    transacts=True,
 )
 MYSQL = Declaration(
     title="MySQL and MariaDB",
@@ -63,6 +68,7 @@ MYSQL = Declaration(
     extra="mysql",
     survives="what a commit survives",
     shared_by="any number of machines",
+    transacts=True,
 )
 REDIS = Declaration(
     title="Redis and Valkey",
@@ -78,6 +84,7 @@ REDIS = Declaration(
     survives="a crash of the process; of the machine what its append-only file has synced",
     shared_by="any number of machines",
     sweeps=False,
+    wakes=True,
 )
 DYNAMODB = Declaration(
     title="DynamoDB",

@@ -12,7 +12,6 @@ affected rows. Only if not is anything read, and the stamps of the rows tell who
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
@@ -22,7 +21,8 @@ from coatcheck.core.record import GONE, Record, Swap
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores import mysql_schema as schema
 from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query
-from coatcheck.stores.mysql_line import Address, Line, Row, Session
+from coatcheck.stores.mysql_ledger import ledger_for
+from coatcheck.stores.mysql_line import Address, Line, Row, Session, new_stamp
 from coatcheck.stores.mysql_rows import Statements, record_of, stamp_of
 from coatcheck.stores.mysql_url import TABLE, named_by
 
@@ -50,6 +50,7 @@ class MysqlStore:
         self._address = address
         self._table = table
         self._statements = Statements(table, compact=compact)
+        self.ledger = ledger_for(address, table, compact=compact)
         self._writer = Line(address)
         self._reader = Line(address)
         self._finder = Line(address)
@@ -78,7 +79,7 @@ class MysqlStore:
     def _swap_alone(self, session: Session, swap: Swap) -> Record | None:
         """One plain statement where it wins, one more where it loses, and no transaction."""
         for _ in range(_LOOKS_MAX):
-            if session.write(self._statements.alone(swap, _new_stamp())) == 1:
+            if session.write(self._statements.alone(swap, new_stamp())) == 1:
                 return None
             standing = self._read(session, (swap.id,)).get(swap.id)
             if standing is None and (swap.expected or swap.record is None):
@@ -90,7 +91,7 @@ class MysqlStore:
 
     def _swap_together(self, session: Session, swaps: Sequence[Swap]) -> dict[bytes, Record]:
         """What stands instead, for each of *swaps* that lost."""
-        stamp = _new_stamp()
+        stamp = new_stamp()
         writes = [swap for swap in swaps if swap.record is not None]
         rows = [
             self._statements.row_of(swap.record, swap.expected or -stamp)
@@ -211,8 +212,3 @@ class MysqlStore:
     ) -> list[Row]:
         statements = self._statements.read([swap.id for swap in swaps], but_stamp=but_stamp)
         return list(chain.from_iterable(map(session.read, statements)))
-
-
-def _new_stamp() -> int:
-    """A number that nobody else has; of 62 bits, and not 0."""
-    return secrets.randbits(62) + 1

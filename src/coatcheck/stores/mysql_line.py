@@ -287,3 +287,8 @@ class Line:
 def _code_of(error: pymysql.MySQLError) -> int:
     """What kind of error it is; 0 where the driver does not say."""
     return error.args[0] if error.args and isinstance(error.args[0], int) else 0
+
+
+def new_stamp() -> int:
+    """A number that nobody else has; of 62 bits, and not 0."""
+    return secrets.randbits(62) + 1

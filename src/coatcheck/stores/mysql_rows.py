@@ -31,9 +31,9 @@ _IDS_MAX = 500
 _HEX_BYTES_MAX = 1_024
 
 _FIELDS = tuple("`key`" if name == "key" else name for name in Record._fields)
-_COLUMNS = (*_FIELDS, "stamp")
-_NAMES = ", ".join(_COLUMNS)
-_STAMP = _COLUMNS.index("stamp")
+COLUMNS = (*_FIELDS, "stamp")
+_NAMES = ", ".join(COLUMNS)
+_STAMP = COLUMNS.index("stamp")
 
 # The version goes last: an assignment sees what those before it have assigned.
 _CHANGED = (*(name for name in _FIELDS if name not in ("id", "version")), "version")
@@ -90,7 +90,7 @@ class Statements:
         if record is None:
             return _sent(f"delete from {self._table} {where}")
         _, *values = self._values_of(record, -stamp)
-        changes = ",".join(map("{}={}".format, _COLUMNS[1:], values))
+        changes = ",".join(map("{}={}".format, COLUMNS[1:], values))
         return _sent(f"update {self._table} set {changes} {where}")
 
     def claim(self, rows: Sequence[str], bytes_max: int) -> Iterator[bytes]:

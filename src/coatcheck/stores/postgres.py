@@ -13,7 +13,8 @@ on that server; with `synchronous_commit` and a synchronous standby, the loss of
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, TypedDict
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
@@ -24,7 +25,9 @@ from coatcheck.core.policy import duration_ms
 from coatcheck.core.record import GONE, Record, Swap
 from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.stores import postgres_rows as rows
-from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query
+from coatcheck.stores.contract import SWEEP_BATCH, Bell, Finding, Page, Query
+from coatcheck.stores.postgres_bell import PostgresBell
+from coatcheck.stores.postgres_ledger import ledger_for
 from coatcheck.stores.postgres_link import TRIES, Connection, Link
 from coatcheck.stores.postgres_schema import Names, findings_of, prepare
 
@@ -32,6 +35,9 @@ logger = logging.getLogger("coatcheck")
 
 # 5 s: thousands of round trips. Who has waited that long is better told so.
 TIMEOUT_S = 5.0
+# 100: a commit also takes to disk what the sweep has logged by then, and that is 29 kB. With 500 at
+# once, the slowest hundredth of all claims took three times as long as without a sweep.
+SWEEP_STEP = 100
 
 
 class PostgresStore:
@@ -59,8 +65,10 @@ class PostgresStore:
         names = Names(schema)
         self._statements = rows.statements_for(names.records)
         where = _conninfo(conninfo, timeout_s)
-        self._writer = Link(where, timeout_s, writes=True)
-        self._reader = Link(where, timeout_s)
+        self.ledger = ledger_for(where, self._statements, compact=compact)
+        self._new_bell = partial(PostgresBell, where, names.records, timeout_s)
+        self._writer = Link(where, timeout_s, writes=True, prepares=True)
+        self._reader = Link(where, timeout_s, prepares=True)
         self._keeper = Link(where, timeout_s)
         try:
             self._keeper.run(lambda connection: prepare(connection, names, create=create))
@@ -97,7 +105,7 @@ class PostgresStore:
         for _ in range(TRIES):
             if self._write_alone(connection, swap):
                 return None
-            standing = self._read(connection, (swap.id,)).get(swap.id)
+            standing = self._read_alone(connection, swap.id)
             if (0 if standing is None else standing.version) != swap.expected:
                 return GONE if standing is None else standing
             # It lost, and yet it should win: its rival went between the two statements.
@@ -141,13 +149,17 @@ class PostgresStore:
             return GONE if stood is None else stood
         return self._swap_alone(connection, swap)  # something younger than that
 
-    def _read(self, connection: Connection, ids: Sequence[bytes]) -> dict[bytes, Record]:
-        found = connection.execute(self._statements.read, (list(ids),), binary=True)
+    def _read_alone(self, connection: Connection, id: bytes) -> Record | None:
+        row = connection.execute(self._statements.read_one, (id,), binary=True).fetchone()
+        return None if row is None else rows.record_of(row)
+
+    def _read_together(self, connection: Connection, ids: Sequence[bytes]) -> dict[bytes, Record]:
+        found = connection.execute(self._statements.read_many, (rows.ids_of(ids),), binary=True)
         return {row[0]: rows.record_of(row) for row in found}
 
     def get(self, ids: Sequence[bytes]) -> Sequence[Record | None]:
         """The records that stand, in the order of *ids*."""
-        standing = self._reader.run(lambda connection: self._read(connection, ids))
+        standing = self._reader.run(lambda connection: self._read_together(connection, ids))
         return [standing.get(id) for id in ids]
 
     def find(self, query: Query) -> Page:
@@ -160,11 +172,18 @@ class PostgresStore:
         return Page(records, records[-1].id if len(found) > query.limit else None)
 
     def sweep(self, now_ms: int, limit: int = SWEEP_BATCH) -> int:
-        """Delete up to *limit* records whose retention is over."""
-        values = {"now": now_ms, "limit": limit}
-        return self._keeper.run(
-            lambda connection: connection.execute(self._statements.sweep, values).rowcount
-        )
+        """Delete up to *limit* records whose retention is over, in small steps."""
+        taken = 0
+        while taken < limit:
+            step = min(SWEEP_STEP, limit - taken)
+            count = self._keeper.run(partial(self._sweep, values={"now": now_ms, "limit": step}))
+            taken += count
+            if count < step:
+                break
+        return taken
+
+    def _sweep(self, connection: Connection, values: Mapping[str, int]) -> int:
+        return connection.execute(self._statements.sweep, values).rowcount
 
     def check(self) -> Sequence[Finding]:
         """Whether what is acknowledged stays."""
@@ -178,6 +197,10 @@ class PostgresStore:
         statement = b"select (extract(epoch from clock_timestamp()) * 1000)::bigint"
         (now_ms,) = self._reader.run(lambda c: c.execute(statement).fetchone()) or (0,)
         return int(now_ms)
+
+    def bell(self) -> Bell:
+        """A connection that listens; it will say that it cannot, behind a pooler."""
+        return self._new_bell()
 
     def close(self) -> None:
         """Close the connections."""

@@ -41,6 +41,10 @@ class TextArray(_Array):
     """text[]."""
 
 
+class UuidArray(_Array):
+    """uuid[]."""
+
+
 # Of each type: the array's number in the server's catalogue, and its element's.
 _NUMBERS = {
     Int2Array: (1005, 21),
@@ -48,9 +52,11 @@ _NUMBERS = {
     Int8Array: (1016, 20),
     ByteaArray: (1001, 17),
     TextArray: (1009, 25),
+    UuidArray: (2951, 2950),
 }
 _INTEGERS = {Int2Array: (2, "h"), Int4Array: (4, "i"), Int8Array: (8, "q")}
 _NULL = b"\xff\xff\xff\xff"
+_UUID_BYTES = 16
 
 
 def register(connection: Connection[Any]) -> None:
@@ -95,7 +101,10 @@ _length = struct.Struct(">i").pack
 
 
 def _bytes(array: type[_Array], values: Sequence[bytes | None]) -> _Array:
-    pieces: list[bytes] = [_head(array, len(values), int(None in values))]
+    nulls = values.count(None)
+    if nulls == len(values):
+        return _nothing(array, nulls)
+    pieces: list[bytes] = [_head(array, len(values), int(nulls > 0))]
     for value in values:
         if value is None:
             pieces.append(_NULL)
@@ -104,8 +113,26 @@ def _bytes(array: type[_Array], values: Sequence[bytes | None]) -> _Array:
     return array(b"".join(pieces))
 
 
+@lru_cache(maxsize=1_024)
+def _nothing(array: type[_Array], count: int) -> _Array:
+    """So many nulls: what most columns of most batches are."""
+    return array(_head(array, count, 1) + _NULL * count)
+
+
 def _texts(values: Sequence[str]) -> _Array:
-    return _bytes(TextArray, [value.encode() for value in values])
+    """An empty text is none."""
+    return _bytes(TextArray, [value.encode() if value else None for value in values])
+
+
+def _uuids(values: Sequence[bytes]) -> _Array:
+    """16 bytes each, or none."""
+    lengths = {*map(len, values)}
+    if lengths == {_UUID_BYTES}:
+        size = _length(_UUID_BYTES)
+        return UuidArray(_head(UuidArray, len(values), 0) + size + size.join(values))
+    if not lengths <= {0, _UUID_BYTES}:
+        raise ValueError(f"{max(lengths)} bytes, where PostgreSQL keeps {_UUID_BYTES}")
+    return _bytes(UuidArray, [value or None for value in values])
 
 
 # How a column of each type is packed.
@@ -115,4 +142,5 @@ PACKED: dict[str, Callable[[Sequence[Any]], bytes]] = {
     "bigint": partial(_integers, Int8Array),
     "bytea": partial(_bytes, ByteaArray),
     "text": _texts,
+    "uuid": _uuids,
 }

@@ -37,6 +37,9 @@ _ONCE_MORE = (
     errors.TransactionRollback,
 )
 _LEAVES_AS_IT_IS = (*_OF_THE_RECORD, *_ONCE_MORE)
+# What is prepared is planned once, perhaps while the table is empty; and its plan, which must hold
+# for millions of rows, is not made anew before the next vacuum.
+_BY_INDEX = b"set enable_seqscan = off; set enable_hashjoin = off; set enable_mergejoin = off"
 # Each time somebody else got on, so this many times is far more than enough.
 TRIES = 10
 
@@ -73,12 +76,16 @@ class Link:
         conninfo: where to, in the driver's words.
         timeout_s: how long connecting may take, and each statement.
         writes: what goes over it changes records, so that an answer may be lost.
+        prepares: a few statements go over it all the time, which find their rows by an index.
     """
 
-    def __init__(self, conninfo: str, timeout_s: float, *, writes: bool = False) -> None:
+    def __init__(
+        self, conninfo: str, timeout_s: float, *, writes: bool = False, prepares: bool = False
+    ) -> None:
         self._conninfo = conninfo
         self._timeout_s = timeout_s
         self._writes = writes
+        self._prepares = prepares
         self._connection: Connection | None = None
         self._inherited: list[Connection | None] = []
         self._closed = False
@@ -116,7 +123,8 @@ class Link:
             connection = Connection.connect(self._conninfo, autocommit=True, prepare_threshold=None)
             connection.timeout_s = self._timeout_s
             self._connection = connection
-            if _is_direct(connection):
+            if self._prepares and _is_direct(connection):
+                connection.execute(_BY_INDEX)
                 connection.prepare_threshold = 0
         except psycopg.Error as error:
             self._drop()

@@ -10,33 +10,47 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from coatcheck.core.record import Record, Swap
+from coatcheck.core.record import Record, Swap, new_record
 from coatcheck.core.scope import ID_BYTES
 from coatcheck.stores.contract import Query
 from coatcheck.stores.postgres_arrays import PACKED
 
 Row: TypeAlias = tuple[Any, ...]
 
-_TYPES = {
-    "id": "bytea",
-    "version": "bigint",
-    "state": "smallint",
-    "attempt": "integer",
-    "fingerprint": "bytea",
-    "created_ms": "bigint",
-    "lease_until_ms": "bigint",
-    "window_until_ms": "bigint",
-    "expires_ms": "bigint",
-    "nonce": "bigint",
-    "label": "text",
-    "scope": "text",
-    "key": "text",
-    "progress": "bytea",
-    "response": "bytea",
-}
-assert tuple(_TYPES) == Record._fields
-_COLUMNS = ", ".join(_TYPES)
-_CHANGEABLE = [name for name in _TYPES if name != "id"]
+# For each field of a record: its column, the type in which it is given, and what is kept of it.
+_COLUMNS = (
+    ("id", "uuid", "{}"),
+    ("version", "bigint", "{}"),
+    ("state", "smallint", "{}"),
+    ("attempt", "integer", "nullif({}, 1)"),
+    ("fingerprint", "uuid", "{}"),
+    ("age_ms", "bigint", "nullif({}, 1)"),
+    ("lease_until_ms", "bigint", "nullif({}, 0)"),
+    ("margin_ms", "bigint", "nullif({}, 3600000)"),
+    ("expires_ms", "bigint", "{}"),
+    ("nonce", "bigint", "{}"),
+    ("label", "text", "nullif({}, '')"),
+    ("scope", "text", "nullif({}, '')"),
+    ("key", "text", "nullif({}, '')"),
+    ("progress", "bytea", "{}"),
+    ("response", "bytea", "{}"),
+)
+assert len(_COLUMNS) == len(Record._fields)
+_NAMES = ", ".join(name for name, _, _ in _COLUMNS)
+# The fields in their order, as numbers, bytes and texts.
+_FIELDS = """
+    uuid_send(id), version, state, coalesce(attempt, 1), coalesce(uuid_send(fingerprint), ''),
+    (version - coalesce(age_ms, 1))::bigint, coalesce(lease_until_ms, 0),
+    (expires_ms - coalesce(margin_ms, 3600000))::bigint, expires_ms, nonce,
+    coalesce(label, ''), coalesce(scope, ''), coalesce(key, ''), progress, response
+"""
+# What a sweep may take; the first is what the index knows.
+_IS_OVER = (
+    "expires_ms / 1000 <= {}::bigint / 1000",
+    "expires_ms <= {}",
+    "version < {}",
+    "(state <> 0 or coalesce(lease_until_ms, 0) <= {})",
+)
 
 
 class Statements(NamedTuple):
@@ -45,58 +59,99 @@ class Statements(NamedTuple):
     claim_one: bytes
     change_one: bytes
     delete_one: bytes
+    read_one: bytes
     swap_many: bytes
-    read: bytes
+    read_many: bytes
     select: bytes
     sweep: bytes
 
 
 def statements_for(table: str) -> Statements:
     """The statements for *table*, a name that is quoted already."""
-    marks = ", ".join(f"%s::{type}" for type in _TYPES.values())
-    arrays = ", ".join(["%s"] * (1 + len(_TYPES)))
-    changes = ", ".join(f"{name} = g.{name}" for name in _CHANGEABLE)
-    assignments = ", ".join(f"{name} = %s::{_TYPES[name]}" for name in _CHANGEABLE)
     texts = {
-        "claim_one": f"insert into {table} ({_COLUMNS}) values ({marks}) on conflict do nothing",
-        "change_one": f"update {table} set {assignments} where id = %s and version = %s",
-        "delete_one": f"delete from {table} where id = %s and version = %s",
-        "swap_many": f"""
-            with given as materialized (
-              select * from unnest({arrays}) as g (expected, {_COLUMNS})
-            ), claimed as (
-              insert into {table} ({_COLUMNS}) select {_COLUMNS} from given
-              where expected = 0 order by id on conflict (id) do nothing returning id
-            ), changed as (
-              update {table} as r set {changes} from given as g
-              where r.id = g.id and r.version = g.expected and g.expected <> 0 returning r.id
-            ), lost as materialized (
-              select id from given where id not in (
-                select id from claimed union all select id from changed)
-            )
-            select lost.id, r.* from lost left join lateral (
-              select {_COLUMNS} from {table} as r where r.id = lost.id
-            ) as r on true
-        """,
-        "read": f"select {_COLUMNS} from {table} where id = any(%s::bytea[])",
-        "select": f"select {_COLUMNS} from {table}",
-        # Along the index on `expires_ms`; what somebody else holds is left for the next time.
-        "sweep": f"""
-            delete from {table} where id in (
-              select id from {table} where expires_ms <= %(now)s and version < %(now)s
-              and (state <> 0 or lease_until_ms <= %(now)s)
-              order by expires_ms limit %(limit)s for update skip locked)
-        """,
+        **_alone(table),
+        "swap_many": _swap_many(table),
+        "read_many": f"select {_FIELDS} from {table} where id = any(%s)",
+        "select": f"select {_FIELDS} from {table}",
+        "sweep": _sweep(table),
     }
     return Statements(**{name: text.encode() for name, text in texts.items()})
 
 
+def _alone(table: str) -> dict[str, str]:
+    """Plain statements about one record, whose values any driver can send and fetch."""
+    marks = {name: kept.format(_mark(type)) for name, type, kept in _COLUMNS}
+    values = ", ".join(marks.values())
+    changes = ", ".join(f"{name} = {mark}" for name, mark in marks.items() if name != "id")
+    return {
+        "claim_one": f"insert into {table} ({_NAMES}) values ({values}) on conflict do nothing",
+        "change_one": f"update {table} set {changes} where id = {_ID} and version = %s",
+        "delete_one": f"delete from {table} where id = {_ID} and version = %s",
+        "read_one": f"select {_FIELDS} from {table} where id = {_ID}",
+    }
+
+
+def _mark(type: str) -> str:
+    """Where a value goes; a digest goes as its bytes, or as none."""
+    return "nullif(encode(%s::bytea, 'hex'), '')::uuid" if type == "uuid" else f"%s::{type}"
+
+
+_ID = _mark("uuid")
+
+
+def _swap_many(table: str) -> str:
+    """One statement for a batch; each of its swaps is atomic."""
+    arrays = ", ".join(["%s"] * (1 + len(_COLUMNS)))
+    kept = ", ".join(kept.format(name) for name, _, kept in _COLUMNS)
+    changes = ", ".join(
+        f"{name} = {kept.format(f'g.{name}')}" for name, _, kept in _COLUMNS if name != "id"
+    )
+    return f"""
+        with given as materialized (
+          select * from unnest({arrays}) as g (expected, {_NAMES})
+        ), claimed as (
+          insert into {table} ({_NAMES}) select {kept} from given
+          where expected = 0 order by id on conflict (id) do nothing returning id
+        ), changed as (
+          update {table} as r set {changes} from given as g
+          where r.id = g.id and r.version = g.expected and g.expected <> 0 returning r.id
+        ), lost as materialized (
+          select id from given where id not in (
+            select id from claimed union all select id from changed)
+        )
+        select uuid_send(lost.id), r.* from lost left join lateral (
+          select {_FIELDS} from {table} as r where r.id = lost.id
+        ) as r on true
+    """
+
+
+def _sweep(table: str) -> str:
+    """
+    Along the index; what somebody else holds is left for the next time.
+
+    It waits for no disk, so that no claim waits for it there: what a crash brings back is swept
+    again, and whatever is acknowledged later stands behind it in the log.
+    """
+    is_over = " and ".join(_IS_OVER).replace("{}", "%(now)s")
+    return f"""
+        with lazily as materialized (
+          select set_config('synchronous_commit', 'off', true) as said
+        )
+        delete from {table} where (select said from lazily) is not null and ctid = any(array(
+          select ctid from {table} where {is_over}
+          order by expires_ms / 1000 limit %(limit)s for update skip locked))
+    """
+
+
 def row_of(record: Record, *, compact: bool) -> Row:
     """The values that write *record*."""
-    if compact:
-        return (*record[:10], "", "", "", *record[13:])
-    label, scope, key = record[10:13]
-    return (*record[:10], pack_text(label), pack_text(scope), pack_text(key), *record[13:])
+    texts = _NO_TEXTS if compact else map(pack_text, record[10:13])
+    created_ms, lease_until_ms, window_until_ms, expires_ms = record[5:9]
+    times_ms = (record[1] - created_ms, lease_until_ms, expires_ms - window_until_ms)
+    return (*record[:5], *times_ms, *record[8:10], *texts, *record[13:])
+
+
+_NO_TEXTS = ("", "", "")
 
 
 def columns_of(swaps: Sequence[Swap], *, compact: bool) -> list[bytes]:
@@ -110,15 +165,17 @@ def columns_of(swaps: Sequence[Swap], *, compact: bool) -> list[bytes]:
     return [pack(column) for pack, column in zip(_PACKED, columns, strict=True)]
 
 
-_PACKED = [PACKED[type] for type in ("bigint", *_TYPES.values())]
+_PACKED = [PACKED[type] for type in ("bigint", *(type for _, type, _ in _COLUMNS))]
+
+
+def ids_of(ids: Sequence[bytes]) -> bytes:
+    """The array that asks for *ids*."""
+    return PACKED["uuid"](ids)
 
 
 def record_of(row: Row) -> Record:
-    """The record that *row* was made of."""
-    label, scope, key = row[10:13]
-    return Record._make(
-        (*row[:10], unpack_text(label), unpack_text(scope), unpack_text(key), *row[13:])
-    )
+    """The record whose fields *row* has."""
+    return new_record((*row[:10], *map(unpack_text, row[10:13]), *row[13:]))
 
 
 _ESCAPE = "\x1b"
@@ -148,26 +205,25 @@ def unpack_text(packed: str) -> str:
 def find(query: Query, select: bytes) -> tuple[bytes, list[object]]:
     """The statement that finds what *query* asks for, and one more to see if there is more."""
     conditions = list(_conditions(query))
-    where = " and ".join(text for text, _ in conditions)
+    where = " and ".join(["true", *(text for text, _ in conditions)])
     values = [value for _, value in conditions]
     text = b"%b where %b order by id limit %%s" % (select, where.encode())
     return text, [*values, query.limit + 1]
 
 
 def _conditions(query: Query) -> Iterator[tuple[str, object]]:
-    yield "id > %s", query.after_id
+    if query.after_id:
+        yield f"id > {_ID}", query.after_id
     if query.id_prefix:
-        yield "id >= %s", query.id_prefix
-        yield "id <= %s", query.id_prefix.ljust(ID_BYTES, b"\xff")
+        yield f"id >= {_ID}", query.id_prefix.ljust(ID_BYTES, b"\x00")
+        yield f"id <= {_ID}", query.id_prefix.ljust(ID_BYTES, b"\xff")
     if query.key is not None:
-        yield "key = %s", pack_text(query.key)
+        yield "coalesce(key, '') = %s", pack_text(query.key)
     if query.label is not None:
-        yield "label = %s", pack_text(query.label)
+        yield "coalesce(label, '') = %s", pack_text(query.label)
     if query.state is not None:
         yield "state = %s", query.state
     if query.created_before_ms is not None:
-        yield "created_ms < %s", query.created_before_ms
+        yield "version - coalesce(age_ms, 1) < %s", query.created_before_ms
     if query.expired_at_ms is not None:
-        yield "expires_ms <= %s", query.expired_at_ms
-        yield "version < %s", query.expired_at_ms
-        yield "(state <> 0 or lease_until_ms <= %s)", query.expired_at_ms
+        yield from ((text.format("%s"), query.expired_at_ms) for text in _IS_OVER)

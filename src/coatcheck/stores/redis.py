@@ -12,12 +12,14 @@ A batch is one round trip: a script compares and writes, and answers only for th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Literal
 
 from coatcheck.core.record import GONE, Record, Swap
 from coatcheck.errors import CoatcheckError, Misconfigured, StoreUnavailable
 from coatcheck.stores import redis_values as values
-from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, matches
+from coatcheck.stores.contract import SWEEP_BATCH, Bell, Finding, Page, Query, matches
+from coatcheck.stores.redis_bell import RedisBell
 from coatcheck.stores.redis_cluster import Cluster
 from coatcheck.stores.redis_dangers import health_of
 from coatcheck.stores.redis_line import (
@@ -74,6 +76,7 @@ class RedisStore:
         self._allow = allow
         self._keys = values.Keys(prefix)
         self._place = _place(target, wait=wait, timeout_s=timeout_s)
+        self._new_bell = partial(RedisBell, target, prefix, timeout_s)
         self._packer = values.Packer(self._keys, compact=compact, is_spread=self._place.is_spread)
         try:
             self._refuse_dangers()
@@ -238,6 +241,10 @@ class RedisStore:
         self._refuse_refusals([told])
         seconds, microseconds = told
         return int(seconds) * 1_000 + int(microseconds) // 1_000
+
+    def bell(self) -> Bell:
+        """A connection that subscribes; and one that publishes, where there is something to say."""
+        return self._new_bell()
 
     def close(self) -> None:
         """Let go of all connections."""

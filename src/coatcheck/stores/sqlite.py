@@ -26,6 +26,7 @@ from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.stores import sqlite_rows as rows
 from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query
 from coatcheck.stores.sqlite_file import findings_about, identity_of, in_turn, prepare
+from coatcheck.stores.sqlite_ledger import ledger_for
 from coatcheck.stores.sqlite_line import Line
 
 # 5 s: thousands of commits of others. Who has waited that long for a lock is better told so.
@@ -57,6 +58,7 @@ class SqliteStore:
         self._identity = identity_of(self.path)
         self._rows_of = rows.Packer(compact=compact).rows_of  # used by who holds the writer
         self._busy_timeout_s = busy_timeout_s
+        self.ledger = ledger_for(self.path, busy_timeout_s, compact=compact)
         self._writer = Line(self.path, busy_timeout_s, writes=True)
         self._reader = Line(self.path, busy_timeout_s)
         self._finder = Line(self.path, busy_timeout_s)

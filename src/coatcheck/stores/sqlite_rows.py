@@ -155,6 +155,12 @@ def _above(prefix: bytes) -> bytes | None:
     return kept[:-1] + bytes([kept[-1] + 1]) if kept else None
 
 
+def row_of(record: Record, *, compact: bool) -> Row:
+    """The parameters that write *record* by itself."""
+    texts = ("", "", "") if compact else _packed(record.label, record.scope, record.key)
+    return (*record[:10], *texts, record.progress, record.response)
+
+
 class Packer:
     """
     Makes rows of records, for one caller at a time.

@@ -1,0 +1,84 @@
+"""Lent connections: the application's own, for the length of one transaction (L9).
+
+Known by their types' names, so that no driver is imported before somebody uses it. `contract` says
+what is done with one; then one file for each family of drivers; `source` says where they come
+from, `trouble` what their errors mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from coatcheck.errors import Misconfigured
+from coatcheck.lent.contract import AsyncLent, Lent
+
+__all__ = ["AsyncLent", "Lent", "is_async", "is_connection", "lent_by"]
+
+# Where a type comes from, whether its name says that it is async, and what it is to us.
+_KINDS = {
+    ("sqlite3", False): ("dbapi", "SqliteLent"),
+    ("psycopg", False): ("dbapi", "PsycopgLent"),
+    ("pymysql", False): ("dbapi", "PymysqlLent"),
+    ("MySQLdb", False): ("dbapi", "PymysqlLent"),
+    ("sqlalchemy", False): ("sqlalchemy", "AlchemyLent"),
+    ("django", False): ("django", "DjangoLent"),
+    ("psycopg", True): ("asynchronous", "PsycopgAsyncLent"),
+    ("asyncpg", True): ("asynchronous", "AsyncpgLent"),
+    ("aiosqlite", True): ("asynchronous", "AiosqliteLent"),
+    ("asyncmy", True): ("asynchronous", "AsyncmyLent"),
+    ("aiomysql", True): ("asynchronous", "AsyncmyLent"),
+    ("sqlalchemy", True): ("sqlalchemy", "AsyncAlchemyLent"),
+}
+_ALWAYS_ASYNC = frozenset({"asyncpg", "aiosqlite", "asyncmy", "aiomysql"})
+# Of the same packages come pools and the like, which only lead to one of these.
+_NAMES = frozenset(
+    {
+        *("Connection", "Session", "scoped_session", "BaseDatabaseWrapper", "ConnectionProxy"),
+        *("AsyncConnection", "AsyncSession", "async_scoped_session", "PoolConnectionProxy"),
+    }
+)
+
+
+def lent_by(handle: Any) -> Lent | AsyncLent:  # noqa: ANN401 - of whatever driver
+    """*handle*, a connection or session of the application's, as we use it."""
+    known = _KNOWN.get(type(handle)) or _known(type(handle))
+    lent: Lent | AsyncLent = known(handle)
+    return lent
+
+
+# What we have made of a type before, because it is asked for each transaction.
+_KNOWN: dict[type[Any], Callable[[Any], Any]] = {}
+
+
+def _known(type_: type[Any]) -> Callable[[Any], Any]:
+    kind = _kind_of(type_)
+    if kind is None:
+        name = f"{type_.__module__}.{type_.__qualname__}"
+        drivers = ", ".join(dict.fromkeys(driver for driver, _ in _KINDS))
+        raise Misconfigured(f"{name} is no connection that is known here; there are {drivers}")
+    module, name = _KINDS[kind]
+    known: Callable[[Any], Any] = getattr(import_module(f"coatcheck.lent.{module}"), name)
+    _KNOWN[type_] = known
+    return known
+
+
+def is_connection(handle: Any) -> bool:  # noqa: ANN401 - of whatever driver
+    """*handle* is a connection or session, not something that leads to one."""
+    return _kind_of(type(handle)) is not None
+
+
+def is_async(handle: Any) -> bool:  # noqa: ANN401 - of whatever driver
+    """*handle* is a connection for async code."""
+    kind = _kind_of(type(handle))
+    return kind is not None and kind[1]
+
+
+def _kind_of(type_: type[Any]) -> tuple[str, bool] | None:
+    for ancestor in type_.__mro__:  # an application may have a type of its own
+        driver = ancestor.__module__.partition(".")[0].removeprefix("_")
+        is_async = driver in _ALWAYS_ASYNC or ancestor.__name__.lower().startswith("async")
+        if ancestor.__name__ in _NAMES and (driver, is_async) in _KINDS:
+            return driver, is_async
+    return None

@@ -1,0 +1,142 @@
+"""Connections of async drivers: psycopg, asyncpg, aiosqlite, asyncmy and their like."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from coatcheck.errors import Misconfigured
+from coatcheck.lent.contract import IN_TRANSACTION
+from coatcheck.stores.ledger import Dialect, Statement
+
+
+class PsycopgAsyncLent:
+    """A `psycopg.AsyncConnection`."""
+
+    dialect: Dialect = "postgresql"
+
+    def __init__(self, handle: Any) -> None:  # noqa: ANN401 - of a driver that may not be here
+        self.handle = handle
+
+    async def begin(self) -> None:
+        """Begin; the first statement does it by itself, unless it commits by itself, too."""
+        if self.handle.info.transaction_status:
+            raise Misconfigured(IN_TRANSACTION)
+        if self.handle.autocommit:
+            await self.handle.execute("begin")
+
+    async def write(self, statement: Statement) -> int:
+        """Execute *statement*; how many rows it affected."""
+        cursor = await self.handle.execute(statement.text, statement.values)
+        affected: int = cursor.rowcount
+        return affected
+
+    async def commit(self) -> None:
+        """Commit."""
+        await self.handle.commit()
+
+    async def rollback(self) -> None:
+        """Undo."""
+        await self.handle.rollback()
+
+
+class AsyncpgLent:
+    """An `asyncpg.Connection`, also one of a pool."""
+
+    dialect: Dialect = "postgresql"
+
+    def __init__(self, handle: Any) -> None:  # noqa: ANN401 - of a driver that may not be here
+        self.handle = handle
+        self._transaction: Any = None
+
+    async def begin(self) -> None:
+        """Begin as the driver does it, so that `connection.transaction()` nests in it."""
+        if self.handle.is_in_transaction():
+            raise Misconfigured(IN_TRANSACTION)
+        self._transaction = self.handle.transaction()
+        await self._transaction.start()
+
+    async def write(self, statement: Statement) -> int:
+        """Execute *statement*; how many rows it affected, from what the server says it did."""
+        text = with_dollars(statement.text)
+        status: str = await self.handle.execute(text, *statement.values)
+        return int(status.rpartition(" ")[2])
+
+    async def commit(self) -> None:
+        """Commit."""
+        await self._transaction.commit()
+
+    async def rollback(self) -> None:
+        """Undo."""
+        await self._transaction.rollback()
+
+
+@lru_cache(maxsize=64)
+def with_dollars(text: str) -> str:
+    """*text* with marks as asyncpg reads them: $1, $2 and so on."""
+    start, *rest = text.split("%s")
+    return start + "".join(f"${number}{part}" for number, part in enumerate(rest, 1))
+
+
+class AiosqliteLent:
+    """An `aiosqlite.Connection`."""
+
+    dialect: Dialect = "sqlite"
+
+    def __init__(self, handle: Any) -> None:  # noqa: ANN401 - of a driver that may not be here
+        self.handle = handle
+
+    async def begin(self) -> None:
+        """Begin by taking the right to write: who only reads at first cannot always get it."""
+        if self.handle.in_transaction:
+            raise Misconfigured(IN_TRANSACTION)
+        await self._say("begin immediate")
+
+    async def write(self, statement: Statement) -> int:
+        """Execute *statement*; how many rows it affected."""
+        async with self.handle.execute(statement.text, statement.values) as cursor:
+            affected: int = cursor.rowcount
+            return affected
+
+    async def _say(self, text: str) -> None:
+        async with self.handle.execute(text):
+            pass
+
+    async def commit(self) -> None:
+        """Commit by a statement: since Python 3.12 `commit()` may do nothing."""
+        await self._say("commit")
+
+    async def rollback(self) -> None:
+        """Undo; SQLite may have done so by itself."""
+        if self.handle.in_transaction:
+            await self._say("rollback")
+
+
+class AsyncmyLent:
+    """An `asyncmy.Connection`, or one that is like it."""
+
+    dialect: Dialect = "mysql"
+
+    def __init__(self, handle: Any) -> None:  # noqa: ANN401 - of a driver that may not be here
+        self.handle = handle
+
+    async def begin(self) -> None:
+        """Begin."""
+        if self.handle.get_transaction_status():
+            raise Misconfigured(IN_TRANSACTION)
+        await self.handle.begin()
+
+    async def write(self, statement: Statement) -> int:
+        """Execute *statement*; how many rows it affected."""
+        async with self.handle.cursor() as cursor:
+            await cursor.execute(statement.text, statement.values)
+            affected: int = cursor.rowcount
+            return affected
+
+    async def commit(self) -> None:
+        """Commit."""
+        await self.handle.commit()
+
+    async def rollback(self) -> None:
+        """Undo."""
+        await self.handle.rollback()

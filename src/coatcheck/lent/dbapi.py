@@ -1,0 +1,94 @@
+"""Connections of the DB-API: sqlite3, psycopg, PyMySQL and their like.
+
+They differ in how a transaction begins, and in whether `commit()` means what it says.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from coatcheck.errors import Misconfigured
+from coatcheck.lent.contract import IN_TRANSACTION
+from coatcheck.stores.ledger import Dialect, Statement
+
+_MYSQL_IN_TRANSACTION = 1  # SERVER_STATUS_IN_TRANS
+
+
+class _Dbapi:
+    """What they have in common."""
+
+    dialect: Dialect
+
+    def __init__(self, handle: Any) -> None:  # noqa: ANN401 - of a driver that may not be here
+        self.handle = handle
+
+    def write(self, statement: Statement) -> int:
+        """Execute *statement*; how many rows it affected."""
+        cursor = self.handle.cursor()
+        try:
+            cursor.execute(statement.text, statement.values)
+            affected: int = cursor.rowcount
+            return affected
+        finally:
+            cursor.close()
+
+    def _say(self, text: str) -> None:
+        cursor = self.handle.cursor()
+        try:
+            cursor.execute(text)
+        finally:
+            cursor.close()
+
+    def commit(self) -> None:
+        """Commit."""
+        self.handle.commit()
+
+    def rollback(self) -> None:
+        """Undo."""
+        self.handle.rollback()
+
+
+class SqliteLent(_Dbapi):
+    """A `sqlite3.Connection`."""
+
+    dialect: Dialect = "sqlite"
+
+    def begin(self) -> None:
+        """Begin by taking the right to write: who only reads at first cannot always get it."""
+        if self.handle.in_transaction:
+            raise Misconfigured(IN_TRANSACTION)
+        self._say("begin immediate")
+
+    def commit(self) -> None:
+        """Commit by a statement: since Python 3.12 `commit()` may do nothing."""
+        self._say("commit")
+
+    def rollback(self) -> None:
+        """Undo; SQLite may have done so by itself."""
+        if self.handle.in_transaction:
+            self._say("rollback")
+
+
+class PsycopgLent(_Dbapi):
+    """A `psycopg.Connection`."""
+
+    dialect: Dialect = "postgresql"
+
+    def begin(self) -> None:
+        """Begin; the first statement does it by itself, unless it commits by itself, too."""
+        if self.handle.info.transaction_status:
+            raise Misconfigured(IN_TRANSACTION)
+        if self.handle.autocommit:
+            self._say("begin")
+
+
+class PymysqlLent(_Dbapi):
+    """A `pymysql.Connection`, or one that is like it."""
+
+    dialect: Dialect = "mysql"
+
+    def begin(self) -> None:
+        """Begin."""
+        if getattr(self.handle, "server_status", 0) & _MYSQL_IN_TRANSACTION:
+            raise Misconfigured(IN_TRANSACTION)
+        self._say("begin")

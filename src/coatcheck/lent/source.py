@@ -1,0 +1,168 @@
+"""Sources: where lent connections come from, and how they go back.
+
+A source is what the application has: a pool, an engine or a session maker, one connection, or a
+function that gives a connection or a context manager for one. An async engine takes the sync ones,
+too: what would block is done in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sqlite3
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from typing import Any, TypeAlias, TypeVar, cast
+
+from coatcheck.errors import Misconfigured
+from coatcheck.lent import AsyncLent, Lent, is_async, is_connection, lent_by
+from coatcheck.lent.django import DjangoLent
+from coatcheck.stores.ledger import Dialect, Statement
+
+T = TypeVar("T")
+Source: TypeAlias = Callable[[], Any]
+
+# 40: as many as a web framework's own threads, each of which may have lent us a connection.
+_THREADS = ThreadPoolExecutor(max_workers=40, thread_name_prefix="coatcheck-lent")
+
+# What leads to a connection: of asyncpg's and MySQL's pools, psycopg's, and SQLAlchemy's engines.
+_WAYS = ("acquire", "connection", "connect")
+
+
+def source_of(given: object) -> Source:
+    """What the application has *given*, as a function that lends."""
+    if is_connection(given):
+        kept = _AsyncKept(given) if is_async(given) else _Kept(given)
+        return lambda: kept
+    if not callable(given):
+        for way in _WAYS:
+            lend: Source | None = getattr(given, way, None)
+            if lend is not None:
+                return lend
+        raise Misconfigured(
+            f"{given!r} lends no connections; give a pool, an engine, a session maker, a "
+            "connection, or a function that makes one"
+        )
+    return given
+
+
+class _Kept:
+    """A connection that stays its owner's: it is neither entered nor closed."""
+
+    def __init__(self, handle: Any) -> None:  # noqa: ANN401 - of whatever driver
+        self._handle = handle
+
+    def __enter__(self) -> Any:  # noqa: ANN401 - as above
+        return self._handle
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class _AsyncKept(_Kept):
+    """The same for async code."""
+
+    async def __aenter__(self) -> Any:  # noqa: ANN401 - as above
+        return self._handle
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def borrowed(source: Source) -> Iterator[Lent]:
+    """A connection from *source*, which is given back at the end."""
+    made = source()
+    if inspect.isawaitable(made) or hasattr(type(made), "__aenter__"):
+        if inspect.iscoroutine(made):
+            made.close()
+        raise Misconfigured(f"{source!r} lends async connections; use them with an AsyncEngine")
+    if isinstance(made, sqlite3.Connection):  # it is a context manager that does not close
+        made = closing(made)
+    elif not hasattr(type(made), "__enter__"):
+        made = nullcontext(made)
+    with made as handle:
+        yield _sync(handle)
+
+
+def _sync(handle: Any) -> Lent:  # noqa: ANN401 - of whatever driver
+    if is_async(handle):
+        raise Misconfigured(f"{handle!r} is for async code; use it with an AsyncEngine")
+    return cast("Lent", lent_by(handle))
+
+
+class Borrowed:
+    """A connection from a source, for async code; a class, because a generator takes longer."""
+
+    __slots__ = ("_manager", "_source")
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._manager: Any = None
+
+    async def enter(self) -> AsyncLent:
+        """Have it lent."""
+        made: Any = self._source()
+        if inspect.iscoroutine(made):
+            made = await made
+        if hasattr(type(made), "__aenter__"):
+            handle = await made.__aenter__()
+            self._manager = made
+            return cast("AsyncLent", lent_by(handle))
+        if is_async(made):
+            return cast("AsyncLent", lent_by(made))
+        manager = _Threads(borrowed(lambda: made))
+        lent = await manager.__aenter__()
+        self._manager = manager
+        return lent
+
+    async def leave(self, failure: Exception | None) -> None:
+        """Give it back; *failure*: it is not in order any more."""
+        if self._manager is not None:
+            await self._manager.__aexit__(type(failure) if failure else None, failure, None)
+
+
+class _Threads:
+    """A context manager for sync code, in threads."""
+
+    def __init__(self, manager: AbstractContextManager[Lent]) -> None:
+        self._manager = manager
+
+    async def __aenter__(self) -> AsyncLent:
+        return Threaded(await in_thread(self._manager.__enter__))
+
+    async def __aexit__(self, *failure: object) -> None:
+        await in_thread(self._manager.__exit__, *failure)
+
+
+async def in_thread(call: Callable[..., T], *args: object) -> T:
+    """What *call* returns, from a thread of ours: the default ones may all wait for each other."""
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, call, *args)
+
+
+class Threaded:
+    """A lent connection for sync code, as async code uses it."""
+
+    def __init__(self, lent: Lent) -> None:
+        if isinstance(lent, DjangoLent):
+            raise Misconfigured("a connection of Django's belongs to its thread; use an Engine")
+        self._lent = lent
+        self.handle = lent.handle
+        self.dialect: Dialect = lent.dialect
+
+    async def begin(self) -> None:
+        """Begin a transaction."""
+        await in_thread(self._lent.begin)
+
+    async def write(self, statement: Statement) -> int:
+        """Execute *statement*; how many rows it affected."""
+        return await in_thread(self._lent.write, statement)
+
+    async def commit(self) -> None:
+        """Commit."""
+        await in_thread(self._lent.commit)
+
+    async def rollback(self) -> None:
+        """Undo."""
+        await in_thread(self._lent.rollback)
