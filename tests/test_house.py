@@ -46,8 +46,9 @@ THIRD_PARTY = {
 }
 DRIVERS = {
     "at": {"cryptography"},
+    "sqlite": {"aiosqlite"},
     "postgres": {"psycopg"},
-    "mysql": {"pymysql"},
+    "mysql": {"asyncmy", "pymysql"},
     "redis": {"redis"},
     "dynamodb": {"boto3", "botocore"},
 }
@@ -57,7 +58,7 @@ PROMISES = (
     *("K1", "K3", "K4", "K5"),
     *("S1", "S2", "S3"),
     *("F1", "F2", "F3"),
-    *("L1", "L2", "L3", "L4", "L5", "L11", "L12"),
+    *("L1", "L2", "L3", "L4", "L5", "L9", "L11", "L12"),
     *("T1", "T2", "T3"),
     *("D1", "D2", "D3", "D4"),
     *("X1", "X2"),

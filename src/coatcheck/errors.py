@@ -9,8 +9,13 @@ CoatcheckError                        never raised itself
 │   ├── KeyExpired         409        a late retry on a route that refuses them
 │   ├── OutcomeUnknown     409        an attempt died in the middle; a person must say what happened
 │   ├── ResultUnavailable  409        it happened once, but its result was not kept
-│   └── LimitExceeded      413, 429   over a size, waiter or key limit
+│   └── LimitExceeded  413, 429, 503  over a size, waiter, key or work limit
+├── NotResolved                       there is no such operation in doubt; see .record
+├── NotCommitted                      the transaction of an operation was ended by somebody else
 ├── ClaimLost                         our lease ended and another attempt took over
+├── StepInDoubt                       an attempt died in a step that may not run twice
+├── StepsChanged                      a handler's steps are not those of the attempt before it
+├── Resumable                         raised by a handler: nothing was done that may not be repeated
 ├── StoreUnavailable       503        the store did not answer; the driver's error is __cause__
 ├── Unreadable                        what is stored cannot be opened with the keys that are here
 ├── Misconfigured                     found when something is set up, never during a request
@@ -28,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from coatcheck.core.problem import Problem
+    from coatcheck.core.record import Record
 
 
 class CoatcheckError(Exception):
@@ -80,7 +86,7 @@ class ResultUnavailable(Refused):
 
 
 class LimitExceeded(Refused):
-    """A size, waiter or key limit was reached."""
+    """A size, waiter, key or work limit was reached."""
 
 
 class StoreUnavailable(CoatcheckError):
@@ -107,8 +113,62 @@ class Unreadable(CoatcheckError):
     """What is stored is sealed, and no key here opens it. The work was done, and stays done."""
 
 
+class NotResolved(CoatcheckError):
+    """
+    A person's decision found nothing to decide, and changed nothing.
+
+    *record* is what stands, None where there is none or more than one.
+    """
+
+    def __init__(self, message: str, record: Record | None = None) -> None:
+        super().__init__(message)
+        self.record = record
+
+    def __reduce__(self) -> tuple[type[NotResolved], tuple[str, Record | None]]:
+        return NotResolved, (str(self), self.record)
+
+
+class NotCommitted(CoatcheckError):
+    """What was done in an operation's transaction is not there: its handler has ended it itself."""
+
+
 class ClaimLost(CoatcheckError):
     """Our lease ended and another attempt took over."""
+
+
+class StepInDoubt(CoatcheckError):
+    """An attempt died in this step, and nobody can tell what it did: the operation is parked."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"an attempt died in the step {name!r}; what it did is not known")
+        self.name = name
+
+    def __reduce__(self) -> tuple[type[StepInDoubt], tuple[str]]:
+        return type(self), (self.name,)
+
+
+class StepsChanged(CoatcheckError):
+    """The handler's steps are not those of the attempt before it: it was changed in between."""
+
+    def __init__(self, name: str, expected: str) -> None:
+        super().__init__(
+            f"the step {name!r} is new, but an earlier attempt has taken {expected!r}, which this "
+            "one has not asked for: finish such operations with the code that began them, or "
+            "resolve them"
+        )
+        self.name = name
+        self.expected = expected
+
+    def __reduce__(self) -> tuple[type[StepsChanged], tuple[str, str]]:
+        return type(self), (self.name, self.expected)
+
+
+class Resumable(CoatcheckError):
+    """
+    Raised by a handler that has failed and knows that it may simply run again.
+
+    Whatever the recovery policy says: the claim is given back, and the next retry runs.
+    """
 
 
 class Misconfigured(CoatcheckError):

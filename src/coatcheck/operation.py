@@ -6,23 +6,88 @@ under "coatcheck.operation", or from `current_operation()` anywhere below.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from coatcheck.core.key import reference_of
+from coatcheck.core.progress import Note, progress_of
 from coatcheck.core.record import Record
 from coatcheck.core.scope import derive
+from coatcheck.errors import Misconfigured
+
+
+class Hand(Protocol):
+    """What an operation writes with; see `engine/hand.py`."""
+
+    is_in_doubt: bool
+
+    @property
+    def claim(self) -> Record:
+        """The claim as it stands."""
+        ...
+
+    @property
+    def is_lost(self) -> bool:
+        """Another attempt has taken over."""
+        ...
+
+    def step(self, asked: StepAsked, /) -> Any:  # noqa: ANN401 - what the step returned
+        """Take a step once."""
+        ...
+
+    def note(self, what: object, /) -> Any:  # noqa: ANN401 - None, awaited where that has to be
+        """Write down what is about to be done."""
+        ...
+
+    def report(self, fraction: float | None, words: str, /) -> Any:  # noqa: ANN401 - as above
+        """Write down how far it is."""
+        ...
+
+    def on_lost(self, callback: Callable[[], object], /) -> None:
+        """Have *callback* called when another attempt has taken over."""
+        ...
+
+
+class StepAsked(NamedTuple):
+    """A step as a handler asks for it."""
+
+    name: str
+    call: Callable[[], Any]
+    at_most_once: bool = False
+    probe: Callable[[], Any] | None = None
+
+
+class Transacted(Protocol):
+    """A transaction, as a handler sees it."""
+
+    @property
+    def connection(self) -> Any:  # noqa: ANN401 - whatever the application lends
+        """What was lent for it."""
+        ...
 
 
 class Operation:
     """One guarded operation, as its present attempt sees it."""
 
-    __slots__ = ("_claim", "_secret")
+    __slots__ = ("_claim", "_hand", "_make_hand", "_secret", "_transaction", "is_resumable")
 
-    def __init__(self, claim: Record, secret: bytes = b"") -> None:
+    def __init__(
+        self,
+        claim: Record,
+        secret: bytes = b"",
+        transaction: Transacted | None = None,
+        hand: Callable[[], Hand] | None = None,
+    ) -> None:
         self._claim = claim
         self._secret = secret
+        self._transaction = transaction
+        self._make_hand = hand
+        self._hand: Hand | None = None
+        # Whether the handler has said that it may simply run again, however it ends.
+        self.is_resumable = False
 
     def __repr__(self) -> str:
         return f"<Operation {self.reference} {self.label!r} attempt {self.attempt}>"
@@ -56,6 +121,103 @@ class Operation:
         changed by an attempt that lost its claim without knowing it.
         """
         return self._claim.version
+
+    @property
+    def connection(self) -> Any:  # noqa: ANN401 - whatever the application lends
+        """
+        In transaction mode, the connection or session on which all of it commits at once (L9).
+
+        Neither commit nor roll back on it; a savepoint is all right.
+        """
+        if self._transaction is None:
+            raise Misconfigured(
+                "this operation has no connection: it is not in transaction mode; write "
+                "@idempotent(mode='transaction') or engine.transaction(...)"
+            )
+        return self._transaction.connection
+
+    # --- what an attempt writes down for the next one (L7) -------------------------------------
+
+    def step(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        /,
+        *args: Any,
+        at_most_once: bool = False,
+        probe: Callable[[Operation], Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:  # noqa: ANN401 - what the function returned
+        """
+        Call *function* once for this operation, and remember its result (JSON or bytes).
+
+        A later attempt gets the result and does not call again. In async code it is awaited. An
+        attempt that died within it leaves its outcome unknown: then *probe* is asked, which
+        answers `Happened(value=…)`, `DidNotHappen()` or `Unknown()`; without one it is called
+        again, or, if it may happen *at_most_once*, the operation is parked in doubt.
+        """
+        call = functools.partial(function, *args, **kwargs)
+        asks = None if probe is None else functools.partial(probe, self)
+        return self._writing().step(StepAsked(name, call, at_most_once, asks))
+
+    def note(self, what: object) -> Any:  # noqa: ANN401 - None, awaited in async code
+        """
+        Write down what is about to be done, text or another JSON value, before it is done.
+
+        For a reconcile function (`operation.notes`), and for people. In async code it is awaited.
+        """
+        return self._writing().note(what)
+
+    def progress(self, fraction: float | None = None, words: str = "") -> Any:  # noqa: ANN401 - as above
+        """Report how far it is, from 0 to 1 and in words; a client that polls sees it (L10)."""
+        if fraction is not None and not 0 <= fraction <= 1:
+            raise Misconfigured(f"progress goes from 0 to 1, not {fraction!r}")
+        return self._writing().report(fraction, words)
+
+    @property
+    def notes(self) -> Sequence[Note]:
+        """What this and earlier attempts have noted."""
+        return progress_of(self._standing()).notes
+
+    @property
+    def steps(self) -> Sequence[str]:
+        """The names of the steps that are done."""
+        return [step.name for step in progress_of(self._standing()).steps if step.value is not None]
+
+    def resumable(self) -> None:
+        """Declare that the handler may simply run again however it ends, whatever the policy is."""
+        self.is_resumable = True
+
+    # --- whether it is still ours ---------------------------------------------------------------
+
+    @property
+    def is_lost(self) -> bool:
+        """Another attempt has taken over: what this one does no longer counts."""
+        return self._make_hand is not None and self._writing().is_lost
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """A step's outcome is not known, and it may not be taken again."""
+        return self._hand is not None and self._hand.is_in_doubt
+
+    def on_lost(self, callback: Callable[[], object]) -> None:
+        """Have *callback* called, in some thread, when another attempt has taken over."""
+        self._writing().on_lost(callback)
+
+    def _standing(self) -> Record:
+        return self._claim if self._hand is None else self._hand.claim
+
+    def _writing(self) -> Hand:
+        if self._hand is None:
+            if self._make_hand is None:
+                raise Misconfigured(
+                    "nothing can be written down here: steps, notes and progress are for handlers "
+                    "in record mode, while they run"
+                )
+            self._hand = self._make_hand()
+        return self._hand
+
+    # --- for others -----------------------------------------------------------------------------
 
     def derive(self, name: str) -> str:
         """

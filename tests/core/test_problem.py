@@ -53,6 +53,7 @@ ON_THE_WIRE = {
     "body-too-large": (413, "never", None),
     "too-many-waiting": (429, "same-key", 1),
     "too-many-keys": (429, "same-key", 1),
+    "too-much-work": (503, "same-key", 1),
     "store-unavailable": (503, "same-key", 1),
 }
 
@@ -134,6 +135,8 @@ def examples():
             yield error_class(refusal)
         elif error_class is errors.MissingExtra:
             yield error_class("fastapi", "FastAPI")
+        elif error_class is errors.StepsChanged:
+            yield error_class("charge card", "charge")
         elif error_class is errors.StoreUnavailable:
             yield error_class("down", is_ambiguous=True)
         else:

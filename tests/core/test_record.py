@@ -150,14 +150,18 @@ def test_the_legal_moves_are_those_of_the_table(source, target, now_ms):
         ]
         if target == RUNNING and source is not None:
             expected = [move for move in expected if (move.name == "renew") == is_own]
+            expected = [move for move in expected if move.name != "hand over"]
         after = following(before, target, is_own=is_own)
         assert list(legal_moves(before, after, now_ms)) == expected
 
 
 def test_the_same_attempt_with_another_nonce_or_number_is_no_renewal():
+    """L10: with another nonce it was handed over, and that is for claims that are held."""
     grown = renewed(CLAIM, 9_000)
-    assert names(CLAIM, grown._replace(nonce=8)) == []
+    assert names(CLAIM, grown._replace(nonce=8)) == ["hand over"]
     assert names(CLAIM, grown._replace(attempt=2)) == []
+    assert names(CLAIM, grown._replace(nonce=8, created_ms=1_500)) == []
+    assert names(failed(CLAIM), grown._replace(nonce=8, version=9_000)) == []
 
 
 def test_the_table_is_the_one_that_is_published():
@@ -165,6 +169,7 @@ def test_the_table_is_the_one_that_is_published():
     assert [(m.name, m.source, m.target, m.when) for m in MOVES] == [
         ("claim", None, RUNNING, When.ALWAYS),
         ("renew", RUNNING, RUNNING, When.ALWAYS),
+        ("hand over", RUNNING, RUNNING, When.ALWAYS),
         ("complete", RUNNING, COMPLETED, When.ALWAYS),
         ("release", RUNNING, FAILED, When.ALWAYS),
         ("park", RUNNING, IN_DOUBT, When.ALWAYS),

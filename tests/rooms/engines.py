@@ -59,7 +59,8 @@ class Guards:
             return function
 
         async def awaited(*args: Any, **kwargs: Any) -> Any:
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            return await result if inspect.isawaitable(result) else result
 
         awaited.__qualname__ = getattr(function, "__qualname__", type(function).__qualname__)
         return awaited
@@ -110,13 +111,14 @@ class WatchedStore(MemoryStore):
         self.written: list[Record | None] = []
         # What happens to the next swaps: "down" before it is written, "deaf" after it.
         self.troubles: list[str] = []
+        self.is_down = False
         self.has_written = threading.Condition()
 
     def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
         """Swap, count, and fail as told."""
         self.swaps += 1
         trouble = self.troubles.pop(0) if self.troubles else ""
-        if trouble == "down":
+        if trouble == "down" or self.is_down:
             raise StoreUnavailable("the store is down")
         lost = super().swap(swaps)
         with self.has_written:

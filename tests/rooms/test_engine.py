@@ -568,19 +568,28 @@ def test_an_engine_that_twice_hears_nothing_says_that_it_does_not_know(guards, e
     assert store.record.state == RUNNING
 
 
-def test_the_handlers_own_error_matters_more_than_the_stores(guards, engine, store):
+def test_the_handlers_own_error_matters_more_than_the_stores(guards, store, clock):
     """L4: if it cannot be written down, the lease runs out instead."""
-    store.troubles = ["", "down"]
+    engine = guards.engine(store, Policy(patience=0), clock=clock)
+
+    def fail():
+        store.is_down = True
+        raise ZeroDivisionError
+
     with pytest.raises(ZeroDivisionError):
-        guards.run(engine, "k", Handler(ZeroDivisionError()))
+        guards.run(engine, "k", fail)
     assert store.record.state == RUNNING
 
 
-def test_a_result_that_cannot_be_written_down_is_not_given_away(guards, engine, store):
+def test_a_result_that_cannot_be_written_down_is_not_given_away(guards, store, clock):
     """D2: the response leaves only after the record is safe."""
-    store.troubles = ["", "down"]
+    engine = guards.engine(store, Policy(patience=0), clock=clock)
+
+    def unplug():
+        store.is_down = True
+
     with pytest.raises(StoreUnavailable):
-        guards.run(engine, "k", Handler())
+        guards.run(engine, "k", unplug)
     assert engine.heart.held == {}
 
 

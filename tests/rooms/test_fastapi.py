@@ -426,7 +426,7 @@ def test_a_mark_without_a_middleware_is_an_error_that_helps():
         {"window": "1s"},
         {"recovery": "hope"},
         {"recovery": "reconcile"},
-        {"mode": "transaction"},
+        {"mode": "hope"},
         {"methods": {"GET"}},
         {"ignore": "/sent_at"},
     ],

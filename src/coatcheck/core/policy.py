@@ -55,8 +55,17 @@ class Policy:
     recovery: Literal["retry", "reconcile", "manual"] = "retry"
     # Asked what became of an attempt: a function of the operation, sync or async.
     reconcile: Callable[..., Any] | None = None
+    # How long the end of an execution is tried to be written while the store is away, before its
+    # client is told so. 2 s: most blinks of a database are over. It is tried on in the background.
+    patience: Duration = "2s"
+    # What its client is told then: "503", ask again with the same key; or the "answer", which is
+    # true, but is lost with this process if the store is not back before.
+    unrecorded: Literal["503", "answer"] = "503"
     # "record": claim and result are commits of their own; "transaction": one with the effect.
     mode: Literal["record", "transaction"] = "record"
+    # Transaction mode: how often a handler is started again that the database undid for nobody's
+    # fault (a deadlock, a serialization failure). 0: whatever else it does may not be repeatable.
+    transaction_retries: int = 0
 
     # What a late retry, after the window, meets: a free key, or a refusal for the margin's time.
     on_expired: Literal["new", "refuse"] = "new"
@@ -95,6 +104,7 @@ class Policy:
     retention_ms: int = field(init=False, repr=False, compare=False)
     lease_ms: int = field(init=False, repr=False, compare=False)
     wait_ms: int = field(init=False, repr=False, compare=False)
+    patience_ms: int = field(init=False, repr=False, compare=False)
     pointers: tuple[Pointer, ...] = field(init=False, repr=False, compare=False)
     header_names: tuple[bytes, ...] = field(init=False, repr=False, compare=False)
     key_name: bytes = field(init=False, repr=False, compare=False)
@@ -110,6 +120,7 @@ class Policy:
         set_(self, "retention_ms", self.window_ms + _ms("margin", self.margin))
         set_(self, "lease_ms", _ms("lease", self.lease))
         set_(self, "wait_ms", _ms("wait", self.wait) if self.in_flight == "wait" else 0)
+        set_(self, "patience_ms", _ms("patience", self.patience))
         set_(self, "pointers", tuple(_pointer(text) for text in self.ignore))
         set_(self, "header_names", tuple(_header_name(n) for n in self.include_headers))
         set_(self, "key_name", _header_name(self.key_header))
@@ -226,6 +237,7 @@ _CHOICES: Mapping[str, tuple[Any, ...]] = {
     "in_flight": ("wait", "409", "202"),
     "mismatch": (400, 409, 422),
     "recovery": ("retry", "reconcile", "manual"),
+    "unrecorded": ("503", "answer"),
     "mode": ("record", "transaction"),
     "on_expired": ("new", "refuse"),
     "expired_status": (409, 410, 412, 429),
@@ -264,7 +276,8 @@ def _check_recovery(policy: Policy) -> None:
 
 
 def _check_limits(policy: Policy) -> None:
-    least = {"key_chars_max": 1, "body_bytes_max": 0, "response_bytes_max": 0, "waiters_max": 0}
+    least = dict.fromkeys(("body_bytes_max", "response_bytes_max", "waiters_max"), 0)
+    least |= {"key_chars_max": 1, "transaction_retries": 0}
     if policy.live_keys_max is not None:
         least["live_keys_max"] = 1
     for name, smallest in least.items():

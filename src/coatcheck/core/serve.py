@@ -43,7 +43,7 @@ from coatcheck.core.record import (
     next_version,
 )
 from coatcheck.core.replay import KEEP, PACKED, Fate
-from coatcheck.errors import StoreUnavailable
+from coatcheck.errors import Resumable, StepInDoubt, StoreUnavailable
 
 
 class Ticket(NamedTuple):
@@ -160,16 +160,23 @@ def serve(ticket: Ticket, policy: Policy, *, may_claim: bool = True) -> Flow[Ans
                 return (yield from conclude(claim, told, ticket, policy))
     try:
         ending = yield from Execute(claim)
-    except Exception:
+    except Exception as error:
         # Known to have failed, unlike a crash. Whether we can write that down or the lease must
         # run out instead, the handler's own error matters more than ours.
         with suppress(StoreUnavailable):
-            yield from settle(claim, Ending(Fate.RELEASE if policy.reruns else Fate.DOUBT))
+            yield from settle(claim, Ending(fate_of_error(error, policy)))
         raise
     lost = yield from settle(claim, ending)
     if lost is None or lost.version == 0:  # gone: its whole retention passed while it ran
         return Executed(claim)
     return superseded(lost, ticket, policy)
+
+
+def fate_of_error(error: Exception, policy: Policy) -> Fate:
+    """What becomes of a claim whose handler raised: it goes by what is known of the effect."""
+    if isinstance(error, StepInDoubt):
+        return Fate.DOUBT
+    return Fate.RELEASE if policy.reruns or isinstance(error, Resumable) else Fate.DOUBT
 
 
 def contend(ticket: Ticket, policy: Policy, standing: Record) -> Flow[TakeOver | Replay | Refuse]:

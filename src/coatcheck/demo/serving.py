@@ -21,7 +21,8 @@ from urllib.parse import quote
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from coatcheck import Policy
-from coatcheck.server.wsgi import App, IdempotencyMiddleware, StartResponse
+from coatcheck.server.wsgi import IdempotencyMiddleware
+from coatcheck.server.wsgi_visit import App, StartResponse
 
 # How soon the end of the parent is noticed.
 _POLL_S = 0.05

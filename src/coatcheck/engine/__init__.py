@@ -1,8 +1,10 @@
 """Engines bind a store, a clock and a policy to flows, and perform what flows ask for.
 
-`sync` and `asynchronous` are the two drivers; `desk` is what they share; `heart` renews leases and
-sweeps; `waiting` is the line of duplicates; `cache` answers replays from memory; `clock` is the
-store's time.
+`sync` and `asynchronous` guard functions, each on its driver (`driver`, `driver_async`); `desk` is
+what they share; `heart` renews leases and sweeps; `waiting` is the line of duplicates, and `bell`
+wakes those on other nodes; `cache` answers replays from memory; `clock` is the store's time.
+`transaction` and `transaction_async` perform what happens in a transaction of the application's
+own; `together` is what they share.
 """
 
 from coatcheck.engine.asynchronous import AsyncEngine

@@ -1,102 +1,42 @@
-"""The engine for async code: performs the effects of flows on the running event loop.
+"""The engine for async code: any function, guarded.
 
 Differs from `engine/sync.py` in the words that wait, and in nothing else.
 """
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from coatcheck.core.flow import Effect, Flow
+from coatcheck.core.flow import Flow
 from coatcheck.core.policy import Policy
-from coatcheck.core.record import GONE, Record, Swap
-from coatcheck.core.replay import Fate
-from coatcheck.core.serve import Answer, Ending, Execute, Reconcile, Seen, Ticket, Watch, serve
-from coatcheck.engine.clock import local_ms
+from coatcheck.core.record import Record
+from coatcheck.core.serve import Answer, Execute, Executed, Ticket
 from coatcheck.engine.desk import (
-    SWEEP_EVERY_S,
-    Desk,
-    ending_of_reconcile,
+    ending_of_error,
     ending_of_result,
-    is_unsure,
-    logger,
     name_of,
     policy_of,
 )
-from coatcheck.engine.heart import Archive, Heart
-from coatcheck.engine.waiting import poll_pauses_s
+from coatcheck.engine.driver_async import AsyncDriver
+from coatcheck.engine.heart import Held
+from coatcheck.engine.together import Lender
+from coatcheck.engine.transaction_async import AsyncTransaction
 from coatcheck.errors import StoreUnavailable
 from coatcheck.operation import Operation, enter, leave
-from coatcheck.stores import AsyncStore, ThreadedStore, open_async_store
-from coatcheck.stores.at_rest import AtRest, KeyRing
-from coatcheck.telemetry import Observer
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class AsyncEngine:
+class AsyncEngine(AsyncDriver):
     """
     Guards functions and, through the adapters, requests: each key executes once.
 
     The arguments are those of `Engine`. One engine may be used from several event loops.
     """
-
-    def __init__(
-        self,
-        store: str | AsyncStore = "sqlite:///coatcheck.db",
-        policy: Policy | str | None = None,
-        *,
-        secret: bytes | str = b"",
-        clock: Callable[[], int] | None = None,
-        observers: Sequence[Observer] = (),
-        sweep_every_s: float | None = SWEEP_EVERY_S,
-        archive: Archive | None = None,
-        keyring: KeyRing | None = None,
-    ) -> None:
-        self.store = open_async_store(store) if isinstance(store, str) else store
-        if keyring is not None:  # in the writing thread: sealing takes its time
-            self.store = ThreadedStore(AtRest(self.store.blocking, keyring))
-        self.desk = Desk(
-            self.store.blocking,
-            policy,
-            secret=secret,
-            clock=clock,
-            observers=observers,
-            sweep_every_s=sweep_every_s,
-            archive=archive,
-        )
-        self.is_started = False
-
-    @property
-    def heart(self) -> Heart:
-        """Renews the leases of what runs here."""
-        return self.desk.heart
-
-    async def start(self) -> None:
-        """Look at the store's clock; done by itself at the first request."""
-        if self.desk.clock.is_due():
-            asked_ms = local_ms()
-            self.desk.clock.set(asked_ms, await self.store.now_ms())
-        self.is_started = True
-
-    async def close(self) -> None:
-        """End the heart and close the store."""
-        await asyncio.to_thread(self.heart.stop)
-        await self.store.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    # --- functions ----------------------------------------------------------------------------
 
     async def run(
         self,
@@ -131,34 +71,51 @@ class AsyncEngine:
         return decorate
 
     async def _run(
-        self, key: str, label: str, call: functools.partial[Awaitable[T]], policy: Policy | None
+        self,
+        key: str,
+        label: str,
+        call: functools.partial[Awaitable[T]],
+        policy: Policy | None,
+        lender: Lender | None = None,
     ) -> T:
         if not self.is_started:
             await self.start()
         desk = self.desk
         policy = desk.policy if policy is None else policy_of(policy)
         ticket = desk.ticket_of_call(key, label, call)
-        answer: Answer | Execute | None = desk.recall(ticket, policy)
+        known = desk.recall(ticket, policy)
+        if known is not None:
+            value: T = desk.result_of(ticket, policy, known, None, None)
+            return value
+        if policy.mode == "transaction":
+            return await self._run_together(ticket, policy, call, lender or self.lender())
+        return await self._run_recorded(ticket, policy, call)
+
+    async def _run_recorded(
+        self, ticket: Ticket, policy: Policy, call: Callable[[], Awaitable[T]]
+    ) -> T:
+        """Claim, call and complete."""
+        desk, flow, held, is_in_call = self.desk, self.flow(ticket, policy), None, False
         response: bytes | None = None
         result: T | None = None
-        if answer is None:
-            flow, held, is_in_call = self.flow(ticket, policy), None, False
-            try:
-                answer = await self.advance(flow, policy)
-                if isinstance(answer, Execute):
-                    held, is_in_call = desk.heart.hold(answer.claim, policy.lease_ms), True
-                    result = await self._execute(flow, answer.claim, call, ticket, policy)
-                    is_in_call = False
-                    ending = ending_of_result(ticket, result)
-                    answer = await self.advance(flow, policy, ending)
-                    response = ending.response
-            except StoreUnavailable as error:
-                if not is_in_call:  # it is our store, and not one of the function's own
-                    desk.tell_outage(ticket, policy, error)
+        try:
+            answer = await self.advance(flow, policy)
+            if isinstance(answer, Execute):
+                held, is_in_call = desk.heart.hold(answer.claim, policy.lease_ms), True
+                result = await self._execute(flow, held, call, ticket, policy)
+                is_in_call = False
+                ending = ending_of_result(ticket, result)
+                response = ending.response
+                answer = await self.advance(flow, policy, ending)
+        except StoreUnavailable as error:
+            if not is_in_call:  # it is our store, and not one of the function's own
+                desk.tell_outage(ticket, policy, error)
+            if held is None or response is None or policy.unrecorded == "503":
                 raise
-            finally:  # not before the end is written: who waits here need not look for it
-                if held is not None:
-                    desk.heart.let_go(held)
+            answer = Executed(held.claim)  # and the heart will write that down
+        finally:  # not before the end is written: who waits here need not look for it
+            if held is not None:
+                desk.heart.let_go(held)
         assert not isinstance(answer, Execute)
         value: T = desk.result_of(ticket, policy, answer, response, result)
         return value
@@ -166,125 +123,82 @@ class AsyncEngine:
     async def _execute(
         self,
         flow: Flow[Answer],
-        claim: Record,
+        held: Held,
         call: Callable[[], Awaitable[T]],
         ticket: Ticket,
         policy: Policy,
     ) -> T:
-        entered = enter(Operation(claim, self.desk.secret))
+        operation = self.operation(held)
+        entered = enter(operation)
         try:
             return await call()
         except Exception as error:
             self.desk.tell(ticket, policy, None)
-            await self.advance(flow, policy, error=error)
+            with suppress(StoreUnavailable):  # the handler's own error matters more
+                await self.advance(flow, policy, ending_of_error(operation, error, policy))
             raise
         finally:
             leave(entered)
 
-    # --- for adapters -------------------------------------------------------------------------
+    # --- in one transaction -------------------------------------------------------------------
 
-    def flow(self, ticket: Ticket, policy: Policy) -> Flow[Answer]:
-        """The flow of *ticket*, to be driven by `advance`."""
-        return serve(ticket, policy, may_claim=self.desk.may_claim(ticket, policy))
-
-    async def advance(
+    async def transaction(
         self,
+        key: str,
+        function: Callable[..., Awaitable[T]],
+        /,
+        *args: Any,
+        connection: object = None,
+        scope: str = "",
+        policy: Policy | None = None,
+        **kwargs: Any,
+    ) -> T:
+        """Await *function* once for *key*, all in one transaction; see `Engine.transaction`."""
+        call = functools.partial(function, *args, **kwargs)
+        label, policy = scope or name_of(function), self.desk.together(policy)
+        return await self._run(key, label, call, policy, self.lender(connection))
+
+    async def _run_together(
+        self, ticket: Ticket, policy: Policy, call: Callable[[], Awaitable[T]], lender: Lender
+    ) -> T:
+        """Claim, call and commit in one transaction; again, where the policy allows that."""
+        desk = self.desk
+        for retries_left in reversed(range(1 + policy.transaction_retries)):
+            within, flow = self.within(lender), self.flow(ticket, policy)
+            response: bytes | None = None
+            result: T | None = None
+            try:
+                answer = await self.advance(flow, policy, within=within)
+                if isinstance(answer, Execute):
+                    result = await self._call_within(within, flow, answer.claim, call, policy)
+                    ending = ending_of_result(ticket, result)
+                    response = ending.response
+                    answer = await self.advance(flow, policy, ending, within=within)
+            except Exception as error:
+                if retries_left and within.has_collided(error):
+                    continue
+                desk.tell_failure(ticket, policy, error)
+                raise
+            finally:
+                await within.abandon()
+            assert not isinstance(answer, Execute)
+            value: T = desk.result_of(ticket, policy, answer, response, result)
+            return value
+        raise AssertionError  # the last one has returned or raised
+
+    async def _call_within(
+        self,
+        within: AsyncTransaction,
         flow: Flow[Answer],
+        claim: Record,
+        call: Callable[[], Awaitable[T]],
         policy: Policy,
-        ending: Ending | None = None,
-        *,
-        error: Exception | None = None,
-        as_value: bool = True,
-    ) -> Execute | Answer:
-        """Drive *flow* until it asks for the execution, or to its answer."""
-        is_again = False
+    ) -> T:
+        entered = enter(Operation(claim, self.desk.secret, within))
         try:
-            effect = flow.send(ending) if error is None else flow.throw(error)
-            while not isinstance(effect, Execute):
-                try:
-                    if isinstance(effect, Swap):
-                        result: Any = self.desk.noticed(effect, *await self.store.swap((effect,)))
-                    else:
-                        result = await self._perform(effect, policy, as_value=as_value)
-                except Exception as failure:  # noqa: BLE001 - the flow decides what it means
-                    # A write whose answer was lost is tried once more: if it took effect, it
-                    # meets its own record.
-                    is_again = not is_again and is_unsure(effect, failure)
-                    if not is_again:
-                        effect = flow.throw(failure)
-                else:
-                    is_again = False
-                    effect = flow.send(result)
-        except StopIteration as done:
-            answer: Answer = done.value
-            return answer
-        return effect
-
-    async def _perform(self, effect: Effect[Any], policy: Policy, *, as_value: bool) -> Any:  # noqa: ANN401 - whatever the effect results in
-        if isinstance(effect, Watch):
-            return await self._watch(effect, policy.waiters_max)
-        assert isinstance(effect, Reconcile)
-        return await self._reconcile(effect.claim, policy, as_value=as_value)
-
-    async def _watch(self, watch: Watch, waiters_max: int) -> Seen | None:
-        now_ms = self.desk.now_ms
-        if watch.until_ms <= now_ms():
-            return await self._look(watch.id)
-        loop = asyncio.get_running_loop()
-        told: asyncio.Future[Record] = loop.create_future()
-
-        def wake(record: Record) -> None:
-            if _is_running(loop):
-                _resolve(told, record)
-                return
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(_resolve, told, record)
-
-        if not self.desk.line.join(watch.id, wake, waiters_max):
-            return None
-        try:
-            for pause_s in poll_pauses_s():
-                left_s = max(0.0, (watch.until_ms - now_ms()) / 1_000)
-                # Who is executed here is not looked for in the store: its end will wake us.
-                is_here = watch.id in self.heart.held
-                timeout_s = left_s if is_here else min(pause_s, left_s)
-                await asyncio.wait((told,), timeout=timeout_s)
-                if told.done():
-                    return Seen(told.result(), now_ms())
-                seen = await self._look(watch.id)
-                if seen.record.version != watch.version or seen.now_ms >= watch.until_ms:
-                    return seen
+            return await call()
+        except Exception as error:
+            await self.advance(flow, policy, error=error, within=within)
+            raise
         finally:
-            self.desk.line.leave(watch.id, wake)
-        raise AssertionError  # the pauses never end
-
-    async def _look(self, id: bytes) -> Seen:
-        (record,) = await self.store.get((id,))
-        return Seen(GONE if record is None else record, self.desk.now_ms())
-
-    async def _reconcile(self, claim: Record, policy: Policy, *, as_value: bool) -> Ending:
-        assert policy.reconcile is not None
-        held = self.heart.hold(claim, policy.lease_ms)
-        try:
-            answer = policy.reconcile(Operation(claim, self.desk.secret))
-            if inspect.isawaitable(answer):
-                answer = await answer
-        except Exception:  # noqa: BLE001 - whatever it was, nobody knows what happened
-            logger.exception("reconcile failed; the operation stays in doubt")
-            return Ending(Fate.DOUBT)
-        finally:
-            self.heart.let_go(held)
-        return ending_of_reconcile(answer, as_value=as_value)
-
-
-def _is_running(loop: asyncio.AbstractEventLoop) -> bool:
-    """The caller runs on *loop*, so that it need not be woken."""
-    try:
-        return asyncio.get_running_loop() is loop
-    except RuntimeError:  # none does
-        return False
-
-
-def _resolve(told: asyncio.Future[Record], record: Record) -> None:
-    if not told.done():
-        told.set_result(record)
+            leave(entered)

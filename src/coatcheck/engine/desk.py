@@ -10,13 +10,14 @@ import functools
 import itertools
 import logging
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from coatcheck.core.call import fingerprint_of_call
 from coatcheck.core.flow import Effect
 from coatcheck.core.key import reference_of
-from coatcheck.core.policy import Policy
+from coatcheck.core.policy import Policy, changed
 from coatcheck.core.problem import problem
 from coatcheck.core.record import (
     RUNNING,
@@ -27,15 +28,26 @@ from coatcheck.core.record import (
 )
 from coatcheck.core.replay import Fate, Response, decode_value, encode_response, encode_value
 from coatcheck.core.scope import operation_id, scope_of
-from coatcheck.core.serve import Answer, Ending, Executed, Refuse, Replay, Ticket, verdict
+from coatcheck.core.serve import (
+    Answer,
+    Ending,
+    Executed,
+    Refuse,
+    Replay,
+    Ticket,
+    fate_of_error,
+    verdict,
+)
+from coatcheck.engine.bell import Doorbell
 from coatcheck.engine.cache import Cache
 from coatcheck.engine.clock import StoreClock
 from coatcheck.engine.crowd import Crowd
 from coatcheck.engine.heart import Archive, Heart
 from coatcheck.engine.waiting import Line
-from coatcheck.errors import Misconfigured, StoreUnavailable
-from coatcheck.operation import DidNotHappen, Happened, Unknown
+from coatcheck.errors import StoreUnavailable
+from coatcheck.operation import DidNotHappen, Happened, Operation, Unknown
 from coatcheck.stores import Store
+from coatcheck.stores.contract import bell_of
 from coatcheck.stores.fork import renew_after_fork
 from coatcheck.telemetry import Decision, Observer, log_decision
 
@@ -60,6 +72,7 @@ class Desk:
         archive: Archive | None,
     ) -> None:
         self.policy = policy_of(policy)
+        self._together: Policy | None = None
         self.secret = secret.encode() if isinstance(secret, str) else secret
         self.clock = StoreClock(store, clock)
         self.now_ms = self.clock.now_ms
@@ -68,6 +81,7 @@ class Desk:
         self._store = store
         self._sweep_every_s = sweep_every_s
         self._archive = archive
+        self._bell = bell_of(store)
         self._renew()
         renew_after_fork(self)
 
@@ -75,13 +89,26 @@ class Desk:
         """Make what belongs to one process: a child of a fork has no heart and nobody waiting."""
         self.cache = Cache()
         self.line = Line()
+        # What is claimed here in a transaction that is still open; see `together.py`.
+        self.under_way: dict[bytes, Record] = {}
         # Counted from a random place, so that no two attempts anywhere share one. The place is
         # from the system's source, never from `random`: an application that seeds that one the
         # same way in two processes must not make their attempts look like one.
         self._nonces = itertools.count(int.from_bytes(os.urandom(8), "big") >> 2)
         self.heart = Heart(
-            self._store, self.clock, sweep_every_s=self._sweep_every_s, archive=self._archive
+            self._store,
+            self.clock,
+            sweep_every_s=self._sweep_every_s,
+            archive=self._archive,
+            tell=functools.partial(_remember, self.cache, self.line),
         )
+        self.doorbell = Doorbell(self._bell, self.line, (self.heart.held, self.under_way))
+        weakref.finalize(self, self.doorbell.end)  # an engine that is forgotten ends its thread
+
+    def close(self) -> None:
+        """End the threads."""
+        self.heart.stop()
+        self.doorbell.close()
 
     def ticket(self, id: bytes, fingerprint: bytes, *, key: str, caller: str, route: str) -> Ticket:
         """A request at the counter, now; *id* is its `operation_id`, made of all the rest."""
@@ -99,6 +126,13 @@ class Desk:
         id = operation_id(caller="", route=scope, key=key, secret=self.secret)
         fingerprint = fingerprint_of_call(args, kwargs)
         return self.ticket(id, fingerprint, key=key, caller="", route=scope)
+
+    def together(self, policy: Policy | None) -> Policy:
+        """*policy*, else the default one, in transaction mode."""
+        if policy is None:
+            self._together = self._together or changed(self.policy, {"mode": "transaction"})
+            return self._together
+        return changed(policy, {"mode": "transaction"}) if policy.mode == "record" else policy
 
     def recall(self, ticket: Ticket, policy: Policy) -> Replay | Refuse | None:
         """The answer to *ticket*, if memory holds it: the replay of a completed record."""
@@ -124,12 +158,20 @@ class Desk:
         if record is None or (lost is not None and not is_same_write(lost, record)):
             return lost
         if record.state != RUNNING:
-            if record.response is not None:
-                self.cache.put(record)
-            self.line.tell(record)
-        elif swap.expected and record.attempt == 1:
-            logger.warning("late retry: %s began a new life", reference_of(record.id))
+            _remember(self.cache, self.line, record)
+        else:
+            if self.doorbell.is_idle:  # what is executed here may be waited for elsewhere
+                self.doorbell.listen()
+            if swap.expected and record.attempt == 1:
+                logger.warning("late retry: %s began a new life", reference_of(record.id))
         return None
+
+    def give_up(self, effect: Effect[Any], failure: Exception) -> None:
+        """*effect* has failed for good; the end of an execution is left to the heart."""
+        if isinstance(failure, StoreUnavailable) and isinstance(effect, Swap):
+            record = effect.record
+            if record is not None and record.id in self.heart.held:
+                self.heart.finish(effect)
 
     def tell(self, ticket: Ticket, policy: Policy, answer: Answer | None) -> None:
         """Tell the observers what became of *ticket*; None: its handler failed."""
@@ -146,6 +188,13 @@ class Desk:
                     observer(decision)
                 except Exception:  # the work is done, and must not look undone because of this
                     logger.exception("an observer failed")
+
+    def tell_failure(self, ticket: Ticket, policy: Policy, error: Exception) -> None:
+        """Tell the observers that a transaction came to nothing."""
+        if isinstance(error, StoreUnavailable):
+            self.tell_outage(ticket, policy, error)
+        else:
+            self.tell(ticket, policy, None)
 
     def tell_outage(self, ticket: Ticket, policy: Policy, error: StoreUnavailable) -> None:
         """Tell the observers that the store did not answer."""
@@ -169,6 +218,13 @@ class Desk:
         return result if response is None else decode_value(response)
 
 
+def _remember(cache: Cache, line: Line, record: Record) -> None:
+    """An attempt has ended: a final answer is remembered, and who waits for it is woken."""
+    if record.response is not None:
+        cache.put(record)
+    line.tell(record)
+
+
 def _decision(ticket: Ticket, answer: Answer | None, now_ms: int) -> Decision:
     outcome: Literal["executed", "replayed", "refused", "failed"] = "failed"
     attempt, code = 0, ""
@@ -184,13 +240,6 @@ def _decision(ticket: Ticket, answer: Answer | None, now_ms: int) -> Decision:
     duration_ms = now_ms - ticket.now_ms
     reference = reference_of(ticket.id)
     return Decision(outcome, reference, ticket.label, ticket.scope, attempt, code, duration_ms)
-
-
-def is_unsure(effect: Effect[Any], failure: Exception) -> bool:
-    """*effect* is a write that may have taken effect in spite of its *failure*."""
-    return (
-        isinstance(effect, Swap) and isinstance(failure, StoreUnavailable) and failure.is_ambiguous
-    )
 
 
 def name_of(function: Callable[..., object]) -> str:
@@ -210,6 +259,20 @@ def ending_of_result(ticket: Ticket, result: object) -> Ending:
             *(ticket.label, type(result).__name__),
         )
     return Ending(Fate.KEEP, response)
+
+
+def judged(operation: Operation, ending: Ending) -> Ending:
+    """*ending*, unless the handler has said more about it than its answer does."""
+    if operation.is_in_doubt:
+        return Ending(Fate.DOUBT)
+    if operation.is_resumable and ending.fate is Fate.DOUBT:
+        return Ending(Fate.RELEASE)
+    return ending
+
+
+def ending_of_error(operation: Operation, error: Exception, policy: Policy) -> Ending:
+    """What the *error* of a handler means for its claim."""
+    return judged(operation, Ending(fate_of_error(error, policy)))
 
 
 def ending_of_reconcile(answer: object, *, as_value: bool) -> Ending:
@@ -239,6 +302,4 @@ def policy_of(policy: Policy | str | None) -> Policy:
         policy = Policy()
     elif isinstance(policy, str):
         policy = Policy.preset(policy)
-    if policy.mode == "transaction":
-        raise Misconfigured("mode='transaction' needs a store in your own database; use 'record'")
     return policy

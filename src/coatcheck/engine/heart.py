@@ -16,10 +16,13 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TypeAlias
 
 from coatcheck.core.record import Record, Swap, is_same_attempt, is_same_write, renewed
 from coatcheck.engine.clock import StoreClock
+from coatcheck.engine.finishing import Unfinished
+from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.contract import SWEEP_BATCH, Query, Store
 
 Archive: TypeAlias = Callable[[Sequence[Record]], object]
@@ -32,6 +35,8 @@ RENEWALS_PER_LEASE = 3
 BEATS_PER_LEASE = 2 * RENEWALS_PER_LEASE
 # It beats as if for this lease at least, so that an engine that is gone ends its thread soon.
 LEASE_MS_MAX = 30_000
+# As if for this lease while an end is to be written: twice a second.
+UNFINISHED_EVERY_MS = 3_000
 # At most this many batches at once, so that a long backlog does not crowd out claims.
 SWEEP_BATCHES_MAX = 20
 
@@ -39,12 +44,30 @@ SWEEP_BATCHES_MAX = 20
 class Held:
     """A claim that this process executes."""
 
-    __slots__ = ("claim", "is_lost", "lease_ms")
+    __slots__ = ("_on_lost", "claim", "is_lost", "lease_ms")
 
     def __init__(self, claim: Record, lease_ms: int) -> None:
         self.claim = claim
         self.lease_ms = lease_ms
         self.is_lost = False
+        self._on_lost: tuple[Callable[[], object], ...] = ()
+
+    def on_lost(self, callback: Callable[[], object]) -> None:
+        """Have *callback* called when another attempt has taken over; now, if it has already."""
+        self._on_lost = (*self._on_lost, callback)
+        if self.is_lost:
+            callback()
+
+    def lose(self) -> None:
+        """Another attempt has taken over."""
+        if self.is_lost:
+            return
+        self.is_lost = True
+        for callback in self._on_lost:
+            try:
+                callback()
+            except Exception:  # whoever else is to be told is told
+                logger.exception("who was told of a lost claim failed")
 
     def is_due(self, now_ms: int) -> bool:
         """A third of its lease is over."""
@@ -62,8 +85,10 @@ class Heart:
         *,
         sweep_every_s: float | None = None,
         archive: Archive | None = None,
+        tell: Callable[[Record], None] = lambda _record: None,
     ) -> None:
         self.store = store
+        self._unfinished = Unfinished(store, tell)
         self.now_ms = clock.now_ms
         self._clock = clock
         self.held: dict[bytes, Held] = {}
@@ -91,8 +116,17 @@ class Heart:
         if self.held.get(held.claim.id) is held:
             self.held.pop(held.claim.id, None)
 
+    def finish(self, swap: Swap) -> None:
+        """Write the end of an execution as soon as the store is back."""
+        self._unfinished.add(swap)
+        self._wake.set()
+        if self._thread is None:
+            self._start()
+
     def beat(self) -> None:
-        """One beat: look at the clock, renew what is due, and sweep if it is time."""
+        """One beat: look at the clock, end and renew what is due, and sweep if it is time."""
+        if self._unfinished:
+            self._unfinished.write()
         self._clock.look()
         now_ms = self.now_ms()
         due = [held for held in list(self.held.values()) if held.is_due(now_ms)]
@@ -111,8 +145,10 @@ class Heart:
         return sweep_ms is not None
 
     def stop(self) -> None:
-        """End the thread; claims still held are no longer renewed."""
+        """End the thread; claims still held are no longer renewed, what can be ended is."""
         self._stopped = True
+        with suppress(StoreUnavailable):
+            self._unfinished.write()
         self._wake.set()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
@@ -129,8 +165,8 @@ class Heart:
             elif is_same_attempt(lost, held.claim):  # an earlier renewal whose answer was lost
                 held.claim = lost
             elif self.held.get(held.claim.id) is held:
-                held.is_lost = True
                 self.let_go(held)
+                held.lose()
 
     def _start(self) -> None:
         with self._mutex:
@@ -157,7 +193,7 @@ def _beat_until_gone(heart: weakref.ref[Heart], wake: threading.Event) -> None:
             living.beat()
         except Exception as error:  # noqa: BLE001 - a heart that stops loses every lease
             logger.warning("a beat failed and is tried again: %s", error)
-        lease_ms = living._lease_ms  # noqa: SLF001 - as above
+        lease_ms = living._lease_ms if not living._unfinished else UNFINISHED_EVERY_MS  # noqa: SLF001 - as above
         del living
 
 

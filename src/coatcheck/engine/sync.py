@@ -1,40 +1,34 @@
-"""The engine for sync code: performs the effects of flows, in the caller's own thread."""
+"""The engine for sync code: any function, guarded."""
 
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, Self, TypeVar
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, ParamSpec, TypeVar
 
-from coatcheck.core.flow import Effect, Flow
+from coatcheck.core.flow import Flow
 from coatcheck.core.policy import Policy
-from coatcheck.core.record import GONE, Record, Swap
-from coatcheck.core.replay import Fate
-from coatcheck.core.serve import Answer, Ending, Execute, Reconcile, Seen, Ticket, Watch, serve
+from coatcheck.core.record import Record
+from coatcheck.core.serve import Answer, Execute, Executed, Ticket
 from coatcheck.engine.desk import (
-    SWEEP_EVERY_S,
-    Desk,
-    ending_of_reconcile,
+    ending_of_error,
     ending_of_result,
-    is_unsure,
-    logger,
     name_of,
     policy_of,
 )
-from coatcheck.engine.heart import Archive, Heart
-from coatcheck.engine.waiting import poll_pauses_s
+from coatcheck.engine.driver import Driver
+from coatcheck.engine.heart import Held
+from coatcheck.engine.together import Lender
+from coatcheck.engine.transaction import Transaction
 from coatcheck.errors import StoreUnavailable
 from coatcheck.operation import Operation, enter, leave
-from coatcheck.stores import Batcher, Store, open_store
-from coatcheck.stores.at_rest import AtRest, KeyRing
-from coatcheck.telemetry import Observer
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Engine:
+class Engine(Driver):
     """
     Guards functions and, through the adapters, requests: each key executes once.
 
@@ -47,56 +41,10 @@ class Engine:
         sweep_every_s: about how often this engine sweeps; None: never.
         archive: called with expired records before they are deleted.
         keyring: seals what is stored of responses (X1).
+        transactions: who lends connections for transaction mode (L9): a pool, an engine or a
+            session maker, or a function that gives a connection or a context manager for one;
+            without it the engine has some of its own, to the store's database.
     """
-
-    def __init__(
-        self,
-        store: str | Store = "sqlite:///coatcheck.db",
-        policy: Policy | str | None = None,
-        *,
-        secret: bytes | str = b"",
-        clock: Callable[[], int] | None = None,
-        observers: Sequence[Observer] = (),
-        sweep_every_s: float | None = SWEEP_EVERY_S,
-        archive: Archive | None = None,
-        keyring: KeyRing | None = None,
-    ) -> None:
-        opened = open_store(store) if isinstance(store, str) else store
-        self.store = opened if keyring is None else AtRest(opened, keyring)
-        self.desk = Desk(
-            self.store,
-            policy,
-            secret=secret,
-            clock=clock,
-            observers=observers,
-            sweep_every_s=sweep_every_s,
-            archive=archive,
-        )
-        self._batcher = Batcher(self.store)
-        self.is_started = False
-
-    @property
-    def heart(self) -> Heart:
-        """Renews the leases of what runs here."""
-        return self.desk.heart
-
-    def start(self) -> None:
-        """Look at the store's clock; done by itself at the first request."""
-        self.desk.clock.look()
-        self.is_started = True
-
-    def close(self) -> None:
-        """End the heart and close the store."""
-        self.heart.stop()
-        self.store.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    # --- functions ----------------------------------------------------------------------------
 
     def run(
         self,
@@ -135,33 +83,50 @@ class Engine:
 
         return decorate
 
-    def _run(self, key: str, label: str, call: functools.partial[T], policy: Policy | None) -> T:
+    def _run(
+        self,
+        key: str,
+        label: str,
+        call: functools.partial[T],
+        policy: Policy | None,
+        lender: Lender | None = None,
+    ) -> T:
         if not self.is_started:
             self.start()
         desk = self.desk
         policy = desk.policy if policy is None else policy_of(policy)
         ticket = desk.ticket_of_call(key, label, call)
-        answer: Answer | Execute | None = desk.recall(ticket, policy)
+        known = desk.recall(ticket, policy)
+        if known is not None:
+            value: T = desk.result_of(ticket, policy, known, None, None)
+            return value
+        if policy.mode == "transaction":
+            return self._run_together(ticket, policy, call, lender or self.lender())
+        return self._run_recorded(ticket, policy, call)
+
+    def _run_recorded(self, ticket: Ticket, policy: Policy, call: Callable[[], T]) -> T:
+        """Claim, call and complete."""
+        desk, flow, held, is_in_call = self.desk, self.flow(ticket, policy), None, False
         response: bytes | None = None
         result: T | None = None
-        if answer is None:
-            flow, held, is_in_call = self.flow(ticket, policy), None, False
-            try:
-                answer = self.advance(flow, policy)
-                if isinstance(answer, Execute):
-                    held, is_in_call = desk.heart.hold(answer.claim, policy.lease_ms), True
-                    result = self._execute(flow, answer.claim, call, ticket, policy)
-                    is_in_call = False
-                    ending = ending_of_result(ticket, result)
-                    answer = self.advance(flow, policy, ending)
-                    response = ending.response
-            except StoreUnavailable as error:
-                if not is_in_call:  # it is our store, and not one of the function's own
-                    desk.tell_outage(ticket, policy, error)
+        try:
+            answer = self.advance(flow, policy)
+            if isinstance(answer, Execute):
+                held, is_in_call = desk.heart.hold(answer.claim, policy.lease_ms), True
+                result = self._execute(flow, held, call, ticket, policy)
+                is_in_call = False
+                ending = ending_of_result(ticket, result)
+                response = ending.response
+                answer = self.advance(flow, policy, ending)
+        except StoreUnavailable as error:
+            if not is_in_call:  # it is our store, and not one of the function's own
+                desk.tell_outage(ticket, policy, error)
+            if held is None or response is None or policy.unrecorded == "503":
                 raise
-            finally:  # not before the end is written: who waits here need not look for it
-                if held is not None:
-                    desk.heart.let_go(held)
+            answer = Executed(held.claim)  # and the heart will write that down
+        finally:  # not before the end is written: who waits here need not look for it
+            if held is not None:
+                desk.heart.let_go(held)
         assert not isinstance(answer, Execute)
         value: T = desk.result_of(ticket, policy, answer, response, result)
         return value
@@ -169,106 +134,88 @@ class Engine:
     def _execute(
         self,
         flow: Flow[Answer],
-        claim: Record,
+        held: Held,
         call: Callable[[], T],
         ticket: Ticket,
         policy: Policy,
     ) -> T:
-        entered = enter(Operation(claim, self.desk.secret))
+        operation = self.operation(held)
+        entered = enter(operation)
         try:
             return call()
         except Exception as error:
             self.desk.tell(ticket, policy, None)
-            self.advance(flow, policy, error=error)
+            with suppress(StoreUnavailable):  # the handler's own error matters more
+                self.advance(flow, policy, ending_of_error(operation, error, policy))
             raise
         finally:
             leave(entered)
 
-    # --- for adapters -------------------------------------------------------------------------
+    # --- in one transaction -------------------------------------------------------------------
 
-    def flow(self, ticket: Ticket, policy: Policy) -> Flow[Answer]:
-        """The flow of *ticket*, to be driven by `advance`."""
-        return serve(ticket, policy, may_claim=self.desk.may_claim(ticket, policy))
-
-    def advance(
+    def transaction(
         self,
+        key: str,
+        function: Callable[..., T],
+        /,
+        *args: Any,
+        connection: object = None,
+        scope: str = "",
+        policy: Policy | None = None,
+        **kwargs: Any,
+    ) -> T:
+        """
+        Call *function* once for *key*, its writes and its record in one transaction (L9).
+
+        They are written on *connection*: a connection or session, or what lends one (a pool, a
+        session maker, a function); without it, on one that the engine was given `transactions`
+        for. The function finds it as `current_operation().connection`.
+        """
+        call = functools.partial(function, *args, **kwargs)
+        label, policy = scope or name_of(function), self.desk.together(policy)
+        return self._run(key, label, call, policy, self.lender(connection))
+
+    def _run_together(
+        self, ticket: Ticket, policy: Policy, call: Callable[[], T], lender: Lender
+    ) -> T:
+        """Claim, call and commit in one transaction; again, where the policy allows that."""
+        desk = self.desk
+        for retries_left in reversed(range(1 + policy.transaction_retries)):
+            within, flow = self.within(lender), self.flow(ticket, policy)
+            response: bytes | None = None
+            result: T | None = None
+            try:
+                answer = self.advance(flow, policy, within=within)
+                if isinstance(answer, Execute):
+                    result = self._call_within(within, flow, answer.claim, call, policy)
+                    ending = ending_of_result(ticket, result)
+                    response = ending.response
+                    answer = self.advance(flow, policy, ending, within=within)
+            except Exception as error:
+                if retries_left and within.has_collided(error):
+                    continue
+                desk.tell_failure(ticket, policy, error)
+                raise
+            finally:
+                within.abandon()
+            assert not isinstance(answer, Execute)
+            value: T = desk.result_of(ticket, policy, answer, response, result)
+            return value
+        raise AssertionError  # the last one has returned or raised
+
+    def _call_within(
+        self,
+        within: Transaction,
         flow: Flow[Answer],
+        claim: Record,
+        call: Callable[[], T],
         policy: Policy,
-        ending: Ending | None = None,
-        *,
-        error: Exception | None = None,
-        as_value: bool = True,
-    ) -> Execute | Answer:
-        """Drive *flow* until it asks for the execution, or to its answer."""
-        is_again = False
+    ) -> T:
+        entered = enter(Operation(claim, self.desk.secret, within))
         try:
-            effect = flow.send(ending) if error is None else flow.throw(error)
-            while not isinstance(effect, Execute):
-                try:
-                    if isinstance(effect, Swap):
-                        result: Any = self.desk.noticed(effect, self._batcher.swap(effect))
-                    else:
-                        result = self._perform(effect, policy, as_value=as_value)
-                except Exception as failure:  # noqa: BLE001 - the flow decides what it means
-                    # A write whose answer was lost is tried once more: if it took effect, it
-                    # meets its own record.
-                    is_again = not is_again and is_unsure(effect, failure)
-                    if not is_again:
-                        effect = flow.throw(failure)
-                else:
-                    is_again = False
-                    effect = flow.send(result)
-        except StopIteration as done:
-            answer: Answer = done.value
-            return answer
-        return effect
-
-    def _perform(self, effect: Effect[Any], policy: Policy, *, as_value: bool) -> Any:  # noqa: ANN401 - whatever the effect results in
-        if isinstance(effect, Watch):
-            return self._watch(effect, policy.waiters_max)
-        assert isinstance(effect, Reconcile)
-        return self._reconcile(effect.claim, policy, as_value=as_value)
-
-    def _watch(self, watch: Watch, waiters_max: int) -> Seen | None:
-        now_ms = self.desk.now_ms
-        if watch.until_ms <= now_ms():
-            return self._look(watch.id)
-        told: list[Record] = []
-        woken = threading.Event()
-
-        def wake(record: Record) -> None:
-            told.append(record)
-            woken.set()
-
-        if not self.desk.line.join(watch.id, wake, waiters_max):
-            return None
-        try:
-            for pause_s in poll_pauses_s():
-                left_s = max(0.0, (watch.until_ms - now_ms()) / 1_000)
-                # Who is executed here is not looked for in the store: its end will wake us.
-                is_here = watch.id in self.heart.held
-                woken.wait(left_s if is_here else min(pause_s, left_s))
-                if told:
-                    return Seen(told[0], now_ms())
-                seen = self._look(watch.id)
-                if seen.record.version != watch.version or seen.now_ms >= watch.until_ms:
-                    return seen
+            return call()
+        except Exception as error:
+            self.advance(flow, policy, error=error, within=within)
+            raise
         finally:
-            self.desk.line.leave(watch.id, wake)
-        raise AssertionError  # the pauses never end
-
-    def _look(self, id: bytes) -> Seen:
-        record = self._batcher.get(id)
-        return Seen(GONE if record is None else record, self.desk.now_ms())
-
-    def _reconcile(self, claim: Record, policy: Policy, *, as_value: bool) -> Ending:
-        assert policy.reconcile is not None
-        held = self.heart.hold(claim, policy.lease_ms)
-        try:
-            answer = policy.reconcile(Operation(claim, self.desk.secret))
-        except Exception:  # noqa: BLE001 - whatever it was, nobody knows what happened
-            logger.exception("reconcile failed; the operation stays in doubt")
-            return Ending(Fate.DOUBT)
-        finally:
-            self.heart.let_go(held)
-        return ending_of_reconcile(answer, as_value=as_value)
+            leave(entered)

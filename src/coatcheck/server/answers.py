@@ -5,6 +5,9 @@ Both adapters send what is made here and nothing else, so that they say exactly 
 
 from __future__ import annotations
 
+import logging
+from http import HTTPStatus
+
 from coatcheck.core.key import reference_of
 from coatcheck.core.policy import Policy
 from coatcheck.core.problem import Problem, problem
@@ -20,11 +23,14 @@ from coatcheck.core.replay import (
 from coatcheck.core.serve import Ending, Replay, Ticket
 from coatcheck.errors import StoreUnavailable, Unreadable
 
+logger = logging.getLogger("coatcheck")
+
 # The store is not there, or what it holds cannot be read: either way nothing may run.
 OUTAGES = (StoreUnavailable, Unreadable)
 
 RAN_NOT = "whether this request ran before cannot be told now, so it was not run"
 RAN_UNRECORDED = "this request ran, but its outcome could not be recorded"
+COMMIT_UNKNOWN = "whether what this request did is committed cannot be told now"
 
 
 def ending_of(response: Response, policy: Policy) -> Ending:
@@ -33,6 +39,19 @@ def ending_of(response: Response, policy: Policy) -> Ending:
     if fate is not KEEP or len(response.body) > policy.response_bytes_max:
         return Ending(fate)
     return Ending(KEEP, encode_response(response))
+
+
+def is_told_anyway(response: Response, error: Exception) -> bool:
+    """
+    *response* is an error of the handler's own, so that nothing was to be committed anyway.
+
+    After a statement that failed PostgreSQL commits nothing, and a handler may have rolled back
+    before it refused. The client gets its refusal; it is not kept, and a retry runs again.
+    """
+    if response.status < HTTPStatus.BAD_REQUEST:
+        return False
+    logger.warning("a refusal was not kept, because its transaction had failed: %s", error)
+    return True
 
 
 def refused(refusal: Problem, policy: Policy) -> Response:

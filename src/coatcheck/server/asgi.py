@@ -16,6 +16,7 @@ from coatcheck.engine import AsyncEngine
 from coatcheck.errors import Misconfigured
 from coatcheck.server.answers import OUTAGES, refused
 from coatcheck.server.asgi_input import App, AsgiScope, Receive, Rewound, Send, read, request_of
+from coatcheck.server.asgi_transaction import TransactionVisit
 from coatcheck.server.asgi_visit import Visit, refuse_unrun, respond
 from coatcheck.server.body import Body
 from coatcheck.server.callers import Caller
@@ -38,6 +39,7 @@ class IdempotencyMiddleware:
         key: takes the key from the request itself where no header brings one (K4).
         secret: makes operation ids unguessable; the same on every node.
         engine: an `AsyncEngine` that is shared with other doors.
+        transactions: who lends connections for transaction mode; see `Engine`.
     """
 
     def __init__(
@@ -50,12 +52,14 @@ class IdempotencyMiddleware:
         key: NaturalKey | None = None,
         secret: bytes | str = b"",
         engine: AsyncEngine | None = None,
+        transactions: object = None,
     ) -> None:
-        if engine is not None and (store is not None or policy is not None or secret):
+        given = (store, policy, secret or None, transactions)
+        if engine is not None and any(one is not None for one in given):
             raise Misconfigured("engine= brings its own store, policy and secret; give only it")
         self.app = app
         self.engine = engine or AsyncEngine(
-            store or "sqlite:///coatcheck.db", policy, secret=secret
+            store or "sqlite:///coatcheck.db", policy, secret=secret, transactions=transactions
         )
         self.counter = Counter(self.engine.desk, caller, key)
         self._routes = Routes(self.engine.desk.policy, app)
@@ -128,7 +132,8 @@ class IdempotencyMiddleware:
             return
         answer = engine.desk.recall(ticket, policy)
         if answer is None:
-            await Visit(self, request, receive, send, ticket=ticket, policy=policy).serve()
+            visit = Visit if policy.mode == "record" else TransactionVisit
+            await visit(self, request, receive, send, ticket=ticket, policy=policy).serve()
             return
         request.body.close()
         engine.desk.tell(ticket, policy, answer)

@@ -11,6 +11,7 @@ to find it costs more than the whole visit.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Protocol
 
 from coatcheck.core.policy import Policy
@@ -19,7 +20,7 @@ from coatcheck.core.record import Record
 from coatcheck.core.replay import Headers, Response, fate_of
 from coatcheck.core.serve import Answer, Ending, Execute, Executed, Ticket
 from coatcheck.engine import AsyncEngine
-from coatcheck.engine.desk import logger
+from coatcheck.engine.desk import ending_of_error, judged, logger
 from coatcheck.engine.heart import Held
 from coatcheck.operation import Operation, enter, leave
 from coatcheck.server.answers import (
@@ -54,12 +55,13 @@ class Visit:
     # Slots, and no defaults in the class: the interpreter is quick at nothing else.
     __slots__ = (
         *("_chunks", "_claim", "_client_receive", "_client_send", "_done", "_flow", "_guard"),
-        *("_headers", "_held", "_is_over", "_is_settled", "_is_streaming", "_over", "_policy"),
-        *("_request", "_size", "_status", "_ticket", "task"),
+        *("_headers", "_held", "_is_over", "_is_settled", "_is_streaming", "_operation", "_over"),
+        *("_policy", "_request", "_size", "_status", "_ticket", "task"),
     )
 
     _claim: Record
     _held: Held
+    _operation: Operation
     _done: asyncio.Future[None]
     task: asyncio.Task[None] | None
 
@@ -149,7 +151,9 @@ class Visit:
         self._claim = claim = step.claim
         self._held = engine.desk.heart.hold(claim, policy.lease_ms)
         asgi_scope = self._request.native
-        asgi_scope["coatcheck.operation"] = operation = Operation(claim, engine.desk.secret)
+        asgi_scope["coatcheck.operation"] = self._operation = operation = engine.operation(
+            self._held
+        )
         hide_short_cuts(asgi_scope)
         entered = enter(operation)
         rewound = Rewound(self._request.body, self._wait_for_end)
@@ -158,23 +162,39 @@ class Visit:
             if not self._is_settled:
                 raise RuntimeError("the application ended without a complete response")
         except Exception as error:
-            await self._fail(error)
-            raise
+            if not await self._fail(error):
+                raise
         finally:
             leave(entered)
             if not self._is_settled:  # else whoever settled it has let go of it, or will
                 engine.desk.heart.let_go(self._held)
 
-    async def _fail(self, error: Exception) -> None:
-        """Give the claim back, if the application raised before it had answered."""
-        if not self._is_settled:
-            self._is_settled = True
-            engine = self._guard.engine
-            engine.desk.tell(self._ticket, self._policy, None)
-            try:
-                await engine.advance(self._flow, self._policy, error=error)
-            finally:
-                engine.desk.heart.let_go(self._held)
+    async def _fail(self, error: Exception) -> bool:
+        """
+        Give the claim back, if the application raised before it had answered.
+
+        True: the client is told that nobody knows what happened, instead of the error.
+        """
+        if self._is_settled:
+            return False
+        self._is_settled = True
+        engine, operation = self._guard.engine, self._operation
+        engine.desk.tell(self._ticket, self._policy, None)
+        try:
+            with suppress(*OUTAGES):  # the application's own error matters more
+                ending = ending_of_error(operation, error, self._policy)
+                await engine.advance(self._flow, self._policy, ending)
+        finally:
+            engine.desk.heart.let_go(self._held)
+        if not operation.is_in_doubt:
+            return False
+        logger.error("an operation is in doubt", exc_info=error)
+        await self._refuse_in_doubt()
+        return True
+
+    async def _refuse_in_doubt(self) -> None:
+        refusal = problem("outcome-unknown", key=self._ticket.key, id=self._claim.id)
+        await respond(self._client_send, refused(refusal, self._policy))
 
     async def _wait_for_end(self) -> Message:
         """Whether the client is still there, if the application asks: until it has its answer."""
@@ -223,10 +243,13 @@ class Visit:
         engine, policy, send = self._guard.engine, self._policy, self._client_send
         try:
             try:
+                ending = judged(self._operation, ending)
                 step = await engine.advance(self._flow, policy, ending)
             finally:  # not before: who waits here need not look for its end
                 engine.desk.heart.let_go(self._held)
-            if isinstance(step, Executed):
+            if self._operation.is_in_doubt:  # whatever the handler made of it
+                await self._refuse_in_doubt()
+            elif isinstance(step, Executed):
                 engine.desk.tell(self._ticket, policy, step)
                 self._is_streaming = more_body
                 status, headers, body = response
@@ -240,9 +263,13 @@ class Visit:
             refusal = problem("store-unavailable", id=self._claim.id, reason=RAN_UNRECORDED)
             await respond(send, refused(refusal, policy))
         finally:
-            self._is_over = True
-            if self._over is not None:
-                self._over.set()
+            self._end()
+
+    def _end(self) -> None:
+        """All is said: whoever asks whether the client is still there may know."""
+        self._is_over = True
+        if self._over is not None:
+            self._over.set()
 
     async def _answer(self, answer: Answer) -> None:
         assert not isinstance(answer, Executed)

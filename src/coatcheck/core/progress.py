@@ -1,0 +1,124 @@
+"""Progress: what an attempt has written down for whoever comes after it (L7).
+
+Steps that are done, with their results; steps that were begun; notes of what was about to be sent;
+how far it is; and how a person has decided, if one had to. It is kept in the record, as JSON, and
+only ever grows within a life.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any, NamedTuple
+
+from coatcheck.core.record import Record
+
+# 64 KiB: what a downstream answers to one call fits many times; what does not is for a database.
+STEP_BYTES_MAX = 64 * 1024
+NOTE_BYTES_MAX = 4 * 1024
+# 1 MiB for all of it: every step writes all of it anew, and DynamoDB takes less than half.
+PROGRESS_BYTES_MAX = 256 * 1024
+
+
+class Step(NamedTuple):
+    """
+    One named step; *value* is its encoded result, None where it was only begun.
+
+    *beside*: the steps that were under way at the same time when this one ended.
+    """
+
+    name: str
+    attempt: int
+    value: bytes | None = None
+    beside: tuple[str, ...] = ()
+
+
+class Note(NamedTuple):
+    """What an attempt was about to do, in the words of its handler."""
+
+    at_ms: int
+    attempt: int
+    what: Any
+
+
+class Report(NamedTuple):
+    """How far an attempt is: from 0 to 1, and in words."""
+
+    fraction: float | None
+    words: str = ""
+
+
+class Resolution(NamedTuple):
+    """How a person ended a doubt, or asked for another run; and who, when and why."""
+
+    at_ms: int
+    outcome: str
+    by: str
+    why: str
+
+
+class Progress(NamedTuple):
+    """All of it; empty for most operations."""
+
+    steps: tuple[Step, ...] = ()
+    notes: tuple[Note, ...] = ()
+    report: Report | None = None
+    resolutions: tuple[Resolution, ...] = ()
+
+    def step(self, name: str) -> Step | None:
+        """The step called *name*, done or begun."""
+        return next((step for step in self.steps if step.name == name), None)
+
+    def with_step(self, step: Step) -> Progress:
+        """With *step*, in the place of one of the same name."""
+        others = tuple(other for other in self.steps if other.name != step.name)
+        return self._replace(steps=(*others, step))
+
+    def with_note(self, note: Note) -> Progress:
+        """With *note* at the end."""
+        return self._replace(notes=(*self.notes, note))
+
+    def with_resolution(self, resolution: Resolution) -> Progress:
+        """With *resolution* at the end."""
+        return self._replace(resolutions=(*self.resolutions, resolution))
+
+
+NOTHING = Progress()
+
+
+def progress_of(record: Record) -> Progress:
+    """What stands in *record*."""
+    if record.progress is None:
+        return NOTHING
+    members = json.loads(record.progress)
+    return Progress(
+        tuple(
+            Step(name, attempt, None if value is None else base64.b85decode(value), tuple(beside))
+            for name, attempt, value, beside in members.get("steps", ())
+        ),
+        tuple(Note(*note) for note in members.get("notes", ())),
+        Report(*members["report"]) if "report" in members else None,
+        tuple(Resolution(*resolution) for resolution in members.get("resolutions", ())),
+    )
+
+
+def encoded(progress: Progress) -> bytes:
+    """What a record keeps of *progress*."""
+    members: dict[str, Any] = {}
+    if progress.steps:
+        members["steps"] = [
+            (name, attempt, None if value is None else base64.b85encode(value).decode(), beside)
+            for name, attempt, value, beside in progress.steps
+        ]
+    if progress.notes:
+        members["notes"] = progress.notes
+    if progress.report is not None:
+        members["report"] = progress.report
+    if progress.resolutions:
+        members["resolutions"] = progress.resolutions
+    return json.dumps(members, separators=(",", ":")).encode()
+
+
+def noted(claim: Record, progress: Progress) -> Record:
+    """*claim* with *progress*: a move like a renewal, so that who holds an old one learns of it."""
+    return claim._replace(version=claim.version + 1, progress=encoded(progress))

@@ -1,0 +1,121 @@
+"""The flows of what a handler does while it runs: steps, notes, reports (L7).
+
+Everything is written into the claim by a swap against the version that was seen. So whoever has
+lost its claim learns it here, before it does anything more; and where the heart has renewed the
+claim meanwhile, the same is written again on top of that.
+
+A step runs once and its result is remembered. One that was begun and not finished has an unknown
+outcome: only a probe can tell, or a person. Where neither is asked for, it is simply run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from coatcheck.core.flow import Effect, Flow
+from coatcheck.core.progress import (
+    PROGRESS_BYTES_MAX,
+    Progress,
+    Step,
+    noted,
+    progress_of,
+)
+from coatcheck.core.record import Record, Swap, is_lease_over, is_same_attempt
+from coatcheck.core.replay import Fate
+from coatcheck.core.serve import Ending
+from coatcheck.errors import ClaimLost, Misconfigured, StepInDoubt, StepsChanged
+
+
+@dataclass(slots=True)
+class Run(Effect[bytes]):
+    """Run the function of the step *name*; its encoded result."""
+
+    name: str
+
+
+@dataclass(slots=True)
+class Probe(Effect[Ending]):
+    """
+    Ask the application what became of the step *name*, in which an attempt has died.
+
+    KEEP: it happened, with this result; RELEASE: it did not; DOUBT: nobody knows.
+    """
+
+    name: str
+
+
+class Plan(NamedTuple):
+    """What is asked for: which step, and what may become of it."""
+
+    name: str
+    at_most_once: bool = False
+    has_probe: bool = False
+    now_ms: int = 0
+    asked: frozenset[str] = frozenset()  # the steps that this attempt has asked for before
+    beside: Callable[[], tuple[str, ...]] = tuple  # the steps that are under way just now
+
+
+def remember(claim: Record, change: Callable[[Progress], Progress]) -> Flow[Record]:
+    """Write *change* into our *claim*; the claim as it stands then. Raises `ClaimLost`."""
+    while True:
+        record = noted(claim, change(progress_of(claim)))
+        assert record.progress is not None
+        if len(record.progress) > PROGRESS_BYTES_MAX:
+            raise Misconfigured(
+                f"the steps and notes of one operation take {len(record.progress)} bytes; "
+                f"{PROGRESS_BYTES_MAX} are kept"
+            )
+        lost = yield from Swap(claim.id, claim.version, record)
+        if lost is None:
+            return record
+        if not is_same_attempt(lost, claim):
+            raise ClaimLost("another attempt has taken over; what this one does no longer counts")
+        claim = lost
+
+
+def take(claim: Record, plan: Plan) -> Flow[tuple[Record, bytes]]:
+    """Take the step of *plan* once; the claim afterwards, and the step's encoded result."""
+    if is_lease_over(claim, plan.now_ms):  # it was stopped, and somebody may have taken over
+        claim = yield from remember(claim, lambda progress: progress)
+    progress = progress_of(claim)
+    known = progress.step(plan.name)
+    if known is None:
+        _check_known(progress, plan)
+    elif known.value is not None:
+        return claim, known.value
+    told = (yield from _outcome_of(plan)) if known is not None else None
+    if told is None:
+        if plan.at_most_once or plan.has_probe:
+            begun = Step(plan.name, claim.attempt)
+            claim = yield from remember(claim, lambda progress: progress.with_step(begun))
+        told = yield from Run(plan.name)
+    done = Step(plan.name, claim.attempt, told, plan.beside())
+    claim = yield from remember(claim, lambda progress: progress.with_step(done))
+    return claim, told
+
+
+def _outcome_of(plan: Plan) -> Flow[bytes | None]:
+    """What became of a step in which an attempt died: its result, or None where it may run."""
+    if plan.has_probe:
+        ending = yield from Probe(plan.name)
+        if ending.fate is Fate.KEEP:
+            return ending.response
+        if ending.fate is Fate.DOUBT:
+            raise StepInDoubt(plan.name)
+    elif plan.at_most_once:
+        raise StepInDoubt(plan.name)
+    return None
+
+
+def _check_known(progress: Progress, plan: Plan) -> None:
+    """
+    Refuse a step that no earlier attempt knew where it should have met one that it did.
+
+    A step that was renamed would otherwise run a second time, under its new name.
+    """
+    left = [step.name for step in progress.steps if step.name not in plan.asked]
+    was_beside = any(plan.name in step.beside for step in progress.steps)
+    if left and not was_beside:
+        raise StepsChanged(plan.name, left[0])

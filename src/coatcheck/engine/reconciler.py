@@ -1,0 +1,265 @@
+"""The reconciler: settles what has died and is never asked for again (L6).
+
+The heart begins a round from time to time, in a thread of the round's own: a reconcile function
+may take its time, and leases are renewed meanwhile. A round looks at a page of what runs and of
+what is in doubt, picks out what is abandoned, and drives `core/recover.py` for each of them.
+
+Only operations whose policy is known in this process are touched: guarded functions by their
+scope, marked routes by method and template, all other requests by the middleware's own policy.
+Where no policy needs it, nothing is looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import random
+import threading
+import weakref
+from collections.abc import Awaitable
+from functools import partial
+from typing import Any
+
+from coatcheck.core.flow import Effect, run
+from coatcheck.core.key import reference_of
+from coatcheck.core.policy import Policy
+from coatcheck.core.record import IN_DOUBT, RUNNING, Record, State, Swap, is_lease_over
+from coatcheck.core.recover import ask_from_ms, recover
+from coatcheck.core.replay import Fate
+from coatcheck.core.serve import Ending, Reconcile, Seen
+from coatcheck.engine.clock import local_ms
+from coatcheck.engine.desk import Desk, ending_of_reconcile
+from coatcheck.engine.patience import Patience
+from coatcheck.errors import CoatcheckError, StoreUnavailable
+from coatcheck.operation import Operation
+from coatcheck.stores import Query, Store
+from coatcheck.stores.fork import renew_after_fork
+
+logger = logging.getLogger("coatcheck")
+
+# About as often as a lease lasts: nothing is abandoned sooner.
+RECOVER_EVERY_S = 60.0
+# At most this many of each state in one round; the next one goes on from there.
+RECORDS_MAX = 500
+# Finding them may mean to read a whole table: then at most a twentieth of the time is spent on it.
+PAUSE_PER_LOOK = 20
+# Scopes of functions may be made at run time; those that are not used for long are forgotten.
+LABELS_MAX = 10_000
+# How long an engine that closes waits for a question that is being asked.
+CLOSE_S_MAX = 5.0
+# How often to see whether the event loop that was to answer is still there.
+_LOOP_EVERY_S = 0.5
+
+_BECAME = {
+    Fate.KEEP: "it happened, and is completed",
+    Fate.RELEASE: "it did not happen, and may run again",
+    Fate.DOUBT: "it is in doubt",
+}
+
+
+class Reconciler:
+    """Recovers abandoned operations; made by an engine, and driven by its heart."""
+
+    def __init__(self, desk: Desk, store: Store, *, every_s: float | None) -> None:
+        self._desk = weakref.ref(desk)  # which holds us in turn
+        self._store = store
+        self._every_s = every_s
+        self._functions: dict[str, Policy] = {}
+        self._routes: dict[str, Policy] = {}
+        self._requests: Policy | None = None
+        self._recoveries: set[str] = set()  # that are not "retry"
+        self._is_closed = False
+        self._renew()
+        renew_after_fork(self)
+        desk.chores.append(self.beat)
+
+    def _renew(self) -> None:
+        """Make what belongs to one process."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._due_ms: int | None = None
+        self._looked_ms = 0  # how long the last round was looking
+        self._after: dict[State, bytes] = {RUNNING: b"", IN_DOUBT: b""}
+
+    # --- what is known here -------------------------------------------------------------------
+
+    def know_function(self, label: str, policy: Policy) -> None:
+        """Functions that are guarded as *label* have this *policy*."""
+        if policy.recovery != "retry" and self._functions.get(label) is not policy:
+            self._know(self._functions, label, policy)
+
+    def know_route(self, label: str, policy: Policy) -> None:
+        """Requests of the route that is called *label* ("POST /orders/{id}") have this *policy*."""
+        self._know(self._routes, label, policy)
+
+    def know_requests(self, policy: Policy) -> None:
+        """All other requests have this *policy*."""
+        self._requests = policy
+        self._need(policy)
+
+    def _know(self, known: dict[str, Policy], label: str, policy: Policy) -> None:
+        if len(known) >= LABELS_MAX:
+            known.pop(next(iter(known)), None)
+        known[label] = policy
+        self._need(policy)
+
+    def _need(self, policy: Policy) -> None:
+        if policy.recovery != "retry":
+            self._recoveries.add(policy.recovery)
+
+    def _policy_of(self, record: Record) -> Policy | None:
+        """How *record* is recovered, if that is known; a compact store does not say what it is."""
+        if is_of_function(record):
+            return self._functions.get(record.label)
+        method = record.label.partition(" ")[0]
+        others = self._requests
+        if others is not None and method not in others.methods:
+            others = None
+        return self._routes.get(record.label, others)
+
+    # --- when ---------------------------------------------------------------------------------
+
+    def begin(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """Begin by itself, even if nothing is ever executed here; *loop* answers what is async."""
+        self._loop = loop
+        desk = self._desk()
+        if self._every_s is not None and self._recoveries and desk is not None:
+            desk.heart.start()
+
+    def beat(self, now_ms: int) -> None:
+        """Begin a round, if it is time; the heart does not wait for it."""
+        if self._every_s is None or not self._recoveries:
+            return
+        due_ms = self._due_ms
+        if due_ms is not None and now_ms < due_ms:
+            return
+        if self._thread is not None and self._thread.is_alive():
+            return
+        # Jittered from the first time on, so that many nodes do not look at the same moment.
+        jitter = random.uniform(0.5, 1.5)  # noqa: S311 - no secret
+        pause_ms = round(1_000 * self._every_s * jitter)
+        self._due_ms = now_ms + max(pause_ms, PAUSE_PER_LOOK * self._looked_ms)
+        if due_ms is not None and not self._is_closed:
+            self._thread = threading.Thread(
+                target=self._round_or_log, name="coatcheck-reconciler", daemon=True
+            )
+            self._thread.start()
+
+    def close(self) -> None:
+        """Begin nothing more; wait a little for what is under way."""
+        self._is_closed = True
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(CLOSE_S_MAX)
+
+    # --- a round ------------------------------------------------------------------------------
+
+    def _round_or_log(self) -> None:
+        try:
+            self.round()
+        except CoatcheckError as error:
+            logger.warning("a round of recovery failed and is tried again: %s", error)
+        except Exception:
+            logger.exception("a round of recovery failed")
+
+    def round(self) -> None:
+        """Look at some of what may be abandoned, and settle what is."""
+        self._looked_ms = 0
+        for state in (RUNNING, IN_DOUBT) if "reconcile" in self._recoveries else (RUNNING,):
+            started_ms = local_ms()
+            query = Query(state=state, after_id=self._after[state], limit=RECORDS_MAX)
+            records, more = self._store.find(query)
+            self._after[state] = more or b""
+            self._looked_ms += local_ms() - started_ms
+            for record in records:
+                desk, policy = self._desk(), self._policy_of(record)
+                if self._is_closed or desk is None:
+                    return
+                if policy is not None and self._is_due(desk, record, policy):
+                    self._recover(desk, record.id, policy)
+
+    def _is_due(self, desk: Desk, record: Record, policy: Policy) -> bool:
+        now_ms = desk.now_ms()
+        if not is_lease_over(record, now_ms):
+            return False
+        if record.id in desk.heart.held:  # it lives, here; only its renewals did not come through
+            return False
+        if policy.recovery != "reconcile":
+            return True
+        every_ms = round(1_000 * (self._every_s or RECOVER_EVERY_S))
+        return now_ms >= ask_from_ms(record, every_ms)
+
+    def _recover(self, desk: Desk, id: bytes, policy: Policy) -> None:
+        try:
+            # What was found is for people; what is changed must be whole, and unsealed.
+            (record,) = self._store.get((id,))
+            if record is None:
+                return
+            ticket = desk.ticket(
+                id, record.fingerprint, key=record.key, caller=record.scope, route=record.label
+            )
+            flow = recover(Seen(record, ticket.now_ms), ticket, policy)
+            fate = run(flow, partial(self._perform, desk, policy, is_of_function(record)))
+        except StoreUnavailable:
+            raise
+        except Exception:  # whatever else there is to recover is recovered
+            logger.exception("%s could not be recovered", reference_of(id))
+            return
+        if fate is not None:
+            level = logging.WARNING if fate is Fate.DOUBT else logging.INFO
+            told = (reference_of(id), record.label, record.attempt, _BECAME[fate])
+            logger.log(level, "recovered %s %s attempt=%d: %s", *told)
+
+    def _perform(self, desk: Desk, policy: Policy, as_value: bool, effect: Effect[Any]) -> Any:  # noqa: ANN401, FBT001 - whatever the effect results in; always called by name of its parts
+        if isinstance(effect, Reconcile):
+            return self.ask(effect.claim, policy, as_value=as_value)
+        assert isinstance(effect, Swap)
+        patience = Patience(0)
+        while True:
+            try:
+                return desk.noticed(effect, self._store.swap((effect,))[0])
+            except StoreUnavailable as failure:
+                if patience.pause_s(effect, failure) is None:
+                    raise
+
+    # --- asking -------------------------------------------------------------------------------
+
+    def ask(self, claim: Record, policy: Policy, *, as_value: bool) -> Ending:
+        """Ask the application what became of the attempt before *claim*, in this thread."""
+        desk = self._desk()
+        assert desk is not None
+        assert policy.reconcile is not None
+        held = desk.heart.hold(claim, policy.lease_ms)
+        try:
+            answer = policy.reconcile(Operation(claim, desk.secret))
+            if inspect.isawaitable(answer):
+                answer = self._awaited(answer)
+        except Exception:  # noqa: BLE001 - whatever it was, nobody knows what happened
+            logger.exception("reconcile failed; the operation stays in doubt")
+            return Ending(Fate.DOUBT)
+        finally:
+            desk.heart.let_go(held)
+        return ending_of_reconcile(answer, as_value=as_value)
+
+    def _awaited(self, answer: Awaitable[Any]) -> Any:  # noqa: ANN401 - what a user's function answers
+        """*answer*, awaited on the application's event loop if it runs, because that knows it."""
+        loop = self._loop
+        if loop is None or not loop.is_running():
+            return asyncio.run(_wait_for(answer))
+        future = asyncio.run_coroutine_threadsafe(_wait_for(answer), loop)
+        while True:
+            try:
+                return future.result(_LOOP_EVERY_S)
+            except TimeoutError:
+                if future.done() or not loop.is_running():  # its own, or nobody is left to answer
+                    raise
+
+
+async def _wait_for(answer: Awaitable[Any]) -> Any:  # noqa: ANN401 - what a user's function answers
+    return await answer
+
+
+def is_of_function(record: Record) -> bool:
+    """A guarded function made *record*, and no request: those have a caller."""
+    return bool(record.label) and not record.scope

@@ -1,0 +1,135 @@
+"""Record and effect together: what the transactions of sync and async code have in common (L9).
+
+All but the waiting: who of this process is in a transaction for which operation, what is written
+there, and what it means when that fails.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from coatcheck.core.record import GONE, Record, Swap
+from coatcheck.core.transact import Begin
+from coatcheck.engine.desk import Desk
+from coatcheck.errors import Misconfigured, NotCommitted, StoreUnavailable
+from coatcheck.lent.source import Source
+from coatcheck.lent.trouble import Trouble, trouble_of
+from coatcheck.stores.ledger import Dialect, Ledger, Statement
+
+# Nothing has run when a claim fails, so it may be made again: on another connection, where a pool
+# did not know yet that the first one is dead.
+TRIES = 3
+# What a claim lost against may be swept before it is looked at, but not again and again.
+_GHOSTS_MAX = 5
+
+
+class Lender(NamedTuple):
+    """Whose connections are used, and how a record is written on them."""
+
+    source: Source
+    ledger: Ledger
+
+
+class Together:
+    """The transaction of one operation; see `Transaction` and `AsyncTransaction`."""
+
+    def __init__(self, desk: Desk, lender: Lender) -> None:
+        self.lender = lender
+        self._desk = desk
+        self._claimed: Record | None = None
+        self._ghosts = 0
+        self._handle: Any = None
+
+    @property
+    def connection(self) -> Any:  # noqa: ANN401 - of whatever driver
+        """What was lent, as its owner knows it."""
+        if self._handle is None:
+            raise NotCommitted("the transaction of this operation is over, and its connection back")
+        return self._handle
+
+    def has_collided(self, error: BaseException) -> bool:
+        """The database undid it for nobody's fault: from the start it may well succeed."""
+        return trouble_of(error, self.lender.ledger.dialect) is Trouble.COLLIDED
+
+    # --- who is at work in this process -------------------------------------------------------
+
+    def _enter(self, claim: Record) -> Record | None:
+        """Begin work on *claim*; else the claim that this process works on already."""
+        standing = self._desk.under_way.setdefault(claim.id, claim)
+        if standing is not claim:
+            return standing
+        self._claimed = claim
+        return None
+
+    def _leave(self, standing: Record | None = None) -> None:
+        """The work is over and nothing remains of it; who waits looks at what stands instead."""
+        claim, self._claimed = self._claimed, None
+        if claim is not None:
+            self._desk.under_way.pop(claim.id, None)
+            self._desk.line.tell((standing or GONE)._replace(id=claim.id))
+
+    def _committed(self, swap: Swap) -> None:
+        self._claimed = None
+        self._desk.under_way.pop(swap.id, None)
+        self._desk.noticed(swap, None)
+
+    # --- what is written, and what it means when that fails -----------------------------------
+
+    def _statement_of(self, begin: Begin) -> Statement:
+        # Not 0, which means no limit in some places.
+        wait_ms = max(1, begin.until_ms - self._desk.now_ms())
+        return self.lender.ledger.claim(begin.swap, wait_ms)
+
+    def _check(self, dialect: Dialect) -> None:
+        ours = self.lender.ledger.dialect
+        if dialect != ours:
+            raise Misconfigured(
+                f"the store is in {ours}, and the connection that was lent leads to {dialect}; "
+                "record and effect can only commit together in one database"
+            )
+
+    def _trouble_of(self, error: Exception, *, is_last: bool) -> Trouble:
+        """What the *error* of a claim means; raises where it cannot be made."""
+        trouble = trouble_of(error, self.lender.ledger.dialect)
+        if trouble in (Trouble.HELD, Trouble.TAKEN):
+            return trouble
+        if trouble is None or is_last:
+            raise StoreUnavailable(_words(error)) from error
+        return trouble
+
+    def _unsure_after(self, error: Exception) -> StoreUnavailable | None:
+        """What it means that nobody can tell whether a commit took place; None: it did not."""
+        if trouble_of(error, self.lender.ledger.dialect) is not Trouble.AWAY:
+            return None
+        return StoreUnavailable(f"at the commit: {_words(error)}", is_ambiguous=True)
+
+    def _rival_of(self, begin: Begin, trouble: Trouble, standing: Record) -> Record | None:
+        """
+        What a claim lost against; *standing* is what the store knows of it.
+
+        None: nothing that is still there, so the claim may well be made now.
+        """
+        if trouble is Trouble.HELD:  # by a transaction that nobody else can see yet
+            assert begin.swap.record is not None
+            return begin.swap.record._replace(nonce=-1)
+        if standing.version or begin.swap.expected:
+            return standing
+        self._ghosts += 1
+        if self._ghosts > _GHOSTS_MAX:
+            raise StoreUnavailable(
+                "a claim loses against a record that the store does not have: does the connection "
+                "that was lent lead to the store's own database and schema?"
+            )
+        return None
+
+
+def ended_by_handler() -> NotCommitted:
+    """The claim is not there any more, although this transaction made it."""
+    return NotCommitted(
+        "the handler has committed or rolled back by itself; leave that to the operation, or use "
+        "a savepoint"
+    )
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,0 +1,125 @@
+"""One operation in one transaction of a lent connection, for sync code (L9).
+
+Performs the effects of `core/transact.py`. Duplicates in the same process do not take a connection
+each to wait for the row; they stand in line like all others. Whatever goes wrong, the transaction
+is over and the connection is back with its owner before anybody hears of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+
+from coatcheck.core.flow import Effect
+from coatcheck.core.record import Record, Swap
+from coatcheck.core.transact import Begin, Commit
+from coatcheck.engine.desk import Desk
+from coatcheck.engine.together import TRIES, Lender, Together, ended_by_handler
+from coatcheck.errors import CoatcheckError
+from coatcheck.lent import Lent
+from coatcheck.lent.source import borrowed
+from coatcheck.lent.trouble import Trouble
+
+
+class Transaction(Together):
+    """The transaction of one operation, and the connection it is on."""
+
+    def __init__(self, desk: Desk, lender: Lender, look: Callable[[bytes], Record]) -> None:
+        super().__init__(desk, lender)
+        self._look = look
+        self._lent: Lent | None = None
+        self._manager: AbstractContextManager[Lent] | None = None
+
+    def perform(self, effect: Effect[Any]) -> Record | None:
+        """Perform an effect of `core/transact.py`."""
+        if isinstance(effect, Begin):
+            return self._begin(effect)
+        if isinstance(effect, Commit):
+            self._commit(effect.swap)
+        else:
+            self.abandon()
+        return None
+
+    def abandon(self) -> None:
+        """Undo what is not committed; nothing, where all is over."""
+        if self._lent is not None:
+            self._undo()
+            self._leave()
+
+    def _begin(self, begin: Begin) -> Record | None:
+        swap, lost, is_won = begin.swap, None, False
+        assert swap.record is not None
+        if (standing := self._enter(swap.record)) is not None:
+            return standing
+        try:
+            while not is_won and lost is None:
+                trouble = self._claim(begin)
+                is_won = trouble is None
+                if trouble is not None:
+                    lost = self._rival_of(begin, trouble, self._look(swap.id))
+        finally:
+            if not is_won:
+                self._undo()
+                self._leave(lost)
+        return lost
+
+    def _claim(self, begin: Begin) -> Trouble | None:
+        """Make the claim in a new transaction; None: it is made, and the transaction open."""
+        for tries_left in reversed(range(TRIES)):
+            try:
+                lent = self._borrow()
+                lent.begin()
+                is_won = lent.write(self._statement_of(begin)) == 1
+            except CoatcheckError:
+                raise
+            except Exception as error:  # noqa: BLE001 - told what it means, or raised
+                self._undo()
+                trouble = self._trouble_of(error, is_last=not tries_left)
+                if trouble in (Trouble.HELD, Trouble.TAKEN):
+                    return trouble
+            else:
+                if is_won:
+                    return None
+                self._undo()
+                return Trouble.TAKEN
+        raise AssertionError  # the last try has returned or raised
+
+    def _commit(self, swap: Swap) -> None:
+        lent = self._lent
+        assert lent is not None
+        try:
+            if lent.write(self.lender.ledger.change(swap)) != 1:
+                raise ended_by_handler()
+            lent.commit()
+        except Exception as error:
+            self.abandon()
+            unsure = self._unsure_after(error)
+            if unsure is None:
+                raise
+            raise unsure from error
+        self._give_back(None)
+        self._committed(swap)
+
+    def _borrow(self) -> Lent:
+        manager = borrowed(self.lender.source)
+        lent = manager.__enter__()
+        self._manager, self._lent, self._handle = manager, lent, lent.handle
+        self._check(lent.dialect)
+        return lent
+
+    def _undo(self) -> None:
+        """Roll back, and give the connection back; one that does not even do that is dead."""
+        if self._lent is not None:
+            failure = None
+            try:
+                self._lent.rollback()
+            except Exception as error:  # noqa: BLE001 - its transaction died with it
+                failure = error
+            self._give_back(failure)
+
+    def _give_back(self, failure: Exception | None) -> None:
+        manager, self._manager, self._lent, self._handle = self._manager, None, None, None
+        if manager is not None:
+            with suppress(Exception):  # its owner's trouble, and no news to whoever asked
+                manager.__exit__(type(failure) if failure else None, failure, None)

@@ -1,0 +1,261 @@
+"""A visit: one guarded WSGI request that memory could not answer, from its claim to its answer.
+
+In the server's own thread. What the application says is kept until it is whole, settled in the
+record, and then given on; what cannot be kept is settled as such, and streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from http import HTTPStatus
+from types import TracebackType
+from typing import Protocol, TypeAlias
+
+from coatcheck.core.policy import Policy
+from coatcheck.core.problem import Problem, problem
+from coatcheck.core.record import Record
+from coatcheck.core.replay import Response, fate_of
+from coatcheck.core.serve import Answer, Ending, Execute, Executed, Ticket
+from coatcheck.engine import Engine
+from coatcheck.engine.desk import ending_of_error, judged, logger
+from coatcheck.operation import enter
+from coatcheck.server.answers import (
+    OUTAGES,
+    RAN_NOT,
+    RAN_UNRECORDED,
+    ending_of,
+    has_length,
+    is_endless,
+    reference_header,
+    refused,
+)
+from coatcheck.server.body import Body
+from coatcheck.server.counter import Counter
+from coatcheck.server.request import Request
+from coatcheck.server.wsgi_input import Environ, rewound
+
+ExcInfo: TypeAlias = (
+    tuple[type[BaseException], BaseException, TracebackType] | tuple[None, None, None]
+)
+StartResponse: TypeAlias = Callable[..., Callable[[bytes], object]]
+App: TypeAlias = Callable[[Environ, StartResponse], Iterable[bytes]]
+
+
+class Guard(Protocol):
+    """What a visit needs of the middleware that it comes through."""
+
+    app: App
+    engine: Engine
+    counter: Counter
+
+
+class Visit:
+    """One guarded request."""
+
+    def __init__(
+        self,
+        guard: Guard,
+        request: Request,
+        start_response: StartResponse,
+        *,
+        ticket: Ticket,
+        policy: Policy,
+    ) -> None:
+        self._app = guard.app
+        self._engine = guard.engine
+        self._counter = guard.counter
+        self._request = request
+        self._start_response = start_response
+        self._ticket = ticket
+        self._policy = policy
+        self._flow = guard.engine.flow(ticket, policy)
+        # What the application has said so far.
+        self._status_line = ""
+        self._headers: list[tuple[str, str]] = []
+        self._chunks: list[bytes] = []
+        self._size = 0
+        self._is_streaming = False
+
+    def serve(self) -> Iterable[bytes]:
+        """Claim, execute, answer."""
+        try:
+            step = self._engine.advance(self._flow, self._policy, as_value=False)
+        except OUTAGES as error:
+            return refuse_unrun(self._start_response, self._policy, error)
+        if isinstance(step, Execute):
+            return self._execute(step.claim)
+        return self.answer(step)
+
+    def _execute(self, claim: Record) -> Iterable[bytes]:
+        held = self._engine.heart.hold(claim, self._policy.lease_ms)
+        self._operation = operation = self._engine.operation(held)
+        environ = rewound(self._request)
+        environ["coatcheck.operation"] = operation
+        enter(operation)
+        said: Iterable[bytes] = ()
+        try:
+            try:
+                said = self._app(environ, self._start)
+                chunks = iter(said)
+                is_whole = self._gather(chunks)
+            except BaseException as error:
+                self._fail(error, said)
+                if not operation.is_in_doubt:
+                    raise
+                logger.error("an operation is in doubt", exc_info=error)
+                return self._refuse_in_doubt(claim)
+            return self._settle(claim, said, chunks, is_whole=is_whole)
+        finally:  # not before the end is written: who waits here for it need not look for it
+            self._engine.heart.let_go(held)
+
+    def _fail(self, error: BaseException, said: Iterable[bytes]) -> None:
+        """Close what the application has begun to say, and give its claim back."""
+        with suppress(Exception):  # its first error matters more than this one
+            close(said)
+        if isinstance(error, Exception):
+            self._engine.desk.tell(self._ticket, self._policy, None)
+            ending = ending_of_error(self._operation, error, self._policy)
+            with suppress(*OUTAGES):  # and more than ours
+                self._engine.advance(self._flow, self._policy, ending)
+
+    def _refuse_in_doubt(self, claim: Record) -> Iterable[bytes]:
+        return self._refuse(problem("outcome-unknown", key=self._ticket.key, id=claim.id))
+
+    def _gather(self, chunks: Iterator[bytes]) -> bool:
+        """Take all the application says; False where it is too much to keep."""
+        for chunk in chunks:
+            self._write(chunk)
+            if self._size > self._policy.response_bytes_max or is_endless(self._lowered()):
+                return False
+        if not self._status_line:
+            raise RuntimeError("the application ended without calling start_response")
+        return True
+
+    def _start(
+        self, status: str, headers: list[tuple[str, str]], exc_info: ExcInfo | None = None
+    ) -> Callable[[bytes], object]:
+        """`start_response` for the application: nothing has left yet, so it may change its mind."""
+        if self._is_streaming:
+            return self._start_response(status, headers, exc_info)
+        if self._status_line and exc_info is None:
+            raise AssertionError("start_response was called twice without exc_info")
+        self._chunks.clear()
+        self._size = 0
+        self._status_line = status
+        self._headers = list(headers)
+        return self._write
+
+    def _write(self, chunk: bytes) -> None:
+        self._chunks.append(chunk)
+        self._size += len(chunk)
+
+    def _settle(
+        self, claim: Record, said: Iterable[bytes], rest: Iterator[bytes], *, is_whole: bool
+    ) -> Iterable[bytes]:
+        response, ending = self._ending(is_whole=is_whole)
+        ending = judged(self._operation, ending)
+        try:
+            step = self._engine.advance(self._flow, self._policy, ending)
+        except OUTAGES as error:
+            logger.error("executed, but the store is unavailable: %s", error)
+            close(said)
+            return self._refuse(problem("store-unavailable", id=claim.id, reason=RAN_UNRECORDED))
+        assert not isinstance(step, Execute)
+        if self._operation.is_in_doubt:  # whatever the handler made of it
+            close(said)
+            return self._refuse_in_doubt(claim)
+        if not isinstance(step, Executed):
+            close(said)
+            return self.answer(step)
+        self._engine.desk.tell(self._ticket, self._policy, step)
+        return self._give(claim, response, said, rest if not is_whole else None)
+
+    def _ending(self, *, is_whole: bool) -> tuple[Response, Ending]:
+        """What the application has said, and what that means for its claim."""
+        body = b"".join(self._chunks)
+        response = Response(int(self._status_line[:3]), self._lowered(), body)
+        if is_whole:
+            return response, ending_of(response, self._policy)
+        fate = fate_of(response._replace(body=b""), self._policy.keep, reruns=self._policy.reruns)
+        return response, Ending(fate, None)
+
+    def _give(
+        self,
+        claim: Record,
+        response: Response,
+        said: Iterable[bytes],
+        rest: Iterator[bytes] | None,
+    ) -> Iterable[bytes]:
+        """Give the client what was said, and the *rest* as it comes, where it was not all."""
+        name, reference = reference_header(claim.id, self._policy)
+        headers = [*self._headers, (name.decode("latin-1"), reference.decode())]
+        if rest is None and not has_length(response):
+            # Servers work it out of a list of one; we return none, so a connection would end.
+            headers.append(("Content-Length", str(len(response.body))))
+        self._start_response(self._status_line, headers)
+        self._is_streaming = rest is not None
+        return Said(response.body, rest or (), said, self._request.body)
+
+    def _lowered(self) -> list[tuple[bytes, bytes]]:
+        return [(n.lower().encode("latin-1"), v.encode("latin-1")) for n, v in self._headers]
+
+    def answer(self, answer: Answer) -> Iterable[bytes]:
+        """Answer without the handler."""
+        assert not isinstance(answer, Executed)
+        self._engine.desk.tell(self._ticket, self._policy, answer)
+        response = self._counter.answered(answer, self._ticket, self._policy, self._request)
+        return respond(self._start_response, response)
+
+    def _refuse(self, refusal: Problem) -> Iterable[bytes]:
+        return respond(self._start_response, refused(refusal, self._policy))
+
+
+class Said:
+    """What the application said: what was kept back, then the rest as it comes; then its close."""
+
+    def __init__(
+        self, body: bytes, rest: Iterable[bytes], said: Iterable[bytes], asked: Body
+    ) -> None:
+        self._body = body
+        self._rest = rest
+        self._said = said
+        self._asked = asked
+
+    def __iter__(self) -> Iterator[bytes]:
+        if self._body:
+            yield self._body
+        yield from self._rest
+
+    def close(self) -> None:
+        """All is said, or nobody listens any more."""
+        try:
+            close(self._said)
+        finally:
+            self._asked.close()
+
+
+def close(said: Iterable[bytes]) -> None:
+    """Tell the application that nobody listens any more."""
+    tell = getattr(said, "close", None)
+    if tell is not None:
+        tell()
+
+
+def respond(start_response: StartResponse, response: Response) -> Iterable[bytes]:
+    """Answer with *response*."""
+    try:
+        phrase = HTTPStatus(response.status).phrase
+    except ValueError:
+        phrase = "Unknown"
+    headers = [(n.decode("latin-1").title(), v.decode("latin-1")) for n, v in response.headers]
+    start_response(f"{response.status} {phrase}", headers)
+    return [response.body] if response.body else []
+
+
+def refuse_unrun(
+    start_response: StartResponse, policy: Policy, error: Exception
+) -> Iterable[bytes]:
+    """Fail closed: without the store nothing runs (D2)."""
+    logger.error("refused, the store is unavailable: %s", error)
+    return respond(start_response, refused(problem("store-unavailable", reason=RAN_NOT), policy))

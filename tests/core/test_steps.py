@@ -1,0 +1,211 @@
+"""Steps, notes and reports, stepped by hand (L7): what is written, when, and what it means later."""
+
+import pytest
+
+from coatcheck.core.policy import Policy
+from coatcheck.core.progress import (
+    NOTHING,
+    PROGRESS_BYTES_MAX,
+    Note,
+    Progress,
+    Report,
+    Resolution,
+    Step,
+    encoded,
+    noted,
+    progress_of,
+)
+from coatcheck.core.record import GONE, RUNNING, Swap, legal_moves, renewed
+from coatcheck.core.replay import Fate
+from coatcheck.core.serve import Ending, Ticket, first_attempt
+from coatcheck.core.steps import Plan, Probe, Run, remember, take
+from coatcheck.errors import ClaimLost, Misconfigured, StepInDoubt, StepsChanged
+
+NOW = 1_700_000_000_000
+TICKET = Ticket(b"i" * 16, b"f" * 16, NOW, 7)
+CLAIM = first_attempt(TICKET, Policy(), GONE, NOW)
+DONE = Step("charge", 1, b"\x02{}")
+BEGUN = Step("charge", 1)
+
+
+def end_of(flow, sent):
+    with pytest.raises(StopIteration) as stopped:
+        flow.send(sent)
+    return stopped.value.value
+
+
+def claim_with(*steps):
+    """A claim in which earlier attempts have taken *steps*."""
+    return noted(CLAIM, Progress(steps=steps))
+
+
+# --- what is kept -----------------------------------------------------------------------------
+
+
+def test_progress_comes_back_as_it_was_written():
+    """L7: bytes, text and all."""
+    progress = Progress(
+        steps=(DONE, Step("raw", 2, b"\x03\x00\xff", ("charge",)), BEGUN._replace(name="ship")),
+        notes=(Note(NOW, 1, {"about": "to charge"}), Note(NOW + 1, 2, "again")),
+        report=Report(0.5, "half"),
+        resolutions=(Resolution(NOW, "failed", "ann", "asked the bank"),),
+    )
+    record = CLAIM._replace(progress=encoded(progress))
+    assert progress_of(record) == progress
+    assert progress_of(CLAIM) == NOTHING
+    assert progress_of(CLAIM._replace(progress=encoded(NOTHING))) == NOTHING
+
+
+def test_what_is_written_down_is_a_legal_move_of_the_same_attempt():
+    """It is seen by whoever holds an older version, like a renewal."""
+    record = noted(CLAIM, NOTHING.with_note(Note(NOW, 1, "x")))
+    assert [move.name for move in legal_moves(CLAIM, record, NOW)] == ["renew"]
+
+
+def test_a_resolution_stays_beside_those_before_it():
+    first, second = Resolution(1, "failed", "ann", "x"), Resolution(2, "completed", "bob", "y")
+    progress = NOTHING.with_resolution(first).with_resolution(second)
+    assert progress.resolutions == (first, second)
+
+
+# --- writing it down --------------------------------------------------------------------------
+
+
+def test_a_change_is_one_swap():
+    flow = remember(CLAIM, lambda progress: progress.with_note(Note(NOW, 1, "x")))
+    swap = next(flow)
+    assert swap == Swap(CLAIM.id, CLAIM.version, swap.record)
+    assert end_of(flow, None) == swap.record
+    assert swap.record.state == RUNNING
+
+
+def test_a_renewal_that_came_between_is_written_on_top_of():
+    """L5: the heart and the handler write into the same claim."""
+    flow = remember(CLAIM, lambda progress: progress.with_note(Note(NOW, 1, "x")))
+    next(flow)
+    beaten = renewed(CLAIM, NOW + 90_000)
+    again = flow.send(beaten)
+    assert again.expected == beaten.version
+    assert again.record.lease_until_ms == NOW + 90_000
+    assert end_of(flow, None) == again.record
+
+
+def test_who_has_lost_its_claim_learns_it_when_it_writes():
+    """L5: before it does anything more."""
+    flow = remember(CLAIM, lambda progress: progress)
+    next(flow)
+    with pytest.raises(ClaimLost):
+        flow.send(CLAIM._replace(nonce=8, attempt=2, version=CLAIM.version + 1))
+
+
+def test_what_is_too_much_to_keep_is_refused_before_it_is_written():
+    note = Note(NOW, 1, "x" * PROGRESS_BYTES_MAX)
+    with pytest.raises(Misconfigured, match="are kept"):
+        next(remember(CLAIM, lambda progress: progress.with_note(note)))
+
+
+# --- steps ------------------------------------------------------------------------------------
+
+
+def test_a_step_runs_and_then_its_result_is_written():
+    """L7: one write, because an attempt that dies in it may simply run it again."""
+    flow = take(CLAIM, Plan("charge"))
+    assert next(flow) == Run("charge")
+    swap = flow.send(b"\x02{}")
+    assert progress_of(swap.record).steps == (DONE,)
+    assert end_of(flow, None) == (swap.record, b"\x02{}")
+
+
+def test_a_step_that_is_done_is_neither_run_nor_written_again():
+    claim = claim_with(DONE)
+    assert end_of(take(claim, Plan("charge")), None) == (claim, b"\x02{}")
+
+
+@pytest.mark.parametrize(
+    "plan", [Plan("charge", at_most_once=True), Plan("charge", has_probe=True)]
+)
+def test_a_step_whose_outcome_matters_is_written_down_before_it_runs(plan):
+    """L7: so that a later attempt can tell that one has died in it."""
+    flow = take(CLAIM, plan)
+    swap = next(flow)
+    assert progress_of(swap.record).steps == (BEGUN,)
+    assert flow.send(None) == Run("charge")
+    done = flow.send(b"\x02{}")
+    assert done.expected == swap.record.version
+    assert progress_of(done.record).steps == (DONE,)
+    end_of(flow, None)
+
+
+def test_an_attempt_that_died_in_a_plain_step_has_it_run_again():
+    flow = take(claim_with(BEGUN), Plan("charge"))
+    assert next(flow) == Run("charge")
+
+
+def test_an_attempt_that_died_in_a_step_at_most_once_leaves_it_in_doubt():
+    """L6: whatever the route's policy is."""
+    with pytest.raises(StepInDoubt, match="charge"):
+        next(take(claim_with(BEGUN), Plan("charge", at_most_once=True)))
+
+
+def test_a_probe_tells_what_became_of_a_step():
+    plan = Plan("charge", at_most_once=True, has_probe=True)
+    flow = take(claim_with(BEGUN), plan)
+    assert next(flow) == Probe("charge")
+    swap = flow.send(Ending(Fate.KEEP, b'\x02"ch_1"'))
+    assert progress_of(swap.record).step("charge").value == b'\x02"ch_1"'
+    assert end_of(flow, None) == (swap.record, b'\x02"ch_1"')
+
+
+def test_a_step_that_did_not_happen_is_begun_again():
+    flow = take(claim_with(BEGUN), Plan("charge", at_most_once=True, has_probe=True))
+    next(flow)
+    begun = flow.send(Ending(Fate.RELEASE))
+    assert isinstance(begun, Swap)
+    assert flow.send(None) == Run("charge")
+
+
+def test_a_probe_that_does_not_know_leaves_it_in_doubt():
+    flow = take(claim_with(BEGUN), Plan("charge", has_probe=True))
+    next(flow)
+    with pytest.raises(StepInDoubt):
+        flow.send(Ending(Fate.DOUBT))
+
+
+def test_who_was_stopped_past_its_lease_asks_before_it_does_anything():
+    """L5: a zombie learns that it has lost before the step runs, not after it."""
+    flow = take(CLAIM, Plan("charge", now_ms=CLAIM.lease_until_ms))
+    swap = next(flow)
+    assert swap.expected == CLAIM.version
+    assert flow.send(None) == Run("charge")
+    flow = take(CLAIM, Plan("charge", now_ms=CLAIM.lease_until_ms))
+    next(flow)
+    with pytest.raises(ClaimLost):
+        flow.send(CLAIM._replace(nonce=8, attempt=2, version=CLAIM.version + 1))
+
+
+def test_an_error_of_a_step_is_its_callers():
+    flow = take(CLAIM, Plan("charge"))
+    next(flow)
+    with pytest.raises(ValueError, match="declined"):
+        flow.throw(ValueError("declined"))
+
+
+def test_a_step_that_was_renamed_fails_before_it_runs():
+    """L7: under its new name it would run a second time."""
+    with pytest.raises(StepsChanged, match=r"'charge card' is new.*taken 'charge'"):
+        next(take(claim_with(DONE), Plan("charge card")))
+
+
+def test_a_new_step_after_those_that_are_known_is_taken():
+    plan = Plan("ship", asked=frozenset({"charge"}))
+    assert next(take(claim_with(DONE), plan)) == Run("ship")
+
+
+def test_a_step_that_was_under_way_beside_a_finished_one_is_known():
+    """L7: two at once, of which one had ended when the attempt died."""
+    claim = claim_with(DONE._replace(beside=("ship",)))
+    assert next(take(claim, Plan("ship"))) == Run("ship")
+    flow = take(CLAIM, Plan("charge", beside=lambda: ("ship",)))
+    next(flow)
+    swap = flow.send(b"\x02{}")
+    assert progress_of(swap.record).step("charge").beside == ("ship",)

@@ -1,0 +1,188 @@
+"""The world of transaction mode: a database that locks, and clients that may die at any moment (L9).
+
+One record and its effects, seen by others only when they are committed. A claim locks the row until
+its transaction ends, so that a duplicate waits, or gives up waiting. The adversary crashes clients,
+loses the answer to a commit or the commit itself, makes handlers fail, and lets time pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from coatcheck.core.flow import Flow
+from coatcheck.core.record import COMPLETED, GONE, Record
+from coatcheck.core.replay import Fate
+from coatcheck.core.serve import Answer, Ending, Execute, Executed, Replay, Seen, Watch
+from coatcheck.core.transact import Begin, Commit, Rollback
+from coatcheck.errors import StoreUnavailable
+
+from .places import Atlas, HandlerError, Kind, Place, Raised
+
+NOW_MS = 1_000_000_000
+
+
+class Budget(NamedTuple):
+    """How often the adversary may still do each thing."""
+
+    crashes: int = 0
+    unsure: int = 0  # a commit whose answer is lost, or which is lost itself
+    failures: int = 0
+    ticks: int = 0  # a waiter's time passes
+    windows: int = 0
+
+
+class Client(NamedTuple):
+    """One client, and what it was told in the end."""
+
+    place: Place
+    is_over: bool = False
+
+
+class World(NamedTuple):
+    """One state of everything."""
+
+    now_ms: int
+    record: Record | None
+    effects: tuple[int, ...]  # whose effects are committed, in their order
+    holder: int | None  # who has the transaction that is open
+    claim: Record | None  # what it wrote and nobody else sees
+    clients: tuple[Client, ...]
+    left: Budget
+
+
+class Ledger:
+    """Who takes part; *locks* is False for a database that forgets to, which must be noticed."""
+
+    def __init__(
+        self,
+        kinds: tuple[Kind, ...],
+        budget: Budget,
+        transact: Callable[..., Flow[Answer]],
+        *,
+        locks: bool = True,
+    ) -> None:
+        self.atlases = tuple(Atlas(n, kind, transact) for n, kind in enumerate(kinds))
+        self.locks = locks
+        clients = tuple(Client(atlas.start) for atlas in self.atlases)
+        self.start = World(NOW_MS, None, (), None, None, clients, budget)
+
+    def steps(self, world: World) -> Iterator[World]:
+        """Everything that can happen next."""
+        for number, client in enumerate(world.clients):
+            if not client.is_over:
+                yield from self._moves(world, number, client.place)
+                if world.left.crashes:
+                    yield self._crashed(world, number)
+        if world.left.windows and world.record is not None and world.holder is None:
+            left = world.left._replace(windows=world.left.windows - 1)
+            yield world._replace(now_ms=world.record.window_until_ms, left=left)
+
+    def _moves(self, world: World, number: int, place: Place) -> Iterator[World]:
+        asks = place.asks
+        if asks is None:
+            yield self._told(world, number, world.now_ms)
+        elif isinstance(asks, Begin):
+            yield from self._begins(world, number, asks)
+        elif isinstance(asks, Execute):
+            yield self._told(world, number, _done_by(number))
+            if world.left.failures:
+                after = world._replace(left=world.left._replace(failures=world.left.failures - 1))
+                yield self._told(after, number, Raised(HandlerError))
+                yield self._told(after, number, Ending(Fate.RELEASE))
+        elif isinstance(asks, Commit):
+            yield from self._commits(world, number, asks)
+        elif isinstance(asks, Rollback):
+            yield self._told(world._replace(holder=None, claim=None), number, None)
+        else:
+            assert isinstance(asks, Watch)
+            yield from self._watches(world, number, asks)
+
+    def _begins(self, world: World, number: int, begin: Begin) -> Iterator[World]:
+        swap = begin.swap
+        assert swap.record is not None
+        if world.holder is not None and self.locks:  # waits, and perhaps in vain
+            if world.left.ticks:
+                left = world.left._replace(ticks=world.left.ticks - 1)
+                later = world._replace(now_ms=max(world.now_ms, begin.until_ms), left=left)
+                yield self._told(later, number, swap.record._replace(nonce=-1))
+            return
+        standing = 0 if world.record is None else world.record.version
+        if standing != swap.expected:
+            yield self._told(world, number, world.record or GONE)
+        else:
+            opened = world._replace(holder=number, claim=swap.record)
+            yield self._told(opened, number, None)
+
+    def _commits(self, world: World, number: int, commit: Commit) -> Iterator[World]:
+        closed = world._replace(holder=None, claim=None)
+        assert commit.swap.record is not None
+        effects = (*world.effects, number)
+        done = closed._replace(record=commit.swap.record, effects=effects)
+        yield self._told(done, number, None)
+        if world.left.unsure:
+            left = world.left._replace(unsure=world.left.unsure - 1)
+            yield self._told(done._replace(left=left), number, Raised(StoreUnavailable))
+            yield self._told(closed._replace(left=left), number, Raised(StoreUnavailable))
+
+    def _watches(self, world: World, number: int, watch: Watch) -> Iterator[World]:
+        standing = world.record or GONE
+        if standing.version != watch.version:
+            yield self._told(world, number, Seen(standing, world.now_ms))
+        elif world.left.ticks or watch.until_ms <= world.now_ms:
+            left = world.left._replace(ticks=max(0, world.left.ticks - 1))
+            later = world._replace(now_ms=max(world.now_ms, watch.until_ms), left=left)
+            yield self._told(later, number, Seen(standing, later.now_ms))
+
+    def _crashed(self, world: World, number: int) -> World:
+        """The process is gone, and its transaction with it."""
+        if world.holder == number:
+            world = world._replace(holder=None, claim=None)
+        left = world.left._replace(crashes=world.left.crashes - 1)
+        over = Client(world.clients[number].place, is_over=True)
+        return _with(world._replace(left=left), number, over)
+
+    def _told(self, world: World, number: int, told: Any) -> World:
+        place = self.atlases[number].after(world.clients[number].place, told)
+        return _with(world, number, Client(place, place.is_over))
+
+
+def _with(world: World, number: int, client: Client) -> World:
+    clients = (*world.clients[:number], client, *world.clients[number + 1 :])
+    return world._replace(clients=clients)
+
+
+def explored(ledger: Ledger) -> int:
+    """Every state that can be reached is right; how many they are."""
+    seen = {ledger.start}
+    waiting = [ledger.start]
+    while waiting:
+        world = waiting.pop()
+        _check(world, lives=1 + ledger.start.left.windows - world.left.windows)
+        following = list(ledger.steps(world))
+        assert following or all(client.is_over for client in world.clients), "nobody can go on"
+        fresh = {after for after in following if after not in seen}
+        seen |= fresh
+        waiting += fresh
+    return len(seen)
+
+
+def _check(world: World, lives: int) -> None:
+    """What is true at every moment, whoever died."""
+    is_done = world.record is not None and world.record.state == COMPLETED
+    assert is_done or world.record is None, "a record without its effect"
+    assert is_done == bool(world.effects), "an effect without its record"
+    assert len(world.effects) <= lives, "an effect that happened twice"
+    for number, (place, _) in enumerate(world.clients):
+        if isinstance(place.answer, Executed) and place.ending == _done_by(number):
+            assert number in world.effects, "a success that was never committed"
+        if isinstance(place.answer, Replay):
+            assert place.answer.response in map(_answer_of, world.effects), "a made-up answer"
+
+
+def _answer_of(number: int) -> bytes:
+    return b"by %d" % number
+
+
+def _done_by(number: int) -> Ending:
+    return Ending(Fate.KEEP, _answer_of(number))

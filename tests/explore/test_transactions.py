@@ -1,0 +1,55 @@
+"""Transaction mode over every interleaving: record and effect are there together, or neither (L9)."""
+
+import pytest
+
+from coatcheck.core.policy import Policy
+from coatcheck.core.replay import Fate
+from coatcheck.core.serve import Ending
+from coatcheck.core.transact import transact
+
+from .ledger import Budget, Ledger, explored
+from .places import HandlerError, Kind
+
+SAME = Kind(Policy(mode="transaction"))
+OTHER = Kind(Policy(mode="transaction"), fingerprint=b"G" * 16)
+TROUBLE = Budget(crashes=1, unsure=1, failures=1, ticks=2, windows=1)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "budget"),
+    [
+        ((SAME, SAME), TROUBLE._replace(crashes=2, unsure=2, failures=2)),
+        ((SAME, OTHER), TROUBLE),
+        ((SAME, SAME, SAME), TROUBLE),
+        ((SAME, SAME, SAME), Budget(crashes=2, unsure=2)),
+    ],
+)
+def test_nothing_is_ever_half_done_in_any_interleaving(kinds, budget, record_property):
+    states = explored(Ledger(kinds, budget, transact))
+    print(f"\n{states:,} states")
+    record_property("explored", [states, 0, 0])
+    assert states > 100
+
+
+def test_a_database_that_does_not_lock_is_noticed():
+    with pytest.raises(AssertionError, match="happened twice"):
+        explored(Ledger((SAME, SAME), Budget(), transact, locks=False))
+
+
+def test_a_flow_that_commits_a_failure_is_noticed():
+    """The control of the rules: what failed must leave no record."""
+
+    def careless(ticket, policy, *, may_claim):
+        flow = transact(ticket, policy, may_claim=may_claim)
+        told = None
+        try:
+            while True:
+                try:
+                    told = yield flow.send(told)
+                except HandlerError:
+                    told = Ending(Fate.KEEP, b"made up")
+        except StopIteration as done:
+            return done.value
+
+    with pytest.raises(AssertionError, match="a made-up answer"):
+        explored(Ledger((SAME, SAME), Budget(failures=1), careless))

@@ -1,0 +1,154 @@
+"""The store vanishes after the claim: the end is tried again, and nothing is done twice (D2, L5)."""
+
+import pytest
+from engines import NOW_MS, WatchedStore
+
+from coatcheck import Policy
+from coatcheck.core.record import COMPLETED, FAILED, RUNNING, Swap, renewed
+from coatcheck.engine.patience import Patience
+from coatcheck.errors import StoreUnavailable
+
+DOWN = StoreUnavailable("down")
+DEAF = StoreUnavailable("deaf", is_ambiguous=True)
+A_SWAP = Swap(b"i" * 16, 1, None)
+
+
+@pytest.fixture
+def store():
+    return WatchedStore()
+
+
+def run_without_store(guards, engine, store, key="k", result="done"):
+    """A handler during whose work the store goes down."""
+    calls = []
+
+    def work():
+        calls.append(1)
+        store.is_down = True
+        return result
+
+    return calls, lambda: guards.run(engine, key, work, scope="s")
+
+
+# --- how long ---------------------------------------------------------------------------------
+
+
+def test_what_was_perhaps_written_is_tried_once_more_at_once():
+    """L2: it meets its own record."""
+    patience = Patience(0)
+    assert patience.pause_s(A_SWAP, DEAF) == 0
+    assert patience.pause_s(A_SWAP, DEAF) is None
+    assert Patience(0).pause_s(A_SWAP, DOWN) is None
+
+
+def test_pauses_grow_and_end_with_the_budget():
+    """D2: no request hangs longer than that."""
+    patience = Patience(2)
+    pauses = []
+    while (pause_s := patience.pause_s(A_SWAP, DOWN)) is not None:
+        pauses.append(pause_s)
+    assert sum(pauses) == pytest.approx(2)
+    assert 5 <= len(pauses) <= 8
+    assert pauses[0] < 0.1
+
+
+def test_only_writes_that_the_store_did_not_answer_are_tried_again():
+    patience = Patience(2)
+    assert patience.pause_s(A_SWAP, ValueError("no")) is None
+
+
+# --- the end of an execution ------------------------------------------------------------------
+
+
+def test_a_blink_of_the_store_is_not_seen_by_the_client(guards, store):
+    """D2: down for two tries, and back."""
+    engine = guards.engine(store)
+    store.troubles = ["", "down", "down"]
+    assert guards.run(engine, "k", lambda: "done") == "done"
+    assert store.record.state == COMPLETED
+
+
+def test_a_claim_is_not_tried_again_while_the_store_is_away(guards, store):
+    """D2: nothing has run, so the client is told at once."""
+    engine = guards.engine(store)
+    guards.run(engine, "first", lambda: None)
+    store.troubles = ["down"]
+    with pytest.raises(StoreUnavailable):
+        guards.run(engine, "k", lambda: "done")
+    assert store.troubles == []
+    assert guards.run(engine, "k", lambda: "done") == "done"
+
+
+def test_the_heart_writes_the_end_when_the_store_is_back(guards, store):
+    """L5: nothing runs twice, although nobody comes back."""
+    engine = guards.engine(store, Policy(patience=0))
+    calls, run = run_without_store(guards, engine, store)
+    with pytest.raises(StoreUnavailable):
+        run()
+    assert store.record.state == RUNNING
+    store.is_down = False
+    store.wait_for(lambda record: record is not None and record.state == COMPLETED)
+    assert guards.run(engine, "k", lambda: "again", scope="s") == "done"
+    assert calls == [1]
+
+
+def test_the_client_may_be_told_the_truth_at_once(guards, store):
+    """D2: by choice, and the end is still written later."""
+    engine = guards.engine(store, Policy(patience=0, unrecorded="answer"))
+    calls, run = run_without_store(guards, engine, store)
+    assert run() == "done"
+    store.is_down = False
+    store.wait_for(lambda record: record is not None and record.state == COMPLETED)
+    assert calls == [1]
+
+
+def test_an_error_is_written_later_as_well(guards, store):
+    """L4: so that the retry need not wait for the lease."""
+    engine = guards.engine(store, Policy(patience=0))
+
+    def fail():
+        store.is_down = True
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        guards.run(engine, "k", fail)
+    store.is_down = False
+    store.wait_for(lambda record: record is not None and record.state == FAILED)
+
+
+def test_an_end_is_written_on_top_of_a_renewal(guards, store):
+    """L5: the heart may have renewed the claim between the two tries."""
+    engine = guards.engine(store, Policy(patience=0), sweep_every_s=None)
+    _, run = run_without_store(guards, engine, store)
+    with pytest.raises(StoreUnavailable):
+        run()
+    claim = store.record
+    beaten = renewed(claim, NOW_MS)
+    store._records[claim.id] = beaten  # as if it had been there when the store went
+    store.is_down = False
+    store.wait_for(lambda record: record is not None and record.state == COMPLETED)
+    assert store.record.version == beaten.version + 1
+
+
+def test_an_end_that_comes_too_late_changes_nothing(guards, store):
+    """L5: another attempt has taken over, and its answer is the one that stands."""
+    engine = guards.engine(store, Policy(patience=0))
+    _, run = run_without_store(guards, engine, store)
+    with pytest.raises(StoreUnavailable):
+        run()
+    other = store.record._replace(nonce=1, attempt=2, version=store.record.version + 5)
+    store._records[other.id] = other
+    store.is_down = False
+    engine.heart.beat()
+    assert store.record == other
+
+
+def test_closing_writes_what_can_be_written(guards, store):
+    """L5: a deployment ends the process while an end is still to be written."""
+    engine = guards.engine(store, Policy(patience=0))
+    _, run = run_without_store(guards, engine, store)
+    with pytest.raises(StoreUnavailable):
+        run()
+    store.is_down = False
+    guards.done(engine.close())
+    assert store.record.state == COMPLETED

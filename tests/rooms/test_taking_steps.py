@@ -1,0 +1,526 @@
+"""Steps, notes and progress as handlers use them, with both engines and over HTTP (L6, L7)."""
+
+import asyncio
+import inspect
+import io
+import threading
+
+import httpx
+import pytest
+from engines import WatchedStore
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
+
+from coatcheck import AsyncEngine, DidNotHappen, Happened, Policy, Unknown, current_operation
+from coatcheck.core.progress import progress_of
+from coatcheck.core.record import FAILED, IN_DOUBT
+from coatcheck.errors import (
+    ClaimLost,
+    Misconfigured,
+    OutcomeUnknown,
+    Resumable,
+    StepInDoubt,
+    StepsChanged,
+)
+from coatcheck.server.fastapi import CurrentOperation, IdempotencyMiddleware
+from coatcheck.server.wsgi import IdempotencyMiddleware as WsgiMiddleware
+
+MANUAL = Policy(recovery="manual")
+
+
+@pytest.fixture
+def store():
+    return WatchedStore()
+
+
+@pytest.fixture
+def engine(guards, store):
+    return guards.engine(store)
+
+
+class Shop:
+    """A handler with two steps, which fails where it is told to."""
+
+    def __init__(self, is_async, **options):
+        self.is_async = is_async
+        self.options = options
+        self.charges = 0
+        self.ships = 0
+        self.fails_in = ""
+        self.names = ("charge", "ship")
+
+    def charge(self):
+        self.charges += 1
+        if self.fails_in == "charge":
+            raise TimeoutError("no answer")
+        return {"charge": self.charges}
+
+    def ship(self):
+        self.ships += 1
+        if self.fails_in == "ship":
+            raise TimeoutError("no answer")
+        return b"parcel"
+
+    @property
+    def handler(self):
+        return self._handle_async if self.is_async else self._handle
+
+    def _handle(self):
+        operation = current_operation()
+        charged = operation.step(self.names[0], self.charge, **self.options)
+        shipped = operation.step(self.names[1], self.ship)
+        return [charged, shipped.decode(), operation.attempt]
+
+    async def _handle_async(self):
+        operation = current_operation()
+        charged = await operation.step(self.names[0], self.charge, **self.options)
+        shipped = await operation.step(self.names[1], self.ship)
+        return [charged, shipped.decode(), operation.attempt]
+
+    def run(self, guards, engine, **options):
+        return guards.done(engine.run("order", self.handler, scope="shop", **options))
+
+
+@pytest.fixture
+def shop(guards):
+    return Shop(guards.is_async)
+
+
+# --- what is done stays done ------------------------------------------------------------------
+
+
+def test_a_later_attempt_goes_on_after_the_last_finished_step(guards, engine, shop):
+    """L7: it gets the first result, and charges no second time."""
+    shop.fails_in = "ship"
+    with pytest.raises(TimeoutError):
+        shop.run(guards, engine)
+    shop.fails_in = ""
+    assert shop.run(guards, engine) == [{"charge": 1}, "parcel", 2]
+    assert (shop.charges, shop.ships) == (1, 2)
+    assert shop.run(guards, engine) == [{"charge": 1}, "parcel", 2]
+
+
+def test_a_step_that_failed_is_taken_again(guards, engine, shop):
+    """L7."""
+    shop.fails_in = "charge"
+    with pytest.raises(TimeoutError):
+        shop.run(guards, engine)
+    shop.fails_in = ""
+    assert shop.run(guards, engine) == [{"charge": 2}, "parcel", 2]
+
+
+def test_a_renamed_step_fails_loudly_and_runs_nothing(guards, engine, shop):
+    """L7: the handler was changed between two attempts."""
+    shop.fails_in = "ship"
+    with pytest.raises(TimeoutError):
+        shop.run(guards, engine)
+    shop.fails_in, shop.names = "", ("charge the card", "ship")
+    with pytest.raises(StepsChanged, match="charge the card"):
+        shop.run(guards, engine)
+    assert shop.charges == 1
+
+
+def test_the_same_name_twice_is_a_mistake(guards, engine, shop):
+    """L7: the second would silently get the result of the first."""
+    shop.names = ("charge", "charge")
+    with pytest.raises(Misconfigured, match="a name of its own"):
+        shop.run(guards, engine)
+
+
+@pytest.mark.parametrize(
+    ("result", "sentence"),
+    [(object(), "neither JSON nor bytes"), ("x" * 70_000, "are remembered")],
+)
+def test_a_result_that_cannot_be_remembered_is_refused(guards, engine, result, sentence):
+    """L7: not forgotten in silence."""
+
+    def handle():
+        return current_operation().step("large", lambda: result)
+
+    with pytest.raises(Misconfigured, match=sentence):
+        guards.run(engine, "k", handle)
+
+
+def test_a_name_has_a_sensible_length(guards, engine):
+    for name in ("", "x" * 101):
+        with pytest.raises(Misconfigured, match="1 to 100 characters"):
+            guards.run(engine, f"k{len(name)}", lambda name=name: take(name))
+
+
+def take(name):
+    return current_operation().step(name, lambda: None)
+
+
+# --- at most once -----------------------------------------------------------------------------
+
+
+def test_a_step_at_most_once_is_parked_and_not_run_again(guards, engine, store):
+    """L6: whatever the route's policy is, which is to retry here."""
+    shop = Shop(guards.is_async, at_most_once=True)
+    shop.fails_in = "charge"
+    with pytest.raises(TimeoutError):
+        shop.run(guards, engine)
+    assert store.record.state == FAILED
+    shop.fails_in = ""
+    with pytest.raises(StepInDoubt):
+        shop.run(guards, engine)
+    assert store.record.state == IN_DOUBT
+    with pytest.raises(OutcomeUnknown):
+        shop.run(guards, engine)
+    assert shop.charges == 1
+
+
+@pytest.mark.parametrize(
+    ("told", "charges"), [(Happened(value={"charge": 7}), 1), (DidNotHappen(), 2)]
+)
+def test_a_probe_is_asked_what_became_of_it(guards, engine, told, charges):
+    """L6: it gets the operation, with its notes."""
+    asked = []
+
+    def probe(operation):
+        asked.append(operation.attempt)
+        return told
+
+    shop = Shop(guards.is_async, at_most_once=True, probe=probe)
+    shop.fails_in = "charge"
+    with pytest.raises(TimeoutError):
+        shop.run(guards, engine)
+    shop.fails_in = ""
+    charged, _, attempt = shop.run(guards, engine)
+    assert charged == {"charge": 7 if charges == 1 else 2}
+    assert (asked, attempt, shop.charges) == ([2], 2, charges)
+
+
+def test_a_probe_that_does_not_know_parks_it(guards, engine, store):
+    """L6."""
+    shop = Shop(guards.is_async, probe=lambda _operation: Unknown())
+    shop.fails_in = "charge"
+    with pytest.raises(TimeoutError):
+        shop.run(guards, engine)
+    with pytest.raises(StepInDoubt):
+        shop.run(guards, engine)
+    assert store.record.state == IN_DOUBT
+
+
+def test_a_doubt_that_the_handler_swallows_is_still_one(guards, engine, store):
+    """L6: its answer does not count."""
+    shop = Shop(guards.is_async, at_most_once=True)
+    shop.fails_in = "charge"
+    with pytest.raises(TimeoutError):
+        shop.run(guards, engine)
+
+    def swallow():
+        try:
+            current_operation().step("charge", shop.charge, at_most_once=True)
+        except StepInDoubt:
+            raise ValueError("something else") from None
+
+    async def swallow_async():
+        try:
+            await current_operation().step("charge", shop.charge, at_most_once=True)
+        except StepInDoubt:
+            raise ValueError("something else") from None
+
+    handler = swallow_async if guards.is_async else swallow
+    with pytest.raises(ValueError, match="something else"):
+        guards.done(engine.run("order", handler, scope="shop"))
+    assert store.record.state == IN_DOUBT
+
+
+# --- notes and progress -----------------------------------------------------------------------
+
+
+def test_notes_are_there_before_what_they_announce(guards, engine, store):
+    """L7: for whoever has to find out later."""
+    seen = []
+
+    def handle():
+        noted = current_operation().note({"gateway": "acme", "amount": 5})
+        return look() if noted is None else after(noted)
+
+    def look():
+        seen.extend(note.what for note in progress_of(store.record).notes)
+        seen.extend(note.what for note in current_operation().notes)
+
+    async def after(noted):
+        await noted
+        look()
+
+    guards.run(engine, "k", handle)
+    assert seen == [{"gateway": "acme", "amount": 5}] * 2
+    assert progress_of(store.record).notes[0].attempt == 1  # and it stays
+
+
+def test_a_reconciler_sees_the_notes_of_the_attempt_before(guards, store):
+    """L6: of one that failed, under a policy that asks."""
+    notes = []
+
+    def ask(operation):
+        notes.extend(note.what for note in operation.notes)
+        return Happened(value="found")
+
+    engine = guards.engine(store, Policy(recovery="reconcile", reconcile=ask))
+
+    def fail():
+        noted = current_operation().note("about to charge")
+        return failing(noted) if inspect.isawaitable(noted) else failed()
+
+    def failed():
+        raise TimeoutError
+
+    async def failing(noted):
+        await noted
+        raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        guards.run(engine, "k", fail, scope="s")
+    assert guards.run(engine, "k", fail, scope="s") == "found"
+    assert notes == ["about to charge"]
+
+
+def test_progress_is_in_the_record_while_it_runs(guards, engine, store):
+    """L10."""
+    seen = []
+
+    def handle():
+        told = current_operation().progress(0.25, "packing")
+        return seen.append(progress_of(store.record).report) if told is None else after(told)
+
+    async def after(told):
+        await told
+        seen.append(progress_of(store.record).report)
+
+    guards.run(engine, "k", handle)
+    assert seen == [(0.25, "packing")]
+
+
+def test_what_is_no_note_and_no_progress_is_refused(guards, engine):
+    for number, write in enumerate(
+        (
+            lambda operation: operation.note(object()),
+            lambda operation: operation.note("x" * 5_000),
+            lambda operation: operation.progress(1.5),
+        )
+    ):
+        with pytest.raises(Misconfigured):
+            guards.run(engine, f"k{number}", lambda write=write: write(current_operation()))
+
+
+# --- who has lost its claim -------------------------------------------------------------------
+
+
+def test_an_attempt_that_was_taken_over_learns_it_at_its_next_step(guards, engine, store):
+    """L5: before the step runs, and it is told once."""
+    told, ran = [], []
+
+    def handle():
+        operation = current_operation()
+        operation.on_lost(lambda: told.append("lost"))
+        assert not operation.is_lost
+        record = store.record
+        store._records[record.id] = record._replace(nonce=1, attempt=2, version=record.version + 1)
+        return operation.step("charge", lambda: ran.append(1), at_most_once=True)
+
+    with pytest.raises(ClaimLost):
+        guards.run(engine, "k", handle)
+    assert (told, ran) == (["lost"], [])
+    assert store.record.nonce == 1
+
+
+def test_an_attempt_that_was_taken_over_learns_it_from_the_heart(guards, engine, store):
+    """L5: at the next renewal, in the middle of its work."""
+    told = threading.Event()
+
+    def handle():
+        operation = current_operation()
+        operation.on_lost(told.set)
+        record = store.record
+        store._records[record.id] = record._replace(nonce=1, attempt=2, version=record.version + 1)
+        (held,) = engine.heart.held.values()
+        held.lease_ms = 0  # due at once
+        held.claim = held.claim._replace(lease_until_ms=0)
+        engine.heart.beat()
+        assert operation.is_lost
+        return "too late"
+
+    with pytest.raises(Exception, match="still running"):
+        guards.run(engine, "k", handle)
+    assert told.is_set()
+
+
+# --- resumable --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["raises", "declares"])
+def test_a_handler_that_knows_better_is_run_again(guards, store, how):
+    """L6: under a policy that would park it."""
+    engine = guards.engine(store, MANUAL)
+    runs = []
+
+    def handle():
+        runs.append(1)
+        if len(runs) == 2:
+            return "done"
+        if how == "raises":
+            raise Resumable("the card was not touched")
+        current_operation().resumable()
+        raise ValueError("the card was not touched")
+
+    with pytest.raises((Resumable, ValueError)):
+        guards.run(engine, "k", handle)
+    assert store.record.state == FAILED
+    assert guards.run(engine, "k", handle) == "done"
+
+
+def test_a_handler_that_does_not_know_is_parked(guards, store):
+    """L6: the control."""
+    engine = guards.engine(store, MANUAL)
+    with pytest.raises(ZeroDivisionError):
+        guards.run(engine, "k", lambda: 1 / 0)
+    assert store.record.state == IN_DOUBT
+
+
+# --- steps at once ----------------------------------------------------------------------------
+
+
+def test_steps_may_be_taken_at_the_same_time(store):
+    """L7: one attempt dies when one of two is done; the next one takes only the other."""
+    runs = []
+
+    async def main():
+        engine = AsyncEngine(store_of(store))
+
+        async def handle():
+            operation = current_operation()
+            gate = asyncio.Event()
+
+            async def slow():
+                runs.append("slow")
+                await gate.wait()
+                if len(runs) == 2:
+                    raise TimeoutError
+                return "slow"
+
+            async def quick():
+                runs.append("quick")
+                return "quick"
+
+            async def take_quick():
+                result = await operation.step("quick", quick)
+                gate.set()
+                return result
+
+            return await asyncio.gather(operation.step("slow", slow), take_quick())
+
+        with pytest.raises(TimeoutError):
+            await engine.run("k", handle)
+        result = await engine.run("k", handle)
+        await engine.close()
+        return result
+
+    assert asyncio.run(main()) == ["slow", "quick"]
+    assert runs == ["slow", "quick", "slow"]
+
+
+def store_of(store):
+    from coatcheck.stores.memory import AsyncMemoryStore
+
+    return AsyncMemoryStore(store)
+
+
+# --- over HTTP --------------------------------------------------------------------------------
+
+
+def test_a_route_in_a_thread_takes_steps_without_awaiting(tmp_path):
+    """L7: a plain function of FastAPI's, on the async engine."""
+    runs = []
+    app = FastAPI()
+    engine = AsyncEngine(f"sqlite:///{tmp_path}/keys.db")
+    app.add_middleware(IdempotencyMiddleware, engine=engine)
+
+    @app.post("/orders")
+    def place(operation: CurrentOperation):
+        operation.note("about to charge")
+        charged = operation.step("charge", lambda: runs.append(1) or "charged")
+        return JSONResponse({"charged": charged}, status_code=503 if len(answers) == 0 else 201)
+
+    answers = []
+
+    async def main():
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://shop") as client:
+            answers.append(await client.post("/orders", headers={"Idempotency-Key": "k"}))
+            answers.append(await client.post("/orders", headers={"Idempotency-Key": "k"}))
+        await engine.close()
+
+    asyncio.run(main())
+    assert [answer.status_code for answer in answers] == [503, 201]
+    assert answers[1].json() == {"charged": "charged"}
+    assert runs == [1]
+
+
+@pytest.mark.parametrize("swallows", [False, True])
+def test_a_step_in_doubt_is_told_to_the_client_at_once_over_asgi(swallows):
+    """L6: 409 with the reference, whatever the handler makes of it, and for every retry."""
+    runs = []
+    app = FastAPI()
+    app.add_middleware(IdempotencyMiddleware, store="memory://")
+
+    def charge():
+        runs.append(1)
+        raise TimeoutError
+
+    @app.post("/orders")
+    async def place(operation: CurrentOperation):
+        try:
+            await operation.step("charge", charge, at_most_once=True)
+        except (StepInDoubt, TimeoutError):
+            if not swallows:
+                raise
+        return JSONResponse({}, status_code=500 if len(runs) == 1 and not told else 201)
+
+    told = []
+
+    async def main():
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://shop") as client:
+            told.append(await client.post("/orders", headers={"Idempotency-Key": "k"}))
+            told.append(await client.post("/orders", headers={"Idempotency-Key": "k"}))
+            told.append(await client.post("/orders", headers={"Idempotency-Key": "k"}))
+
+    asyncio.run(main())
+    assert [answer.status_code for answer in told] == [500, 409, 409]
+    assert [answer.json()["code"] for answer in told[1:]] == ["outcome-unknown"] * 2
+    assert runs == [1]
+
+
+@pytest.mark.parametrize("swallows", [False, True])
+def test_a_step_in_doubt_is_told_to_the_client_at_once_over_wsgi(swallows):
+    """L6."""
+    runs, started = [], []
+
+    def charge():
+        runs.append(1)
+        raise TimeoutError
+
+    def application(environ, start_response):
+        try:
+            environ["coatcheck.operation"].step("charge", charge, at_most_once=True)
+        except (StepInDoubt, TimeoutError):
+            if not swallows and len(started) > 0:
+                raise
+        start_response("503 Oh no", [])
+        return [b""]
+
+    guarded = WsgiMiddleware(application, store="memory://")
+    for _ in range(3):
+        environ = {
+            "REQUEST_METHOD": "POST",
+            "PATH_INFO": "/orders",
+            "QUERY_STRING": "",
+            "HTTP_IDEMPOTENCY_KEY": "k",
+            "wsgi.input": io.BytesIO(b""),
+        }
+        list(guarded(environ, lambda status, *_: started.append(status)))
+    assert [status[:3] for status in started] == ["503", "409", "409"]
+    assert runs == [1]

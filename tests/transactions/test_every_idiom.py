@@ -1,0 +1,68 @@
+"""L9 in every idiom: record and effect are one transaction of the application's own connection."""
+
+import inspect
+
+import pytest
+
+from coatcheck import current_operation
+from coatcheck.errors import KeyReused, NotCommitted
+
+
+def test_record_and_effect_are_committed_together_and_replayed(till):
+    assert till.place("a", 1) == {"number": 1}
+    assert till.place("a", 1) == {"number": 1}
+    assert till.runs == [1]
+    assert till.shop.orders() == [1]
+    assert till.shop.records() == 1
+
+
+def test_another_process_replays_what_was_committed_here(tills):
+    first, second = tills(), tills()
+    first.place("a", 1)
+    assert second.place("a", 1) == {"number": 1}
+    assert second.runs == []
+    with pytest.raises(KeyReused):
+        second.place("a", 2)
+
+
+def test_an_error_of_the_handler_leaves_nothing_at_all(till):
+    def fail(number):
+        raise ValueError(number)
+
+    with pytest.raises(ValueError, match="7"):
+        till.done(till.engine.transaction("a", till.handler(fail), 7, scope="orders"))
+    assert till.shop.orders() == []
+    assert till.shop.records() == 0
+    assert till.place("a", 7) == {"number": 7}
+    assert till.runs == [7, 7]
+    assert till.shop.orders() == [7]
+
+
+def test_a_row_that_cannot_be_written_leaves_no_record(till):
+    """Whether the statement fails or only the commit, as with an ORM that writes late."""
+    till.shop.ask("insert into orders values (5)")
+    with pytest.raises(Exception, match=r"(?i)unique|duplicate"):
+        till.place("a", 5)
+    assert till.shop.records() == 0
+    assert till.place("b", 6) == {"number": 6}  # and the connection is in order again
+
+
+def test_many_operations_one_after_the_other_do_not_use_up_connections(till):
+    for number in range(30):
+        till.place(f"key-{number}", number)
+        till.place(f"key-{number}", number)
+    assert till.shop.orders() == list(range(30))
+
+
+def test_a_handler_that_rolls_back_is_not_taken_for_done(till):
+    """Its answer says that something was written, and nothing was."""
+
+    def undo(number):
+        connection = current_operation().connection
+        undone = till.idiom.undo(connection)
+        return undone if inspect.isawaitable(undone) else number
+
+    with pytest.raises(NotCommitted):
+        till.done(till.engine.transaction("a", till.handler(undo), 3, scope="orders"))
+    assert till.shop.orders() == []
+    assert till.shop.records() == 0

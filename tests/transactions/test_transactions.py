@@ -1,0 +1,499 @@
+"""L9: what a transaction of somebody else's connection must withstand, on real databases."""
+
+import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import psycopg
+import pytest
+from idioms import SHOPS, Till, idiom_called
+from psycopg_pool import ConnectionPool
+
+from coatcheck import AsyncEngine, Engine, KeyRing, Policy, current_operation
+from coatcheck.core.record import STATE_NAMES
+from coatcheck.errors import KeyBusy, Misconfigured, NotCommitted, StoreUnavailable
+from coatcheck.stores import Query, open_store
+
+WAIT_S_MAX = 20.0
+PATIENT = Policy(mode="transaction", wait="20s")
+HASTY = Policy(mode="transaction", wait="1s")
+
+
+@pytest.fixture(params=["sqlite", "postgres", "mysql"])
+def anywhere(request, tmp_path):
+    """A shop on each database."""
+    return SHOPS[request.param](tmp_path)
+
+
+@pytest.fixture
+def shop(tmp_path):
+    """A shop on PostgreSQL."""
+    return SHOPS["postgres"](tmp_path)
+
+
+@pytest.fixture
+def open_engine():
+    """Makes engines, and closes them."""
+    made = []
+
+    def make(shop, policy=None, **options):
+        made.append(Engine(shop.store, policy, **options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def place(number):
+    cursor = current_operation().connection.cursor()
+    cursor.execute(f"insert into orders values ({number:d})")
+    cursor.close()
+    return number
+
+
+def until(condition):
+    """Wait until *condition* holds, which it soon does."""
+    deadline = time.monotonic() + WAIT_S_MAX
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+
+
+WAITING = {
+    "postgres": "select count(*) from pg_locks where not granted",
+    "mysql": "select count(*) from information_schema.innodb_trx where trx_state = 'LOCK WAIT'",
+}
+
+
+# --- duplicates -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["postgres", "mysql"])
+def test_a_duplicate_elsewhere_waits_on_the_row_and_then_replays(kind, tmp_path, open_engine):
+    """L9, L1: two nodes at once; the database itself keeps the second one waiting."""
+    shop = SHOPS[kind](tmp_path)
+    first, second = open_engine(shop, PATIENT), open_engine(shop, PATIENT)
+    began, may_end = threading.Event(), threading.Event()
+
+    def slow(number):
+        began.set()
+        assert may_end.wait(WAIT_S_MAX)
+        return place(number)
+
+    with ThreadPoolExecutor() as threads:
+        one = threads.submit(first.transaction, "a", slow, 1, scope="orders")
+        assert began.wait(WAIT_S_MAX)
+        two = threads.submit(second.transaction, "a", place, 1, scope="orders")
+        until(lambda: shop.ask(WAITING[kind])[0][0] > 0)
+        may_end.set()
+        assert one.result() == two.result() == 1
+    assert shop.orders() == [1]
+
+
+@pytest.mark.parametrize("kind", ["postgres", "mysql"])
+def test_a_duplicate_elsewhere_runs_after_the_first_was_undone(kind, tmp_path, open_engine):
+    """L9: what waits on a row that goes away again may claim it."""
+    shop = SHOPS[kind](tmp_path)
+    first, second = open_engine(shop, PATIENT), open_engine(shop, PATIENT)
+    began, may_end = threading.Event(), threading.Event()
+
+    def fail(number):
+        place(number)
+        began.set()
+        assert may_end.wait(WAIT_S_MAX)
+        raise ValueError("no")
+
+    with ThreadPoolExecutor() as threads:
+        one = threads.submit(first.transaction, "a", fail, 1, scope="orders")
+        assert began.wait(WAIT_S_MAX)
+        two = threads.submit(second.transaction, "a", place, 1, scope="orders")
+        until(lambda: shop.ask(WAITING[kind])[0][0] > 0)
+        may_end.set()
+        with pytest.raises(ValueError, match="no"):
+            one.result()
+        assert two.result() == 1
+    assert shop.orders() == [1]
+
+
+@pytest.mark.parametrize("kind", ["postgres", "mysql"])
+def test_who_has_waited_long_enough_is_told_that_it_is_running(kind, tmp_path, open_engine):
+    """L4: nobody waits for a row longer than the policy says."""
+    shop = SHOPS[kind](tmp_path)
+    first, second = open_engine(shop, PATIENT), open_engine(shop, HASTY)
+    began, may_end = threading.Event(), threading.Event()
+
+    def slow(number):
+        place(number)
+        began.set()
+        assert may_end.wait(WAIT_S_MAX)
+        return number
+
+    with ThreadPoolExecutor() as threads:
+        one = threads.submit(first.transaction, "a", slow, 1, scope="orders")
+        assert began.wait(WAIT_S_MAX)
+        try:
+            with pytest.raises(KeyBusy):
+                second.transaction("a", place, 1, scope="orders")
+        finally:
+            may_end.set()
+        assert one.result() == 1
+    assert second.transaction("a", place, 1, scope="orders") == 1
+    assert shop.orders() == [1]
+
+
+def test_the_handlers_own_statements_wait_as_they_always_did(shop, open_engine):
+    """The limit for the claim's row is taken back by the statement that made the claim."""
+
+    def lock_timeout():
+        return current_operation().connection.execute("show lock_timeout").fetchone()[0]
+
+    def hurried():
+        connection = psycopg.connect(shop.place)
+        connection.execute("set lock_timeout = '7s'")
+        connection.commit()
+        return connection
+
+    assert open_engine(shop, HASTY).transaction("a", lock_timeout) == "0"
+    lent = open_engine(shop, HASTY, transactions=hurried)
+    assert lent.transaction("b", lock_timeout) == "7s"
+
+
+def test_duplicates_in_one_process_take_one_connection_in_all(shop, open_engine):
+    """L9: who waits in line holds nothing that the first one may need."""
+    with ConnectionPool(shop.place, min_size=1, max_size=1, timeout=1) as pool:
+        engine = open_engine(shop, PATIENT, transactions=pool)
+        may_end = threading.Event()
+
+        def slow(number):
+            assert may_end.wait(WAIT_S_MAX)
+            return place(number)
+
+        with ThreadPoolExecutor(max_workers=8) as threads:
+            all_of_them = [
+                threads.submit(engine.transaction, "a", slow, 1, scope="orders") for _ in range(8)
+            ]
+            until(lambda: any(map(engine.desk.line.length, engine.desk.under_way)))
+            may_end.set()
+            assert [one.result() for one in all_of_them] == [1] * 8
+    assert shop.orders() == [1]
+
+
+def test_who_stood_in_line_runs_when_the_first_was_undone(anywhere, open_engine):
+    """L9: nothing remains of the first, so the next in line is the first."""
+    engine = open_engine(anywhere, PATIENT)
+    may_end = threading.Event()
+    runs = []
+
+    def fail_once(number):
+        runs.append(number)
+        if len(runs) == 1:
+            assert may_end.wait(WAIT_S_MAX)
+            raise ValueError("no")
+        return place(number)
+
+    with ThreadPoolExecutor(max_workers=4) as threads:
+        all_of_them = [
+            threads.submit(engine.transaction, "a", fail_once, 1, scope="orders") for _ in range(4)
+        ]
+        until(lambda: any(engine.desk.line.length(id) == 3 for id in engine.desk.under_way))
+        may_end.set()
+        ends = [one.exception() or one.result() for one in all_of_them]
+    assert sorted(map(str, ends)) == ["1", "1", "1", "no"]
+    assert anywhere.orders() == [1]
+
+
+# --- commits that fail ------------------------------------------------------------------------
+
+
+def test_a_constraint_that_fails_at_the_commit_is_no_success(shop, open_engine):
+    """L9: the driver's own error, and nothing is there."""
+    shop.ask("create table lines (number integer references orders deferrable initially deferred)")
+    engine = open_engine(shop)
+
+    def line(number):
+        current_operation().connection.execute(f"insert into lines values ({number:d})")
+
+    with pytest.raises(psycopg.errors.ForeignKeyViolation):
+        engine.transaction("a", line, 5)
+    assert shop.records() == 0
+    assert shop.ask("select * from lines") == []
+    engine.transaction("b", place, 5)
+    engine.transaction("a", line, 5)
+    assert shop.records() == 2
+
+
+def test_a_connection_that_dies_before_the_commit_is_an_outage(anywhere, open_engine):
+    """L9, D2: it cannot be told what became of it, so the client asks again with the same key."""
+    engine = open_engine(anywhere)
+
+    def die(number):
+        place(number)
+        current_operation().connection.close()
+        return number
+
+    with pytest.raises((StoreUnavailable, Exception)) as raised:
+        engine.transaction("a", die, 1, scope="orders")
+    assert not isinstance(raised.value, AssertionError)
+    assert anywhere.orders() == []
+    assert anywhere.records() == 0
+    assert engine.transaction("a", place, 1, scope="orders") == 1
+
+
+def test_a_server_that_ends_the_session_is_an_outage_and_no_more(shop, open_engine):
+    """D2: the next one has another connection, although the pool did not know of it."""
+    engine = open_engine(shop)
+
+    def lose(number):
+        place(number)
+        pid = current_operation().connection.info.backend_pid
+        shop.ask(f"select pg_terminate_backend({pid})")
+        return number
+
+    with pytest.raises(StoreUnavailable, match="at the commit"):
+        engine.transaction("a", lose, 1, scope="orders")
+    assert shop.orders() == []
+    assert engine.transaction("a", place, 1, scope="orders") == 1
+    # One that dies while it lies on the shelf is noticed by who takes it, and exchanged.
+    own = "application_name = 'coatcheck' and state = 'idle'"
+    shop.ask(f"select pg_terminate_backend(pid) from pg_stat_activity where {own}")
+    assert engine.transaction("b", place, 2, scope="orders") == 2
+    assert shop.orders() == [1, 2]
+
+
+def test_a_statement_that_failed_undoes_all_whatever_the_handler_says(shop, open_engine):
+    """L9: a handler that swallows an error of PostgreSQL's has an aborted transaction."""
+    engine = open_engine(shop)
+
+    def swallow(number):
+        place(number)
+        with pytest.raises(psycopg.errors.UndefinedTable):
+            current_operation().connection.execute("select * from nowhere")
+        return number
+
+    with pytest.raises(psycopg.errors.InFailedSqlTransaction):
+        engine.transaction("a", swallow, 1)
+    assert (shop.orders(), shop.records()) == ([], 0)
+
+
+def test_a_savepoint_is_the_handlers_own_affair(shop, open_engine):
+    """L9: what is undone within it stays undone, and the rest is committed."""
+
+    def careful(number):
+        connection = current_operation().connection
+        place(number)
+        with pytest.raises(psycopg.errors.UniqueViolation), connection.transaction():
+            place(number)
+        return number
+
+    assert open_engine(shop).transaction("a", careful, 1) == 1
+    assert shop.orders() == [1]
+
+
+# --- again from the start ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+def test_a_serialization_failure_is_retried_only_where_that_is_said_to_be_safe(
+    shop, open_engine, retries
+):
+    """L9: a real one, between this transaction and somebody else's."""
+    policy = Policy(mode="transaction", transaction_retries=retries)
+
+    def serializable():
+        connection = psycopg.connect(shop.place)
+        connection.isolation_level = psycopg.IsolationLevel.SERIALIZABLE
+        return connection
+
+    engine = open_engine(shop, policy, transactions=serializable)
+    runs = []
+
+    def count_and_add(number):
+        runs.append(number)
+        connection = current_operation().connection
+        (found,) = connection.execute("select count(*) from orders").fetchone()
+        if len(runs) == 1:
+            with closing(serializable()) as rival:
+                (seen,) = rival.execute("select count(*) from orders").fetchone()
+                rival.execute(f"insert into orders values ({100 + seen:d})")
+                rival.commit()
+        return place(number + found)
+
+    if retries:
+        assert engine.transaction("a", count_and_add, 1) == 2
+        assert (runs, shop.orders()) == ([1, 1], [2, 100])
+    else:
+        with pytest.raises(psycopg.errors.SerializationFailure):
+            engine.transaction("a", count_and_add, 1)
+        assert (runs, shop.orders(), shop.records()) == ([1], [100], 0)
+
+
+def test_what_collides_again_and_again_is_given_up(shop, open_engine):
+    """L9: as often as the policy says, and not once more."""
+    engine = open_engine(shop, Policy(mode="transaction", transaction_retries=2))
+    runs = []
+
+    def collide():
+        runs.append(1)
+        raise psycopg.errors.DeadlockDetected
+
+    with pytest.raises(psycopg.errors.DeadlockDetected):
+        engine.transaction("a", collide)
+    assert len(runs) == 3
+    assert shop.records() == 0
+
+
+# --- who lends --------------------------------------------------------------------------------
+
+
+def test_a_connection_in_a_transaction_already_is_refused(anywhere, open_engine):
+    """L9: losing against a duplicate rolls back, and that must not be somebody's earlier work."""
+    engine = open_engine(anywhere)
+    with closing(anywhere.connect()) as connection:
+        cursor = connection.cursor()
+        cursor.execute("insert into orders values (1)")
+        with pytest.raises(Misconfigured, match="in a transaction already"):
+            engine.transaction("a", place, 2, connection=connection)
+        connection.rollback()
+        assert engine.transaction("a", place, 2, connection=connection) == 2
+    assert anywhere.orders() == [2]
+
+
+def test_one_connection_may_be_lent_again_and_again(anywhere, open_engine):
+    """L9: it comes back idle, whatever became of the operation."""
+    engine = open_engine(anywhere)
+    with closing(anywhere.connect()) as connection:
+        for number in range(5):
+            assert engine.transaction(f"k{number}", place, number, connection=connection) == number
+            with pytest.raises(ZeroDivisionError):
+                engine.transaction(f"z{number}", lambda: 1 / 0, connection=connection)
+    assert anywhere.orders() == list(range(5))
+
+
+def test_who_cannot_lend_is_refused_with_a_sentence(shop, tmp_path, open_engine):
+    """S3: found when it is set up, or at the first use where it cannot be known before."""
+    other = SHOPS["sqlite"](tmp_path)
+    with pytest.raises(Misconfigured, match="lends no connections"):
+        Engine(shop.store, transactions=7).close()
+    with pytest.raises(Misconfigured, match="needs a store in a SQL database"):
+        Engine("memory://", Policy(mode="transaction"))
+    with pytest.raises(Misconfigured, match="needs a store in a SQL database"):
+        Engine("memory://").transaction("a", place, 1)
+    engine = open_engine(shop)
+    with closing(other.connect()) as connection:
+        for lends, sentence in (
+            (connection, "the store is in postgresql, and the connection that was lent leads to"),
+            (lambda: "a string", "no connection that is known here"),
+            (psycopg.AsyncConnection.connect, "use them with an AsyncEngine"),
+        ):
+            with pytest.raises(Misconfigured, match=sentence):
+                engine.transaction("a", place, 1, connection=lends)
+    assert shop.records() == 0
+
+
+def test_a_connection_to_another_database_of_the_same_kind_is_noticed(tmp_path, open_engine):
+    """L9: its record would be where nobody looks for it."""
+    ours, theirs = SHOPS["sqlite"](tmp_path), SHOPS["sqlite"](tmp_path)
+    engine = open_engine(ours)
+    open_engine(theirs).transaction("a", place, 1, scope="orders")
+    sentence = "lead to the store's own database"
+    with closing(theirs.connect()) as lent, pytest.raises(StoreUnavailable, match=sentence):
+        engine.transaction("a", place, 1, scope="orders", connection=lent)
+
+
+def test_an_operation_tells_whether_it_has_a_connection(anywhere, open_engine):
+    """L9: none outside transaction mode, and none any more when all is over."""
+    engine = open_engine(anywhere)
+    kept = []
+    engine.transaction("a", lambda: kept.append(current_operation()))
+    with pytest.raises(NotCommitted, match="is over"):
+        _ = kept[0].connection
+    with pytest.raises(Misconfigured, match="not in transaction mode"):
+        engine.run("b", lambda: current_operation().connection)
+
+
+# --- beside the rest --------------------------------------------------------------------------
+
+
+def test_what_is_committed_is_an_ordinary_record(anywhere, open_engine):
+    """It is found, swept and replayed like any other, also in record mode."""
+    engine = open_engine(anywhere)
+    engine.transaction("order-7", place, 7, scope="orders")
+    assert engine.run("order-7", place, 7, scope="orders") == 7
+    with closing(open_store(anywhere.store)) as store:
+        (record,) = store.find(Query(label="orders")).records
+    assert (record.key, STATE_NAMES[record.state], record.attempt) == ("order-7", "completed", 1)
+
+
+def test_an_attempt_that_was_given_back_before_is_gone_on_with(anywhere, open_engine):
+    """L3: of a node that still runs in record mode, say."""
+    engine = open_engine(anywhere)
+    with pytest.raises(ZeroDivisionError):
+        engine.run("a", lambda number: number / 0, 3, scope="orders")
+    assert anywhere.records() == 1
+    assert engine.transaction("a", place, 3, scope="orders") == 3
+    with closing(open_store(anywhere.store)) as store:
+        (record,) = store.find(Query()).records
+    assert (record.attempt, STATE_NAMES[record.state]) == (2, "completed")
+
+
+def test_what_is_sealed_at_rest_is_sealed_here_too(anywhere, open_engine):
+    """X1: the ring is the engine's, whoever lends the connection."""
+    engine = open_engine(anywhere, keyring=KeyRing({"one": b"k" * 32}))
+
+    def secret(number):
+        place(number)
+        return "a secret"
+
+    assert engine.transaction("a", secret, 1) == "a secret"
+    (response,) = anywhere.ask(f"select response from {anywhere.table}")[0]
+    assert b"secret" not in bytes(response)
+    fresh = open_engine(anywhere, keyring=KeyRing({"one": b"k" * 32}))
+    assert fresh.transaction("a", secret, 1) == "a secret"
+
+
+def test_a_cancelled_operation_leaves_nothing_and_gives_its_connection_back(shop):
+    """L9: a timeout of the application's own, around all of it."""
+    till = Till(idiom_called("psycopg-async"), shop)
+    began = asyncio.Event()
+
+    async def endless():
+        began.set()
+        await asyncio.Event().wait()
+
+    async def cancelled():
+        task = asyncio.ensure_future(till.engine.transaction("a", till.handler(forever), 1))
+        await began.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    def forever(_number):
+        return endless()
+
+    try:
+        till.done(cancelled())
+        assert (shop.orders(), shop.records()) == ([], 0)
+        assert till.place("a", 1) == {"number": 1}
+    finally:
+        till.close()
+
+
+def test_the_async_engines_own_connections_are_bounded_and_used_again(shop):
+    """L9: sixty at once share a few, and those are closed at the end."""
+
+    async def main():
+        async with AsyncEngine(shop.store) as engine:
+
+            async def insert(number):
+                connection = current_operation().connection
+                await connection.execute("insert into orders values (%s)", (number,))
+
+            await asyncio.gather(*(engine.transaction(f"{n}", insert, n) for n in range(60)))
+            return shop.ask("select count(*) from pg_stat_activity where datname is not null")
+
+    ((connections,),) = asyncio.run(main())
+    assert shop.orders() == list(range(60))
+    assert connections < 30
