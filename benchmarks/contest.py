@@ -1,24 +1,105 @@
-"""A contest on a server: the same keyed operations by everybody, in slots of a set time."""
+"""A contest on a server: the same keyed operations by everybody, together and one at a time."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import TypeAlias
+import hashlib
+import statistics
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import Any, TypeAlias
 
 from benchmarks.measuring import ROUNDS_MIN, Cost, For, Samples, Slot, drive, interleave
-from coatcheck import AsyncEngine
+from benchmarks.report import TIMES, Row, Target
+from coatcheck import AsyncEngine, Engine
 
 AT_A_TIME = 64
 ROUNDS = 5
 SLOT_S = 0.5
 SLOT_S_QUICK = 0.1
+# A round of all who run alone: some hundred operations of each.
+ALONE_S = 1.0
+ALONE_S_QUICK = 0.25
+# Never slower alone than this many times the driver's own two statements.
+ALONE_MAX = 1.2
 # What an answer of a small API looks like, for the floors; the others keep their own.
 RESPONSE = b'{"order": 17, "state": "placed", "amount": 1999}'
+# For the floors: a time as a published window would end, and a day.
+EXPIRES_MS = 1_800_000_000_000
+DAY_MS = 86_400_000
 
 Operation: TypeAlias = Callable[[int], Awaitable[object]]
 Contender: TypeAlias = Callable[[], AbstractAsyncContextManager[Operation]]
+Execute: TypeAlias = Callable[..., Awaitable[Any]]
+
+
+# --- those who run together, and alone --------------------------------------------------------
+
+
+def together(contenders: Mapping[str, Contender], *, quick: bool) -> dict[str, Samples]:
+    """Operations a second of each, 64 at a time."""
+    wall_s = SLOT_S_QUICK if quick else SLOT_S
+    slots = {name: _slot(make, wall_s) for name, make in contenders.items()}
+    return interleave(slots, ROUNDS_MIN if quick else ROUNDS)
+
+
+def _slot(make: Contender, wall_s: float) -> Slot:
+    async def run() -> Cost:
+        async with make() as operation:
+            # Opens, imports, starts threads and prepares statements, which is not what is asked.
+            await drive(operation, iter(range(-AT_A_TIME, 0)), at_a_time=AT_A_TIME)
+            return await drive(operation, For(wall_s), at_a_time=AT_A_TIME)
+
+    return lambda: asyncio.run(run()).per_second
+
+
+def alone(contenders: Mapping[str, Contender], *, quick: bool) -> dict[str, Samples]:
+    """
+    The median time of one operation, µs; contenders take turns after every single one.
+
+    A commit waits for the disk, and the disk is never the same for two seconds.
+    """
+    wall_s, rounds = (ALONE_S_QUICK, ROUNDS_MIN) if quick else (ALONE_S, ROUNDS)
+    found = [asyncio.run(_in_turns(contenders, wall_s)) for _ in range(rounds)]
+    return {name: Samples(tuple(one[name] for one in found)) for name in contenders}
+
+
+async def _in_turns(contenders: Mapping[str, Contender], wall_s: float) -> dict[str, float]:
+    times_us: dict[str, list[float]] = {name: [] for name in contenders}
+    async with AsyncExitStack() as stack:
+        turns: Sequence[tuple[str, Operation]] = [
+            (name, await stack.enter_async_context(make())) for name, make in contenders.items()
+        ]
+        for _, operation in turns:
+            await operation(-1)
+        for number in For(wall_s):
+            turns = turns[::-1]  # nobody always comes after the same one
+            for name, operation in turns:
+                start_s = time.perf_counter()
+                await operation(number)
+                times_us[name].append((time.perf_counter() - start_s) * 1e6)
+    return {name: statistics.median(values) for name, values in times_us.items()}
+
+
+def rows_alone(found: dict[str, Samples], floors: Mapping[str, str]) -> list[Row]:
+    """A row for each world, with the driver that is its floor: `{"thread": "psycopg", …}`."""
+    rows: list[Row] = []
+    for world, floor in floors.items():
+        ours, bare = found[f"product, {world}"], found[floor]
+        slower, of = ours.over(bare), f"{TIMES} {floor}"
+        row = Row(
+            what=f"1 at a time, {world}, µs; floor: {floor}",
+            product=ours,
+            floor=bare,
+            ratios=[(of, slower)],
+            targets=[Target(measured=slower, bound="≤", limit=ALONE_MAX, unit=of)],
+        )
+        rows.append(row)
+    return rows
+
+
+# --- the product ------------------------------------------------------------------------------
 
 
 async def place(order: int) -> dict[str, object]:
@@ -26,49 +107,49 @@ async def place(order: int) -> dict[str, object]:
     return {"order": order, "state": "placed", "amount": 1999}
 
 
+def place_here(order: int) -> dict[str, object]:
+    """The same, for those who do not await."""
+    return {"order": order, "state": "placed", "amount": 1999}
+
+
 @asynccontextmanager
 async def product(url: str) -> AsyncIterator[Operation]:
-    """We ourselves, on the store that *url* names."""
+    """We ourselves, on the store that *url* names, in an event loop."""
     async with AsyncEngine(url) as engine:
         yield lambda number: engine.run(f"order-{number}", place, number, scope="orders")
 
 
-def contest(contenders: Mapping[str, Contender], alone: str, *, quick: bool) -> dict[str, Samples]:
-    """Operations a second: of all 64 at a time, and of us and *alone* one at a time."""
-    wall_s = SLOT_S_QUICK if quick else SLOT_S
-    slots = {name: _slot(make, AT_A_TIME, wall_s) for name, make in contenders.items()}
-    for name in ("product", alone):
-        slots[f"{name}, alone"] = _slot(contenders[name], 1, wall_s)
-    return interleave(slots, ROUNDS_MIN if quick else ROUNDS)
+@asynccontextmanager
+async def product_here(url: str) -> AsyncIterator[Operation]:
+    """We ourselves as sync code has us: in the thread of whoever calls."""
+    with Engine(url) as engine:
+
+        async def operation(number: int) -> None:
+            engine.run(f"order-{number}", place_here, number, scope="orders")
+
+        yield operation
 
 
-def _slot(make: Contender, at_a_time: int, wall_s: float) -> Slot:
-    async def run() -> Cost:
-        async with make() as operation:
-            await operation(-1)  # opens, imports and starts threads, which is not what is asked
-            return await drive(operation, For(wall_s), at_a_time=at_a_time)
-
-    return lambda: asyncio.run(run()).per_second
+# --- for the floors ---------------------------------------------------------------------------
 
 
-class Group:
-    """What has gathered for one statement, and who waits for it."""
+def names_of(number: int) -> tuple[bytes, bytes]:
+    """The id and the fingerprint of an order, as lean as they can be."""
+    key = b"order-%d" % number
+    return hashlib.blake2b(key, digest_size=16).digest(), hashlib.md5(key).digest()
 
-    def __init__(self, arrived: asyncio.Event) -> None:
-        self._arrived = arrived
-        self._asked: list[object] = []
-        self._futures: list[asyncio.Future[None]] = []
 
-    def add(self, asked: object) -> asyncio.Future[None]:
-        """Ask; done when it is written."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._asked.append(asked)
-        self._futures.append(future)
-        self._arrived.set()
-        return future
+def on_free_session(sessions: Iterable[Execute]) -> Execute:
+    """Execute on whichever session is free: a driver's own pool asks the server for more."""
+    free: asyncio.LifoQueue[Execute] = asyncio.LifoQueue()
+    for session in sessions:
+        free.put_nowait(session)
 
-    def taken(self) -> tuple[list[object], list[asyncio.Future[None]]]:
-        """All that has gathered, which is nobody else's any more."""
-        taken = self._asked, self._futures
-        self._asked, self._futures = [], []
-        return taken
+    async def execute(*asked: object) -> object:
+        session = await free.get()
+        try:
+            return await session(*asked)
+        finally:
+            free.put_nowait(session)
+
+    return execute

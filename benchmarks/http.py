@@ -1,7 +1,8 @@
 """Question: what share of the bare application's requests per second is left?
 
 Every contender is a server process of its own; all run at the same time, on the same processor,
-and one at a time is loaded from another processor. The peer's store is emptied before each slot.
+and one at a time is loaded from another processor. PostgreSQL and Redis run where there is room.
+The peer's memory is emptied before each slot.
 """
 
 from __future__ import annotations
@@ -10,47 +11,63 @@ import itertools
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import NamedTuple, Self
 
 import uvloop
+from servers.redis import Redis
 
 from benchmarks.http_load import Address, Load, Loaded, request_of
 from benchmarks.machine import pinned, workshop
 from benchmarks.measuring import ROUNDS_MIN, Samples, interleave
+from benchmarks.postgres import durable_postgres
 from benchmarks.report import TIMES, Row, Table, Target
 
 CONNECTIONS = 64
 # Many short rounds: what disturbs a machine lasts for seconds, and hits neighbours alike.
-ROUNDS = 13
+ROUNDS = 9
 # Keys that are replayed: far fewer than the cache holds, so that all of them stay warm.
 REPLAYED_KEYS = 512
-SLOT_S = 0.35
-SLOT_S_QUICK = 0.15
-WARM_UP_S = 0.1
+
+
+class Lengths(NamedTuple):
+    """How long a slot is: what is counted, and what comes before."""
+
+    wall_s: float
+    warm_up_s: float
+
+
+SLOT = Lengths(wall_s=0.35, warm_up_s=0.1)
+SLOT_QUICK = Lengths(wall_s=0.1, warm_up_s=0.05)
 
 
 class Variant(NamedTuple):
     """What is asked of which server."""
 
-    server: str
+    contender: str
+    store: str
     asks: str  # "new", "replay" or "keyless"
 
 
 VARIANTS = {
-    "bare": Variant("bare", "keyless"),
-    "product unguarded": Variant("product-memory", "keyless"),
-    "product memory": Variant("product-memory", "new"),
-    "product sqlite": Variant("product-sqlite", "new"),
-    "product replay": Variant("product-sqlite", "replay"),
-    "idemkit unguarded": Variant("idemkit", "keyless"),
-    "idemkit memory": Variant("idemkit", "new"),
-    "idemkit replay": Variant("idemkit", "replay"),
-    "floor memory": Variant("handmade-memory", "new"),
-    "floor sqlite": Variant("handmade-sqlite", "new"),
-    "floor replay": Variant("handmade-memory", "replay"),
+    "bare": Variant("bare", "memory", "keyless"),
+    "product unguarded": Variant("product", "memory", "keyless"),
+    "product memory": Variant("product", "memory", "new"),
+    "product sqlite": Variant("product", "sqlite", "new"),
+    "product postgres": Variant("product", "postgres", "new"),
+    "product redis": Variant("product", "redis", "new"),
+    "product replay": Variant("product", "sqlite", "replay"),
+    "idemkit unguarded": Variant("idemkit", "memory", "keyless"),
+    "idemkit memory": Variant("idemkit", "memory", "new"),
+    "idemkit postgres": Variant("idemkit", "postgres", "new"),
+    "idemkit redis": Variant("idemkit", "redis", "new"),
+    "idemkit replay": Variant("idemkit", "memory", "replay"),
+    "floor memory": Variant("handmade", "memory", "new"),
+    "floor sqlite": Variant("handmade", "sqlite", "new"),
+    "floor postgres": Variant("handmade", "postgres", "new"),
+    "floor redis": Variant("handmade", "redis", "new"),
+    "floor replay": Variant("handmade", "memory", "replay"),
 }
 
 
@@ -58,6 +75,8 @@ VARIANTS = {
 ASKED = {
     "memory": ("new keys, memory", 0.65),
     "sqlite": ("new keys, SQLite", 0.33),
+    "postgres": ("new keys, PostgreSQL", 0.45),
+    "redis": ("new keys, Redis", 0.55),
     "replay": ("replays", 1.0),
     "unguarded": ("no key sent", 0.97),
 }
@@ -68,14 +87,16 @@ NEW_KEYS = (b"key-%032d" % number for number in itertools.count())
 
 def measure(*, quick: bool) -> Table:
     """The table of this question."""
-    wall_s = SLOT_S_QUICK if quick else SLOT_S
+    slot = SLOT_QUICK if quick else SLOT
     with ExitStack() as stack:
-        directory = Path(stack.enter_context(workshop()))
-        names = sorted({variant.server for variant in VARIANTS.values()})
+        urls = _stores(stack)
+        pairs = sorted({variant[:2] for variant in VARIANTS.values()})
         # Before we pin ourselves: a child inherits where its parent may run.
-        servers = {name: stack.enter_context(Server(name, directory)) for name in names}
+        servers = {pair: Server(*pair, urls) for pair in pairs}
+        for server in servers.values():
+            stack.enter_context(server)
         where = stack.enter_context(pinned("last"))
-        turns = {name: Turn(servers[v.server], v.asks, wall_s) for name, v in VARIANTS.items()}
+        turns = {name: Turn(servers[v[:2]], v.asks, slot) for name, v in VARIANTS.items()}
         found = interleave(turns, ROUNDS_MIN if quick else ROUNDS)
     cpu_us = {name: Samples(tuple(turn.cpu_us)) for name, turn in turns.items()}
     return Table(
@@ -84,11 +105,26 @@ def measure(*, quick: bool) -> Table:
         "of the bare application's",
         rows=[*_rows(found), *_cpu_rows(cpu_us)],
         notes=[
-            f"slots of {wall_s} s; the load runs on {where}, the server on the first",
+            f"slots of {slot.wall_s} s; the load runs on {where}, the server on the first",
+            "PostgreSQL with fsync, Redis with appendfsync everysec, wherever the system puts them",
             "floor: a middleware written by hand that keeps responses and does nothing else",
             "replays: the product from its warm cache, in front of SQLite",
         ],
     )
+
+
+def _stores(stack: ExitStack) -> dict[str, str]:
+    """Where each kind of store is; SQLite's contenders have a file each."""
+    directory = stack.enter_context(workshop())
+    postgres, redis = durable_postgres(), Redis()
+    for server in (postgres, redis):
+        stack.callback(server.remove)
+    return {
+        "memory": "memory://",
+        "sqlite": f"sqlite:///{directory}/{{contender}}.db",
+        "postgres": postgres.url,
+        "redis": redis.url,
+    }
 
 
 def _rows(found: dict[str, Samples]) -> list[Row]:
@@ -135,10 +171,10 @@ def _cpu_rows(cpu_us: dict[str, Samples]) -> list[Row]:
 class Turn:
     """What a contender does in its slot."""
 
-    def __init__(self, server: Server, asks: str, wall_s: float) -> None:
+    def __init__(self, server: Server, asks: str, slot: Lengths) -> None:
         self._server = server
         self._asks = asks
-        self._wall_s = wall_s
+        self._slot = slot
         self.cpu_us: list[float] = []
 
     def __call__(self) -> float:
@@ -162,17 +198,21 @@ class Turn:
             asked_before = [request_of(b"replayed-%028d" % n) for n in range(REPLAYED_KEYS)]
             await Load(address, iter(asked_before), connections=8, replayed=None).run_out()
             requests = itertools.cycle(asked_before)
+        # Whoever opens connections to a store has them before anything is counted.
+        first = itertools.islice(requests, CONNECTIONS)
+        await Load(address, first, connections=CONNECTIONS, replayed=None).run_out()
         is_replay = self._asks == "replay"
         load = Load(address, requests, connections=CONNECTIONS, replayed=is_replay)
-        return await load.run(self._wall_s, WARM_UP_S)
+        return await load.run(self._slot.wall_s, self._slot.warm_up_s)
 
 
 class Server:
     """One contender's process, from listening to its end."""
 
-    def __init__(self, name: str, directory: Path) -> None:
-        self.name = name
-        command = [sys.executable, "-m", "benchmarks.http_apps", name, str(directory)]
+    def __init__(self, contender: str, store: str, urls: Mapping[str, str]) -> None:
+        self.name = f"{contender} on {store}"
+        url = urls[store].format(contender=contender)
+        command = [sys.executable, "-m", "benchmarks.http_apps", contender, url]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

@@ -1,4 +1,4 @@
-"""The servers: `python -m benchmarks.http_apps NAME DIRECTORY` serves one contender.
+"""The servers: `python -m benchmarks.http_apps CONTENDER STORE_URL` serves one contender.
 
 One uvicorn worker with uvloop and httptools on a free port of the loopback, which is printed once
 it listens. The server ends when its standard input does, so that none outlives its benchmark.
@@ -6,6 +6,7 @@ it listens. The server ends when its standard input does, so that none outlives 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
@@ -13,16 +14,22 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import uvicorn
 from idemkit import HttpConfig, InMemoryBackend
 from idemkit import IdempotencyMiddleware as IdemkitMiddleware
+from idemkit.backends.base import IdempotencyBackend
+from idemkit.backends.postgres import PostgresBackend, init_pg
+from idemkit.backends.redis import RedisBackend
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from benchmarks.http_handmade import App, HandMade
+from benchmarks.floors import GroupedWriter
+from benchmarks.grouped import GroupedPostgres, GroupedRedis
+from benchmarks.http_handmade import App, HandMade, Writer
 from benchmarks.machine import pinned
 from coatcheck.server.asgi import IdempotencyMiddleware
 
@@ -47,37 +54,64 @@ def _shop(forget: Callable[[], object] = int) -> Starlette:
     return shop
 
 
-def _idemkit(_: Path) -> App:
-    backend = InMemoryBackend()
-    # It looks at every record it holds at each claim: an empty store is the best it can have.
-    shop = _shop(backend._records.clear)  # noqa: SLF001 - there is no public way
+def _product(url: str) -> App:
+    shop = _shop()
+    shop.add_middleware(IdempotencyMiddleware, store=url)
+    return shop
+
+
+def _idemkit(url: str) -> App:
+    backend = _idemkit_backend(url)
+    # In memory it looks at every record it holds at each claim: an empty store is its best.
+    forget = backend._records.clear if isinstance(backend, InMemoryBackend) else int  # noqa: SLF001 - there is no public way
+    shop = _shop(forget)
     shop.add_middleware(
         IdemkitMiddleware, backend=backend, config=HttpConfig(scope_mode="single_tenant")
     )
     return shop
 
 
-def _product(store: str) -> App:
-    shop = _shop()
-    shop.add_middleware(IdempotencyMiddleware, store=store)
-    return shop
+def _idemkit_backend(url: str) -> IdempotencyBackend:
+    match urlsplit(url).scheme:
+        case "postgresql":
+            asyncio.run(init_pg(url))
+            return PostgresBackend.from_url(url)
+        case "redis":
+            # More than the driver would allow by itself, which it answers with 503.
+            return RedisBackend.from_url(url, max_connections=1_000)
+        case _:
+            return InMemoryBackend()
 
 
-CONTENDERS: dict[str, Callable[[Path], App]] = {
+def _handmade(url: str) -> App:
+    place = urlsplit(url)
+
+    async def open_writer() -> Writer:
+        match place.scheme:
+            case "postgresql":
+                return await GroupedPostgres.open(url, "handmade")
+            case "redis":
+                assert place.port is not None
+                return await GroupedRedis.open(place.port)
+            case _:
+                return GroupedWriter(Path(place.path))
+
+    return HandMade(_shop(), None if place.scheme == "memory" else open_writer)
+
+
+CONTENDERS: dict[str, Callable[[str], App]] = {
     "bare": lambda _: _shop(),
-    "product-memory": lambda _: _product("memory://"),
-    "product-sqlite": lambda directory: _product(f"sqlite:///{directory}/product.db"),
+    "product": _product,
     "idemkit": _idemkit,
-    "handmade-memory": lambda _: HandMade(_shop()),
-    "handmade-sqlite": lambda directory: HandMade(_shop(), directory / "handmade.db"),
+    "handmade": _handmade,
 }
 
 
 def main() -> None:
     """Serve until standard input ends."""
-    name, directory = sys.argv[1:]
+    contender, url = sys.argv[1:]
     with pinned("first"):
-        _serve(CONTENDERS[name](Path(directory)))
+        _serve(CONTENDERS[contender](url))
 
 
 def _serve(app: App) -> None:

@@ -8,7 +8,10 @@ from typing import Protocol
 from benchmarks.report import Table
 
 # Those about time come first, each with the machine to itself; the others may share it.
-TIMED = ("memory", "sqlite", "postgres", "redis", "http", "waiting")
+TIMED = (
+    *("memory", "sqlite", "postgres", "mysql", "redis"),
+    *("sweeping", "transactions", "replays", "powertools", "http", "waiting"),
+)
 UNTIMED = ("flatness", "size")
 NAMES = (*TIMED, *UNTIMED)
 

@@ -1,8 +1,9 @@
 """Question: how many bytes does a record cost beside its response body?
 
-Records as requests make them, by the production flow, claimed and then completed in large batches
-through the SQLite store; then the file is closed and weighed, indexes and free space included. The
-floor is a table of ids, fingerprints, expiries and bodies, with no index but its primary key.
+Records as requests make them, by the production flow, claimed and then completed in large batches;
+then what the database takes for them is weighed, indexes and free space included: SQLite's file,
+and PostgreSQL's table, where as many were swept as are left. The floor is a table of ids,
+fingerprints, expiries and bodies in SQLite, with no index but its primary key.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TypeAlias
+
+import psycopg
+from servers.postgres import Postgres
 
 from benchmarks.floors import OneByOne
 from benchmarks.machine import workshop
@@ -25,6 +30,8 @@ from coatcheck.core.record import Swap
 from coatcheck.core.replay import Fate, encode_response
 from coatcheck.core.scope import caller_digest, operation_id, scope_of
 from coatcheck.core.serve import Answer, Ending, Ticket, serve
+from coatcheck.stores.contract import Store
+from coatcheck.stores.postgres import PostgresStore
 from coatcheck.stores.sqlite import SqliteStore
 
 # Together as many as come together at 64 at a time. It matters: an answer makes its row grow, and
@@ -34,6 +41,9 @@ FEWER_TOGETHER = 16
 # A day of records: a key every 86 ms, so that times differ as much as they do in life.
 STEP_MS = 86
 CALLERS = 1_000
+FIRST_MS = 1_800_000_000_000
+# Whenever a twentieth of the rows has changed, as autovacuum does in a day that is longer.
+VACUUMS = 20
 
 BODY = b'{"id": "ord_8f14e45fceea167a", "state": "placed", "amount": 1999, "currency": "EUR"}'
 HEADERS = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(BODY))]
@@ -42,37 +52,50 @@ KeyOf: TypeAlias = Callable[[random.Random], str]
 
 def measure(*, quick: bool) -> Table:
     """The table of this question."""
-    many, few = (50_000, 10_000) if quick else (1_000_000, 50_000)
+    many, few, left = (50_000, 10_000, 25_000) if quick else (1_000_000, 50_000, 50_000)
     started_s = time.monotonic()
+    server = Postgres(autovacuum="off", shared_buffers="128MB")
+    try:
+        weights = {
+            "postgres, uuid": _weigh_postgres(server, left, _uuid, compact=False),
+            "postgres": _weigh_postgres(server, left, _uuid, compact=True),
+        }
+    finally:
+        server.remove()
     with workshop() as directory:
         at = Path(directory)
-        weights = {
-            "uuid": _weigh(SqliteStore(at / "uuid.db"), many, _uuid),
-            "fewer": _weigh(SqliteStore(at / "fewer.db"), few, _uuid, together=FEWER_TOGETHER),
-            "text": _weigh(SqliteStore(at / "text.db"), few, _text),
-            "compact": _weigh(SqliteStore(at / "compact.db", compact=True), few, _text),
+        weights |= {
+            "uuid": _weigh_sqlite(SqliteStore(at / "uuid.db"), many, _uuid),
+            "fewer": _weigh_sqlite(
+                SqliteStore(at / "fewer.db"), few, _uuid, together=FEWER_TOGETHER
+            ),
+            "text": _weigh_sqlite(SqliteStore(at / "text.db"), few, _text),
+            "compact": _weigh_sqlite(SqliteStore(at / "compact.db", compact=True), few, _text),
             "floor": _weigh_floor(at / "floor.db", few),
         }
     found = {name: Samples((weight,)) for name, weight in weights.items()}
     took_s = time.monotonic() - started_s
     return Table(
         name="size",
-        question="bytes of file for a record beside its response body, in SQLite",
-        rows=_rows(found, many=many, few=few),
+        question="bytes on disk for a record beside its response body",
+        rows=_rows(found, many=counted(many), few=counted(few), left=counted(left)),
         notes=[
             f"beside a body of {len(BODY)} bytes; its headers count as ours; {took_s:.0f} s",
             f"{TOGETHER} claimed and then completed together, where nothing else is said",
             "not UUIDs: 36 other characters, which do not pack",
+            "PostgreSQL: when as many were swept as are left, vacuumed as autovacuum would",
         ],
     )
 
 
-def _rows(found: dict[str, Samples], *, many: int, few: int) -> list[Row]:
+def _rows(found: dict[str, Samples], *, many: str, few: str, left: str) -> list[Row]:
     labels = {
-        "uuid": f"{counted(many)} records, keys are UUIDs",
-        "fewer": f"{counted(few)} records, {FEWER_TOGETHER} together",
-        "text": f"{counted(few)} records, keys are not UUIDs",
-        "compact": f"{counted(few)} records, compact=1",
+        "uuid": f"SQLite, {many} records, keys are UUIDs",
+        "fewer": f"SQLite, {few} records, {FEWER_TOGETHER} together",
+        "text": f"SQLite, {few} records, keys are not UUIDs",
+        "compact": f"SQLite, {few} records, compact=1",
+        "postgres, uuid": f"PostgreSQL, {left} records, keys are UUIDs",
+        "postgres": f"PostgreSQL, {left} records, compact=1",
     }
     return [
         Row(
@@ -81,26 +104,53 @@ def _rows(found: dict[str, Samples], *, many: int, few: int) -> list[Row]:
             floor=found["floor"],
             ratios=[(f"{TIMES} the floor", found[name].over(found["floor"]))],
             targets=[Target(measured=found[name], bound="≤", limit=200, unit="bytes")]
-            if name == "uuid"
+            if name in ("uuid", "postgres")
             else (),
         )
         for name, label in labels.items()
     ]
 
 
-def _weigh(store: SqliteStore, records: int, key_of: KeyOf, *, together: int = TOGETHER) -> float:
-    flows = _flows(key_of)
-    for _ in range(0, records, together):
-        batch = list(itertools.islice(flows, together))
+def _weigh_sqlite(
+    store: SqliteStore, records: int, key_of: KeyOf, *, together: int = TOGETHER
+) -> float:
+    with closing(store):
+        _fill(store, records, _flows(key_of), together)
+    return Path(store.path).stat().st_size / records - len(BODY)
+
+
+def _weigh_postgres(server: Postgres, records: int, key_of: KeyOf, *, compact: bool) -> float:
+    schema = f"size_{next(_NUMBERS)}"
+    store = PostgresStore(server.url, schema=schema, compact=compact)
+    with psycopg.connect(server.url, autocommit=True) as connection:
+        connection.execute(f"set search_path to {schema}")
+        flows, portion = _flows(key_of), records // VACUUMS
+        for number in range(2 * VACUUMS):
+            _fill(store, portion, flows, TOGETHER)
+            over_ms = FIRST_MS + (number + 1 - VACUUMS) * portion * STEP_MS
+            while store.sweep(over_ms + Policy().retention_ms - 1):
+                pass
+            connection.execute("vacuum coatcheck_records")
+        asked = "select pg_total_relation_size('coatcheck_records')"
+        (taken,) = connection.execute(asked).fetchone() or (0,)
+    store.close()
+    return int(taken) / records - len(BODY)
+
+
+_NUMBERS = itertools.count()
+
+
+def _fill(store: Store, records: int, flows: Iterator[Flow[Answer]], together: int) -> None:
+    """Claim and complete *records* operations."""
+    for start in range(0, records, together):
+        batch = list(itertools.islice(flows, min(together, records - start)))
         _swap(store, [next(flow) for flow in batch])
         for flow in batch:
             flow.send(None)  # the claim is ours: the flow asks for the execution
         _swap(store, [flow.send(Ending(Fate.KEEP, RESPONSE)) for flow in batch])
-    store.close()
-    return Path(store.path).stat().st_size / records - len(BODY)
 
 
-def _swap(store: SqliteStore, effects: list[object]) -> None:
+def _swap(store: Store, effects: list[object]) -> None:
     swaps = [effect for effect in effects if isinstance(effect, Swap)]
     assert len(swaps) == len(effects)
     assert not any(store.swap(swaps))
@@ -110,7 +160,7 @@ def _flows(key_of: KeyOf) -> Iterator[Flow[Answer]]:
     """Requests as they come in, each at the step where it wants to be claimed."""
     policy, label, source = Policy(), "POST /orders", random.Random(17)
     callers = [caller_digest("bearer", f"token-{number}") for number in range(CALLERS)]
-    for now_ms in itertools.count(1_800_000_000_000, STEP_MS):
+    for now_ms in itertools.count(FIRST_MS, STEP_MS):
         caller, key = source.choice(callers), key_of(source)
         ticket = Ticket(
             operation_id(caller=caller, route=label, key=key),

@@ -1,0 +1,227 @@
+"""Question: are claims as quick among millions of keys as among thousands, and beside a sweep?
+
+On PostgreSQL with `fsync`. Claims are made one at a time, because that shows every delay, and 64
+together. The sweep runs in a thread, on a connection of its own, in batches of the usual size, at
+the pace of a million records a minute. Server, claims and sweep share the machine.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+
+import psycopg
+from servers.postgres import Postgres
+
+from benchmarks.contest import AT_A_TIME
+from benchmarks.measuring import ROUNDS_MIN, Samples, interleave
+from benchmarks.report import TIMES, Row, Table, Target, counted
+from coatcheck import Policy
+from coatcheck.core.record import GONE, Swap
+from coatcheck.core.serve import Ticket, first_attempt
+from coatcheck.stores.contract import SWEEP_BATCH
+from coatcheck.stores.postgres import PostgresStore
+
+FEW = 10_000
+MANY = 5_000_000
+MANY_QUICK = 100_000
+ROUNDS = 7
+# Claims alone in each round and table, and batches. They stay, so that 10 000 keys become 17 000.
+ALONE, BATCHES = 200, 10
+# The first change of a page after a checkpoint takes the whole page to the log. Where 64 come
+# together all the time, every page of the index is soon past that: a batch for every so many keys.
+KEYS_PER_WARMING = 2_500
+# Long enough that the slowest hundredth is not a single claim.
+SLOT_S = 1.5
+SLOT_S_QUICK = 0.4
+# A million a minute: what 16 667 requests a second leave behind.
+BATCH_S = 60 * SWEEP_BATCH / 1_000_000
+# The keys that are there already are a day older than the claims, and may be swept.
+NOW_MS = 1_800_000_000_000
+
+SETTINGS = {
+    "fsync": "on",
+    "shared_buffers": "512MB",  # both indexes of five million keys
+    "maintenance_work_mem": "256MB",
+    "max_wal_size": "4GB",
+    # What is loaded into a table that is new need not go to the log.
+    "wal_level": "minimal",
+    "max_wal_senders": "0",
+}
+
+
+def measure(*, quick: bool) -> Table:
+    """The table of this question."""
+    many = MANY_QUICK if quick else MANY
+    rounds = ROUNDS_MIN if quick else ROUNDS
+    server = Postgres(on_disk=True, **SETTINGS)
+    try:
+        with _store(server, "few", FEW) as few, _store(server, "many", many) as crowded:
+            for _ in range(many // KEYS_PER_WARMING):
+                _claim_us(crowded, AT_A_TIME)
+            found = _side_by_side({"few": few, "many": crowded}, rounds)
+            sweep = _Sweep(crowded)
+            slot_s = SLOT_S_QUICK if quick else SLOT_S
+            slots = {
+                "quiet": lambda: _slowest_us(crowded, slot_s),
+                "swept": lambda: sweep.beside(lambda: _slowest_us(crowded, slot_s)),
+            }
+            found.update(interleave(slots, rounds))
+    finally:
+        server.remove()
+    pace = f"the sweep takes {SWEEP_BATCH} every {BATCH_S * 1_000:.0f} ms"
+    return Table(
+        name="sweeping",
+        question="claims on PostgreSQL among few keys and many, and beside a sweep",
+        rows=_rows(found, many),
+        notes=[
+            f"{pace}: {counted(sweep.taken)} records in {sweep.took_s:.1f} s",
+            "among few and among many in turn, after every single one; the indexes are in memory",
+        ],
+    )
+
+
+def _rows(found: dict[str, Samples], many: int) -> list[Row]:
+    of_few, of_quiet = f"{TIMES} among {counted(FEW)}", f"{TIMES} without"
+    rows = []
+    for kind, what in (("alone", "a claim alone"), ("together", f"{AT_A_TIME} claims together")):
+        few, crowded = found[f"few, {kind}"], found[f"many, {kind}"]
+        slower = crowded.over(few)
+        rows += [
+            Row(what=f"{what}, among {counted(FEW)} keys, µs", product=few),
+            Row(
+                what=f"{what}, among {counted(many)} keys, µs",
+                product=crowded,
+                ratios=[(of_few, slower)],
+                targets=[Target(measured=slower, bound="≤", limit=1.25, unit=of_few)],
+            ),
+        ]
+    slower = found["swept"].over(found["quiet"])
+    return [
+        *rows,
+        Row(what="p99 of claims alone, without a sweep, µs", product=found["quiet"]),
+        Row(
+            what="p99 of claims alone, beside a sweep, µs",
+            product=found["swept"],
+            ratios=[(of_quiet, slower)],
+            targets=[Target(measured=slower, bound="≤", limit=2, unit=of_quiet)],
+        ),
+    ]
+
+
+# --- the tables -------------------------------------------------------------------------------
+
+
+@contextmanager
+def _store(server: Postgres, schema: str, keys: int) -> Iterator[PostgresStore]:
+    """A store in which *keys* operations have been completed, a day ago."""
+    with closing(PostgresStore(server.url, schema=schema, compact=True)) as store:
+        with psycopg.connect(server.url, autocommit=True) as connection:
+            connection.execute(f"set search_path to {schema}")
+            with connection.transaction():
+                for statement in _LOADING:
+                    connection.execute(statement.format(keys=keys, now_ms=NOW_MS))
+            for statement in ("vacuum analyze coatcheck_records", "checkpoint"):
+                connection.execute(statement)
+        yield store
+
+
+# Into a table without indexes, which are then made at once: a third of the time.
+_LOADING = (
+    "truncate coatcheck_records",
+    "alter table coatcheck_records drop constraint coatcheck_records_pkey",
+    "drop index coatcheck_records_expires",
+    """
+    insert into coatcheck_records
+      (id, fingerprint, version, state, expires_ms, nonce, response)
+    select gen_random_uuid(), md5('')::uuid, {now_ms} - 90000000 - n * 86, 1,
+      {now_ms} - n * 86, n, decode(repeat('78', 89), 'hex')
+    from generate_series({keys}, 1, -1) as n
+    """,
+    "alter table coatcheck_records add primary key (id)",
+    "create index coatcheck_records_expires on coatcheck_records ((expires_ms / 1000))",
+)
+
+
+# --- claims -----------------------------------------------------------------------------------
+
+
+def _claims() -> Iterator[Swap]:
+    source, policy = random.Random(17), Policy()
+    while True:
+        id, nonce = source.randbytes(16), source.getrandbits(63)
+        ticket = Ticket(id, id, NOW_MS, nonce)
+        yield Swap(id, 0, first_attempt(ticket, policy, GONE, NOW_MS))
+
+
+_CLAIMS = _claims()
+
+
+def _claim_us(store: PostgresStore, count: int) -> float:
+    """How long *count* claims at once take."""
+    swaps = [next(_CLAIMS) for _ in range(count)]
+    start_s = time.perf_counter()
+    lost = store.swap(swaps)
+    took_s = time.perf_counter() - start_s
+    assert not any(lost)
+    return took_s * 1e6
+
+
+def _side_by_side(stores: dict[str, PostgresStore], rounds: int) -> dict[str, Samples]:
+    """The median time of a claim in each of *stores*, which take turns after every single one."""
+    found: dict[str, list[float]] = {}
+    for _ in range(1 + rounds):
+        for kind, count, times in (("alone", 1, ALONE), ("together", AT_A_TIME, BATCHES)):
+            took_us: dict[str, list[float]] = {name: [] for name in stores}
+            for _ in range(times):
+                for name, store in stores.items():
+                    took_us[name].append(_claim_us(store, count))
+            for name, values in took_us.items():
+                found.setdefault(f"{name}, {kind}", []).append(statistics.median(values))
+    # In the first round pages are read for the first time, and statements are prepared.
+    return {name: Samples(tuple(values[1:])) for name, values in found.items()}
+
+
+def _slowest_us(store: PostgresStore, wall_s: float) -> float:
+    """The 99th percentile of claims that are made alone, one after the other."""
+    end_s = time.perf_counter() + wall_s
+    took_us = []
+    while time.perf_counter() < end_s:
+        took_us.append(_claim_us(store, 1))
+    return sorted(took_us)[len(took_us) * 99 // 100]
+
+
+class _Sweep:
+    """A sweep that goes on whenever it is asked to, and remembers what it took."""
+
+    def __init__(self, store: PostgresStore) -> None:
+        self._store = store
+        self.taken = 0
+        self.took_s = 0.0
+
+    def beside(self, work: Callable[[], float]) -> float:
+        """Do *work* while the sweep runs."""
+        stopped = threading.Event()
+        thread = threading.Thread(target=self._run, args=(stopped,))
+        start_s = time.perf_counter()
+        thread.start()
+        try:
+            return work()
+        finally:
+            stopped.set()
+            thread.join()
+            self.took_s += time.perf_counter() - start_s
+
+    def _run(self, stopped: threading.Event) -> None:
+        start_s = time.perf_counter()
+        while not stopped.is_set():
+            taken = self._store.sweep(NOW_MS)
+            assert taken == SWEEP_BATCH, "there is nothing left to sweep"
+            self.taken += taken
+            took_s = time.perf_counter() - start_s
+            start_s += max(BATCH_S, took_s)
+            stopped.wait(max(0.0, BATCH_S - took_s))
