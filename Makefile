@@ -14,10 +14,10 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -n 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench docs format clean
+.PHONY: help demo test simulate check bench docs format clean
 
 help: ## list what is behind this door
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.bare ## watch duplicate charges disappear (half a minute)
 	@$(BIN)/coatcheck demo $(ARGS)
@@ -26,6 +26,12 @@ test: check $(VENV)/.servers ## everything that must hold before a commit: check
 	$(BIN)/python -m coverage run -m pytest -q -p no:randomly tests/core
 	$(BIN)/python -m coverage report
 	$(PYTEST) $(ARGS)
+
+simulate: $(VENV)/.test ## 100 000 random schedules of the whole protocol (ARGS="--seed 7": one, with its trace)
+	cd tests && ../$(BIN)/python -m simulation $(ARGS)
+
+test-faults: $(VENV)/.test $(VENV)/.servers ## every fault at every point under every recovery (two minutes)
+	COATCHECK_FAULTS=all $(PYTEST) tests/faults $(ARGS)
 
 check: $(VENV)/.test ## lint, format, types, who imports whom, spelling
 	$(BIN)/ruff check .

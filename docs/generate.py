@@ -18,6 +18,7 @@ from coatcheck.core.policy import POLICY_FIELDS, PRESETS, Policy
 from coatcheck.core.problem import KINDS
 from coatcheck.core.record import MOVES, STATE_NAMES, State
 from coatcheck.stores.declared import DECLARED
+from coatcheck.verify.outcomes import table
 
 HERE = Path(__file__).parent / "reference"
 NOTE = "<!-- Made by docs/generate.py from the code; change the code. -->\n"
@@ -69,6 +70,15 @@ def stores() -> str:
         )
     lines += ["", "Every one passes the same law-suite (`tests/laws`), sync and async."]
     return "\n".join(lines) + "\n"
+
+
+def recovery() -> str:
+    """The page as it is, with the table of outcomes made anew."""
+    page = (HERE / "../recovery.md").read_text()
+    head, begin, rest = page.partition("<!-- outcomes:begin")
+    note, close, _ = rest.partition("-->\n")
+    _, end, tail = rest.partition("<!-- outcomes:end -->")
+    return f"{head}{begin}{note}{close}\n{table()}\n{end}{tail}"
 
 
 def policy() -> str:
@@ -163,6 +173,7 @@ MODULES = (
 )
 
 PAGES = {
+    "../recovery.md": recovery,
     "cli.md": cli,
     "api.md": api,
     "states.md": states,

@@ -11,19 +11,20 @@ import argparse
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import closing
-from datetime import UTC, datetime
+from contextlib import closing, nullcontext
 from pathlib import Path
-from typing import Any
 
 from coatcheck import __version__
+from coatcheck.core.facts import facts_of, iso, story_of
 from coatcheck.core.key import parse_reference, prefix_of, redacted, reference_of
-from coatcheck.core.policy import duration_ms
-from coatcheck.core.record import COMPLETED, RUNNING, STATE_NAMES, Record, is_lease_over
-from coatcheck.core.replay import outline_of
-from coatcheck.errors import CoatcheckError
+from coatcheck.core.policy import MIB, duration_ms
+from coatcheck.core.record import COMPLETED, IN_DOUBT, STATE_NAMES, Record
+from coatcheck.engine import Engine
+from coatcheck.errors import CoatcheckError, Misconfigured, NotResolved
+from coatcheck.operation import DidNotHappen, Happened
 from coatcheck.stores import Query, Store, open_store
 
 STORE_VARIABLE = "COATCHECK_STORE"
@@ -39,6 +40,9 @@ LIST_LIMIT_MAX = 10_000
 
 # One key may have been used by many callers and on many routes; nobody reads more than this.
 LOOKUP_LIMIT = 100
+
+# What a policy keeps of a response, if it does not say otherwise.
+BODY_BYTES_MAX = 8 * MIB
 
 _INTERRUPTED = 130
 
@@ -104,6 +108,8 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
         command.add_argument("reference_or_key", metavar="REF_OR_KEY")
     if name == "list":
         _add_list_options(command)
+    if name == "resolve":
+        _add_resolve_options(command)
 
 
 def _add_demo_options(command: argparse.ArgumentParser) -> None:
@@ -121,6 +127,30 @@ def _add_list_options(command: argparse.ArgumentParser) -> None:
     add("--state", choices=sorted(STATE_NAMES.values()), help="only operations in this state")
     add("--older-than", metavar="AGE", type=_duration, help='only older ones: "90s", "10m", "7d"')
     add("--limit", metavar="N", type=number, default=LIST_LIMIT, help="at most (%(default)s)")
+
+
+def _add_resolve_options(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("reference", metavar="REF", help="its reference, or its whole id")
+    either = command.add_mutually_exclusive_group(required=True)
+    either.add_argument("--completed", action="store_true", help="it happened")
+    either.add_argument("--failed", action="store_true", help="it did not: a retry may run it")
+    of_request = "the {} that every retry of a request gets"
+    add("--status", metavar="N", type=_whole_number(200, 599), help=of_request.format("status"))
+    line = of_request.format("header")
+    add("--header", metavar="LINE", type=_header, action="append", help=f'{line}: "Name: value"')
+    add("--body", metavar="FILE", help=of_request.format("body") + ' ("-": from standard input)')
+    add("--value", metavar="JSON", help="what every retry of a function gets")
+    add("--abandoned", action="store_true", help="not parked yet, but its executor is dead")
+    add("--by", metavar="WHO", required=True, help="who decides; kept in the record")
+    add("--why", metavar="TEXT", required=True, help="why; kept in the record")
+
+
+def _header(text: str) -> tuple[str, str]:
+    found = re.fullmatch(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([\t\x20-\x7e\x80-\xff]*)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f'{text!r} is not a header such as "Name: value"')
+    return found[1], found[2]
 
 
 def _whole_number(smallest: int, largest: int) -> Callable[[str], int]:
@@ -158,7 +188,7 @@ def _lookup(arguments: argparse.Namespace) -> int:
         records = _find_reference(store, wanted) or _find_key(store, wanted)
         now_ms = store.now_ms()
     if arguments.json:
-        _print_json([_facts(record, now_ms) for record in records])
+        _print_json([facts_of(record, now_ms) for record in records])
     elif records:
         print("\n\n".join(_portrait(record, now_ms) for record in records))
     if not records:
@@ -191,19 +221,75 @@ def _list(arguments: argparse.Namespace) -> int:
             )
         )
     if arguments.json:
-        _print_json([_facts(record, now_ms) for record in records])
+        _print_json([facts_of(record, now_ms) for record in records])
         return 0
     if records:
         print("reference       state      attempt  created               key        label")
     for record in records:
-        created, state = _iso(record.created_ms), STATE_NAMES[record.state]
+        created, state = iso(record.created_ms), STATE_NAMES[record.state]
         told = f"{reference_of(record.id):<14}  {state:<9}  {record.attempt:>7}  {created:<20}"
         print(f"{told}  {_printable(redacted(record.key)):<9}  {_printable(record.label)}")
+        if record.state == IN_DOUBT:  # what a person needs to know
+            for name, words in story_of(record):
+                print(f"                {name:<10} {_printable(words)}")
     if more is not None:
         print(f"coatcheck: there are more; these are the first {len(records)}", file=sys.stderr)
     elif not records:
         print("coatcheck: there are none", file=sys.stderr)
     return 0
+
+
+def _resolve(arguments: argparse.Namespace) -> int:
+    outcome = _outcome(arguments)
+    by, why, abandoned = arguments.by, arguments.why, arguments.abandoned
+    store = open_store(arguments.store, create=False)
+    reason, record = None, None
+    with Engine(store, sweep_every_s=None, recover_every_s=None) as engine:
+        now_ms = store.now_ms()
+        try:
+            record = engine.resolve(
+                arguments.reference, outcome, by=by, why=why, abandoned=abandoned
+            )
+        except NotResolved as error:
+            reason, record = str(error), error.record
+            print(f"coatcheck: {reason}", file=sys.stderr)
+    if arguments.json:
+        stands = None if record is None else facts_of(record, now_ms)
+        _print_json({"resolved": reason is None, "reason": reason, "operation": stands})
+    elif reason is None and record is not None:
+        became = "completed" if arguments.completed else "given back: the next retry runs it"
+        print(f"{reference_of(record.id)} is {became}")
+    return 0 if reason is None else 1
+
+
+def _outcome(arguments: argparse.Namespace) -> Happened | DidNotHappen:
+    """What the options say that happened."""
+    names = ("status", "header", "body", "value")
+    given = [f"--{name}" for name in names if getattr(arguments, name) is not None]
+    if arguments.failed:
+        if given:
+            raise Misconfigured(f"what did not happen has no answer: leave out {given[0]}")
+        return DidNotHappen()
+    if arguments.value is None:
+        body = b"" if arguments.body is None else _body(arguments.body)
+        return Happened(arguments.status or 200, arguments.header or (), body)
+    if len(given) > 1:
+        raise Misconfigured(f"--value is for functions, and {given[0]} for requests: give one")
+    try:
+        return Happened(value=json.loads(arguments.value))
+    except ValueError as error:
+        raise Misconfigured(f"--value is not JSON: {error}") from error
+
+
+def _body(name: str) -> bytes:
+    try:
+        with nullcontext(sys.stdin.buffer) if name == "-" else Path(name).open("rb") as file:
+            body: bytes = file.read(BODY_BYTES_MAX + 1)
+    except OSError as error:
+        raise Misconfigured(f"--body: {error}") from error
+    if len(body) > BODY_BYTES_MAX:
+        raise Misconfigured(f"--body: it has more than {BODY_BYTES_MAX:,} bytes")
+    return body
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
@@ -239,38 +325,13 @@ def _doctor(arguments: argparse.Namespace) -> int:
 # --- stores and records ---------------------------------------------------------------------
 
 
-def _facts(record: Record, now_ms: int) -> dict[str, Any]:
-    """What an operator may know of *record*: everything but what the response contains."""
-    running = record.state == RUNNING
-    return {
-        "reference": reference_of(record.id),
-        "state": STATE_NAMES[record.state],
-        "label": record.label,
-        "attempt": record.attempt,
-        "scope": record.scope,
-        "key": record.key,
-        "created": _iso(record.created_ms),
-        "window_until": _iso(record.window_until_ms),
-        "expires": _iso(record.expires_ms),
-        "lease_until": _iso(record.lease_until_ms) if running else None,
-        "is_lease_over": is_lease_over(record, now_ms) if running else None,
-        "response": _answer(record.response),
-    }
-
-
-def _answer(blob: bytes | None) -> dict[str, Any] | None:
-    if blob is None:
-        return None
-    status, size_bytes = outline_of(blob)
-    return {"status": status, "bytes": size_bytes}
-
-
 def _portrait(record: Record, now_ms: int) -> str:
     """*record* for people."""
-    facts = _facts(record, now_ms)
+    facts = facts_of(record, now_ms)
     answer = facts.pop("response")
-    facts.pop("window_until")
     is_stuck = facts.pop("is_lease_over")
+    for name in ("id", "window_until", "steps", "notes", "progress", "resolutions"):
+        facts.pop(name)
     if facts["lease_until"] is None:
         facts.pop("lease_until")
     elif is_stuck:
@@ -280,19 +341,13 @@ def _portrait(record: Record, now_ms: int) -> str:
         facts["response"] = f"{kind}, {answer['bytes']:,} bytes"
     elif record.state == COMPLETED:
         facts["response"] = "not kept"
-    return "\n".join(
-        f"{name.replace('_', ' '):<12} {_printable(str(value))}" for name, value in facts.items()
-    )
+    lines = [(name.replace("_", " "), str(value)) for name, value in facts.items()]
+    return "\n".join(f"{name:<12} {_printable(told)}" for name, told in [*lines, *story_of(record)])
 
 
 def _printable(text: str) -> str:
     """*text* without what would make a terminal do something: it came from a client."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
-def _iso(at_ms: int) -> str:
-    moment = datetime.fromtimestamp(at_ms // 1_000, UTC)
-    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _print_json(document: object) -> None:
@@ -314,6 +369,11 @@ _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, str]] = {
         _list,
         "list operations by state and age",
         "coatcheck list --state in_doubt --older-than 10m",
+    ),
+    "resolve": (
+        _resolve,
+        "decide about an operation in doubt: it happened, or it did not",
+        "coatcheck resolve 7D3F-92AB-1C4E --failed --by ada --why 'not at the bank'",
     ),
     "sweep": (
         _sweep,

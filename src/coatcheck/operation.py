@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from coatcheck.core.key import reference_of
+from coatcheck.core.policy import Duration, duration_ms
 from coatcheck.core.progress import Note, progress_of
 from coatcheck.core.record import Record
 from coatcheck.core.scope import derive
@@ -51,6 +52,18 @@ class Hand(Protocol):
         ...
 
 
+class Client(Protocol):
+    """Whoever waits for the answer of a request; see `server/asgi_visit.py`."""
+
+    def accept(self) -> Any:  # noqa: ANN401 - None, awaited where that has to be
+        """Tell it where to ask for the answer, and that it comes later."""
+        ...
+
+    def hand_over(self, lease_ms: int | None, /) -> Any:  # noqa: ANN401 - the text, awaited as above
+        """Let somebody else find the answer, within *lease_ms*."""
+        ...
+
+
 class StepAsked(NamedTuple):
     """A step as a handler asks for it."""
 
@@ -72,7 +85,10 @@ class Transacted(Protocol):
 class Operation:
     """One guarded operation, as its present attempt sees it."""
 
-    __slots__ = ("_claim", "_hand", "_make_hand", "_secret", "_transaction", "is_resumable")
+    __slots__ = (
+        *("_claim", "_hand", "_make_hand", "_secret", "_transaction"),
+        *("client", "is_resumable"),
+    )
 
     def __init__(
         self,
@@ -86,6 +102,8 @@ class Operation:
         self._transaction = transaction
         self._make_hand = hand
         self._hand: Hand | None = None
+        # Who waits for the answer of its request, as long as that is not there; for the adapters.
+        self.client: Client | None = None
         # Whether the handler has said that it may simply run again, however it ends.
         self.is_resumable = False
 
@@ -187,6 +205,37 @@ class Operation:
     def resumable(self) -> None:
         """Declare that the handler may simply run again however it ends, whatever the policy is."""
         self.is_resumable = True
+
+    # --- when it takes long (L10) ---------------------------------------------------------------
+
+    def accept(self) -> Any:  # noqa: ANN401 - None, awaited in async code
+        """
+        Answer the client now, with 202 and the address where it can ask; the handler goes on.
+
+        What the handler answers in the end is kept, and served there and to every retry. In async
+        code it is awaited. Over WSGI it needs `in_flight="202"`, because only then the handler has
+        a thread of its own; guarded functions have no client, and may not call it.
+        """
+        return self._waiting("accept").accept()
+
+    def hand_over(self, lease: Duration | None = None) -> Any:  # noqa: ANN401 - text, awaited as above
+        """
+        Give the work to another process; what is returned names it, for `engine.resume` there.
+
+        Put that text on a queue, and return: the client gets 202. The claim is kept for *lease*
+        (the policy's unless given); if nobody has taken it by then, the recovery policy decides.
+        A handler that fails after all, or answers with an error, takes it back.
+        """
+        lease_ms = None if lease is None else duration_ms(lease)
+        return self._waiting("hand_over").hand_over(lease_ms)
+
+    def _waiting(self, name: str) -> Client:
+        if self.client is None:
+            raise Misconfigured(
+                f"{name}() is for the handler of a request in record mode, until it has answered: "
+                "here is no client that could be told to ask later"
+            )
+        return self.client
 
     # --- whether it is still ours ---------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """The command line: what operators ask a store, and what they are told when they ask wrongly."""
 
+import io
 import json
 import os
 import sqlite3
@@ -11,13 +12,22 @@ import pytest
 import coatcheck
 from coatcheck.cli import main
 from coatcheck.core.key import reference_of
-from coatcheck.core.record import COMPLETED, IN_DOUBT, RUNNING, Record, Swap
-from coatcheck.core.replay import Response, encode_response, encode_value
+from coatcheck.core.progress import NOTHING, Note, Resolution, Step, encoded, progress_of
+from coatcheck.core.record import COMPLETED, FAILED, IN_DOUBT, RUNNING, Record, Swap
+from coatcheck.core.replay import (
+    SEALED,
+    Response,
+    decode_response,
+    decode_value,
+    encode_response,
+    encode_value,
+)
 
-COMMANDS = ("demo", "lookup", "list", "sweep", "doctor")
+COMMANDS = ("demo", "lookup", "list", "resolve", "sweep", "doctor")
 
 HOUR_MS = 3_600_000
 BODY = b'{"secret": "of the customer"}'
+BY_ADA = ("--by", "ada", "--why", "asked the bank")
 
 
 def record_of(number: int, now_ms: int, **changes) -> Record:
@@ -212,6 +222,158 @@ def test_a_list_for_programs_is_one_document(shelf, capsys):
     assert facts["state"] == "in_doubt"
 
 
+# ----------------------------------------------------------------------------------------- story
+
+SECRET = "of the customer"
+STORY = encoded(
+    NOTHING.with_step(Step("reserve", 1, encode_value(SECRET)))
+    .with_note(Note(1_800_000_000_000, 2, "about to charge \x1b[2J"))
+    .with_resolution(Resolution(1_800_000_000_000, "run again", "ada", "the bank was away"))
+)
+
+
+def test_what_was_written_down_is_shown_with_what_is_in_doubt(shelf, capsys):
+    """O1, L6: all that a person needs, in both commands, and nothing of what steps returned."""
+    reference = shelf.put(1, state=IN_DOUBT, attempt=2, progress=STORY)
+    for words in (["lookup", reference], ["list", "--state", "in_doubt"]):
+        _code, out, _err = asked(capsys, *words, "--store", shelf.url)
+        assert "step       " in out
+        assert "reserve: done by attempt 1" in out
+        assert "2027-01-15T08:00:00Z attempt 2: about to charge" in out
+        assert "2027-01-15T08:00:00Z run again, by ada: the bank was away" in out
+        assert SECRET not in out
+        assert "\x1b" not in out
+        _code, out, _err = asked(capsys, *words, "--store", shelf.url, "--json")
+        (facts,) = json.loads(out)
+        assert facts["attempt"] == 2
+        assert facts["steps"] == [{"name": "reserve", "attempt": 1, "is_done": True}]
+        assert facts["notes"][0]["what"] == "about to charge \x1b[2J"
+        assert facts["resolutions"][0]["by"] == "ada"
+        assert SECRET not in out
+
+
+def test_a_list_tells_no_story_of_what_is_not_in_doubt(shelf, capsys):
+    shelf.put(1, progress=STORY)
+    assert "reserve" not in asked(capsys, "list", "--store", shelf.url)[1]
+
+
+# --------------------------------------------------------------------------------------- resolve
+
+
+def stands(shelf) -> Record:
+    store = coatcheck.open_store(shelf.url)
+    (record,) = store.find(coatcheck.stores.Query()).records
+    store.close()
+    return record
+
+
+def resolved(capsys, shelf, reference, *words):
+    return asked(capsys, "resolve", reference, "--store", shelf.url, *words, *BY_ADA)
+
+
+def test_a_person_says_that_it_happened_with_this_answer(shelf, capsys, tmp_path):
+    """L6, O1."""
+    reference = shelf.put(1, state=IN_DOUBT)
+    body = tmp_path / "answer.json"
+    body.write_bytes(BODY)
+    answer = ("--status", "201", "--header", "Location:/orders/7", "--header", "X-A: b", "--body")
+    told = resolved(capsys, shelf, reference, "--completed", *answer, str(body))
+    assert told == (0, f"{reference} is completed\n", "")
+    headers = [(b"location", b"/orders/7"), (b"x-a", b"b")]
+    assert decode_response(stands(shelf).response) == Response(201, headers, BODY)
+    (resolution,) = progress_of(stands(shelf)).resolutions
+    assert resolution[1:] == ("happened", "ada", "asked the bank")
+
+
+def test_an_answer_may_come_from_standard_input(shelf, capsys, monkeypatch):
+    reference = shelf.put(1, state=IN_DOUBT)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(BODY)))
+    assert resolved(capsys, shelf, reference, "--completed", "--body", "-")[0] == 0
+    assert decode_response(stands(shelf).response) == Response(200, [], BODY)
+
+
+def test_a_person_says_that_it_did_not_happen(shelf, capsys):
+    """L6, O1: what is known of it stays."""
+    reference = shelf.put(1, state=IN_DOUBT, progress=STORY)
+    code, out, _err = resolved(capsys, shelf, reference, "--failed", "--json")
+    document = json.loads(out)
+    assert (code, document["resolved"], document["reason"]) == (0, True, None)
+    assert document["operation"]["state"] == "failed"
+    assert len(document["operation"]["resolutions"]) == 2
+    assert stands(shelf).state == FAILED
+
+
+def test_a_function_is_completed_with_a_value(shelf, capsys):
+    """L6."""
+    reference = shelf.put(1, state=IN_DOUBT, label="charges", scope="")
+    assert resolved(capsys, shelf, reference, "--completed", "--value", '{"a": null}')[0] == 0
+    assert decode_value(stands(shelf).response) == {"a": None}
+
+
+def test_what_is_not_in_doubt_stays_as_it_is(shelf, capsys):
+    """L6: a no, with what stands."""
+    reference = shelf.put(1)
+    before = stands(shelf)
+    code, out, err = resolved(capsys, shelf, reference, "--failed")
+    assert (code, out) == (1, "")
+    assert err == f"coatcheck: {reference} is completed already\n"
+    code, out, _err = resolved(capsys, shelf, reference, "--failed", "--json")
+    document = json.loads(out)
+    assert (code, document["resolved"]) == (1, False)
+    assert document["operation"]["state"] == "completed"
+    code, out, _err = resolved(capsys, shelf, "7D3F-92AB-1C4E", "--failed", "--json")
+    assert (code, json.loads(out)["operation"]) == (1, None)
+    assert stands(shelf) == before
+
+
+def test_an_executor_that_is_known_to_be_dead_is_decided_about(shelf, capsys):
+    """L6."""
+    reference = shelf.put(1, state=RUNNING, lease_until_ms=shelf.now_ms - 1)
+    code, _out, err = resolved(capsys, shelf, reference, "--failed")
+    assert (code, "not in doubt yet" in err) == (1, True)
+    assert resolved(capsys, shelf, reference, "--failed", "--abandoned")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (("--failed", "--status", "201"), "leave out --status"),
+        (("--completed", "--status", "201", "--value", "1"), "--value is for functions"),
+        (("--completed", "--value", "{"), "--value is not JSON"),
+        (("--completed", "--value", "1"), "is a request"),
+        (("--completed", "--body", "no/such/file"), "no/such/file"),
+        (("--failed", "--by", " "), "by is ' '"),
+    ],
+    ids=lambda words: " ".join(words) if isinstance(words, tuple) else "",
+)
+def test_a_decision_that_makes_no_sense_is_one_clear_line(shelf, capsys, words, complaint):
+    reference = shelf.put(1, state=IN_DOUBT)
+    command = ("resolve", reference, "--store", shelf.url, *BY_ADA, *words)
+    code, out, err = asked(capsys, *command)
+    assert (code, out) == (2, "")
+    assert complaint in err
+    assert err.count("\n") == 1
+    assert stands(shelf).state == IN_DOUBT
+
+
+def test_an_answer_that_nobody_would_keep_is_refused(shelf, capsys, tmp_path, monkeypatch):
+    """X2."""
+    monkeypatch.setattr("coatcheck.cli.BODY_BYTES_MAX", 10)
+    body = tmp_path / "answer.json"
+    body.write_bytes(BODY)
+    reference = shelf.put(1, state=IN_DOUBT)
+    code, _out, err = resolved(capsys, shelf, reference, "--completed", "--body", str(body))
+    assert (code, "more than 10 bytes" in err) == (2, True)
+
+
+def test_what_is_sealed_is_left_to_whoever_has_the_keys(shelf, capsys):
+    """X1."""
+    reference = shelf.put(1, state=IN_DOUBT, progress=bytes([SEALED]) + b"whatever")
+    code, _out, err = resolved(capsys, shelf, reference, "--failed")
+    assert (code, "where the key ring is" in err) == (2, True)
+    assert "sealed" in asked(capsys, "lookup", reference, "--store", shelf.url)[1]
+
+
 # ------------------------------------------------------------------------------ sweep and doctor
 
 
@@ -246,7 +408,11 @@ BAD_STORES = [
 ]
 
 
-@pytest.mark.parametrize("command", [["lookup", "x"], ["list"], ["sweep"], ["doctor"]])
+@pytest.mark.parametrize(
+    "command",
+    [["lookup", "x"], ["list"], ["resolve", "x", "--failed", *BY_ADA], ["sweep"], ["doctor"]],
+    ids=lambda command: command[0],
+)
 @pytest.mark.parametrize("bad", BAD_STORES, ids=lambda bad: bad[0])
 def test_a_bad_store_is_one_clear_line(command, bad, tmp_path, monkeypatch, capsys):
     url, complaint = bad
@@ -286,6 +452,13 @@ def test_a_file_that_is_no_database_is_one_clear_line(tmp_path, capsys):
         ["list", "--state", "asleep"],
         ["list", "--older-than", "soon"],
         ["list", "--limit", "0"],
+        ["resolve", "7D3F-92AB-1C4E", *BY_ADA],
+        ["resolve", "7D3F-92AB-1C4E", "--failed", "--completed", *BY_ADA],
+        ["resolve", "7D3F-92AB-1C4E", "--failed", "--by", "ada"],
+        ["resolve", "7D3F-92AB-1C4E", "--failed", "--why", "asked the bank"],
+        ["resolve", "7D3F-92AB-1C4E", "--completed", "--status", "99", *BY_ADA],
+        ["resolve", "7D3F-92AB-1C4E", "--completed", "--header", "x", *BY_ADA],
+        ["resolve", "7D3F-92AB-1C4E", "--completed", "--header", "x: a\nb: c", *BY_ADA],
         ["unheard-of"],
     ],
 )

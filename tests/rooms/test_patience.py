@@ -4,7 +4,7 @@ import pytest
 from engines import NOW_MS, WatchedStore
 
 from coatcheck import Policy
-from coatcheck.core.record import COMPLETED, FAILED, RUNNING, Swap, renewed
+from coatcheck.core.record import COMPLETED, FAILED, RUNNING, Swap, in_doubt, renewed
 from coatcheck.engine.patience import Patience
 from coatcheck.errors import StoreUnavailable
 
@@ -128,6 +128,17 @@ def test_an_end_is_written_on_top_of_a_renewal(guards, store):
     store.is_down = False
     store.wait_for(lambda record: record is not None and record.state == COMPLETED)
     assert store.record.version == beaten.version + 1
+
+
+def test_an_end_is_written_although_somebody_has_parked_it(guards, store):
+    """L6: who saw the lease run out does not know; who executed does."""
+    engine = guards.engine(store, Policy(patience=0), sweep_every_s=None)
+    _, run = run_without_store(guards, engine, store)
+    with pytest.raises(StoreUnavailable):
+        run()
+    store._records[store.record.id] = in_doubt(store.record)
+    store.is_down = False
+    store.wait_for(lambda record: record is not None and record.state == COMPLETED)
 
 
 def test_an_end_that_comes_too_late_changes_nothing(guards, store):

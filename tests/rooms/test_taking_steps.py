@@ -151,6 +151,14 @@ def take(name):
     return current_operation().step(name, lambda: None)
 
 
+@pytest.mark.parametrize("trouble", ["down", "deaf"])
+def test_a_blink_of_the_store_does_not_lose_what_a_step_did(guards, engine, store, shop, trouble):
+    """D2, L7: neither the write nor its answer."""
+    store.troubles = ["", trouble, "", trouble]
+    assert shop.run(guards, engine) == [{"charge": 1}, "parcel", 1]
+    assert [step.name for step in progress_of(store.record).steps] == ["charge", "ship"]
+
+
 # --- at most once -----------------------------------------------------------------------------
 
 

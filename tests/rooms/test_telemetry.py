@@ -87,7 +87,7 @@ def test_a_request_that_found_no_store_is_told_too(guards, engine, seen, store):
     for troubles in (["down"], ["", "down"]):
         store.troubles = troubles
         with pytest.raises(StoreUnavailable):
-            guards.run(engine, "k", Handler())
+            guards.run(engine, "k", Handler(), policy=Policy(patience=0))
         assert [told(decision) for decision in seen] == [("refused", 0, "store-unavailable")]
         seen.clear()
         store._records.clear()

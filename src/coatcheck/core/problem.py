@@ -27,6 +27,7 @@ Code: TypeAlias = Literal[
     "body-too-large",
     "too-many-waiting",
     "too-many-keys",
+    "too-much-work",
     "store-unavailable",
 ]
 
@@ -104,6 +105,11 @@ KINDS: dict[Code, Kind] = {
         *(429, "same-key", 1, errors.LimitExceeded),
         "Too many keys in use",
         "this caller has as many keys in use as it may have; slow down",
+    ),
+    "too-much-work": Kind(
+        *(503, "same-key", 1, errors.LimitExceeded),
+        "Too much work under way",
+        "as much long work is under way here as may be, so nothing was run; retry after 1 s",
     ),
     "store-unavailable": Kind(
         *(503, "same-key", 1, errors.StoreUnavailable),

@@ -103,6 +103,7 @@ class Move(NamedTuple):
 MOVES = (
     Move("claim", None, RUNNING, When.ALWAYS),
     Move("renew", RUNNING, RUNNING, When.ALWAYS),
+    Move("hand over", RUNNING, RUNNING, When.ALWAYS),
     Move("complete", RUNNING, COMPLETED, When.ALWAYS),
     Move("release", RUNNING, FAILED, When.ALWAYS),
     Move("park", RUNNING, IN_DOUBT, When.ALWAYS),
@@ -153,7 +154,8 @@ def legal_moves(before: Record | None, after: Record | None, now_ms: int) -> tup
     """
     The moves of the table that lead from *before* to *after* at *now_ms*; none: it is illegal.
 
-    Between running and running the nonce tells: the same nonce renews, another takes over.
+    Of a claim that is held its attempt and nonce tell: both the same, it is renewed; another nonce
+    for the same attempt, it was handed over; another attempt, somebody takes over.
     """
     if before is not None and after is not None and after.version <= before.version:
         return ()
@@ -162,13 +164,18 @@ def legal_moves(before: Record | None, after: Record | None, now_ms: int) -> tup
     found = (m for m in MOVES if m.source == source and m.target == target)
     if before is None or after is None:
         return tuple(m for m in found if before is None or _HOLDS[m.when](before, now_ms))
-    renews = before.nonce == after.nonce and before.attempt == after.attempt
     return tuple(
         move
         for move in found
         if _HOLDS[move.when](before, now_ms)
-        and (target != RUNNING or renews == (move.name == "renew"))
+        and (target != RUNNING or _is_of_attempt(move, before, after))
     )
+
+
+def _is_of_attempt(move: Move, before: Record, after: Record) -> bool:
+    if before.attempt != after.attempt or before.created_ms != after.created_ms:
+        return move.name not in ("renew", "hand over")
+    return move.name == ("renew" if before.nonce == after.nonce else "hand over")
 
 
 def next_version(standing: Record, now_ms: int) -> int:

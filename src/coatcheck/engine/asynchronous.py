@@ -13,7 +13,8 @@ from typing import Any, ParamSpec, TypeVar
 from coatcheck.core.flow import Flow
 from coatcheck.core.policy import Policy
 from coatcheck.core.record import Record
-from coatcheck.core.serve import Answer, Execute, Executed, Ticket
+from coatcheck.core.replay import Response
+from coatcheck.core.serve import Answer, Execute, Executed, Seen, Ticket
 from coatcheck.engine.desk import (
     ending_of_error,
     ending_of_result,
@@ -22,10 +23,12 @@ from coatcheck.engine.desk import (
 )
 from coatcheck.engine.driver_async import AsyncDriver
 from coatcheck.engine.heart import Held
+from coatcheck.engine.resolving import Case, id_among, query_of
+from coatcheck.engine.resuming import Work
 from coatcheck.engine.together import Lender
 from coatcheck.engine.transaction_async import AsyncTransaction
 from coatcheck.errors import StoreUnavailable
-from coatcheck.operation import Operation, enter, leave
+from coatcheck.operation import DidNotHappen, Happened, Operation, enter, leave
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -51,6 +54,7 @@ class AsyncEngine(AsyncDriver):
         """Await *function* once for *key* within *scope*; see `Engine.run`."""
         call = functools.partial(function, *args, **kwargs)
         label = scope or name_of(function)
+        self.reconciler.know_function(label, policy or self.desk.policy)
         return await self._run(key, label, call, policy)
 
     def guard(
@@ -60,6 +64,7 @@ class AsyncEngine(AsyncDriver):
 
         def decorate(function: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
             label = scope or name_of(function)
+            self.reconciler.know_function(label, policy or self.desk.policy)
 
             @functools.wraps(function)
             async def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -122,7 +127,7 @@ class AsyncEngine(AsyncDriver):
 
     async def _execute(
         self,
-        flow: Flow[Answer],
+        flow: Flow[Any],
         held: Held,
         call: Callable[[], Awaitable[T]],
         ticket: Ticket,
@@ -139,6 +144,85 @@ class AsyncEngine(AsyncDriver):
             raise
         finally:
             leave(entered)
+
+    # --- in doubt -----------------------------------------------------------------------------
+
+    async def resolve(
+        self,
+        reference: str | bytes,
+        outcome: Happened | DidNotHappen,
+        *,
+        by: str,
+        why: str,
+        abandoned: bool = False,
+    ) -> Record:
+        """End the doubt about an operation, as a person has found out; see `Engine.resolve`."""
+        case = Case(self.desk, await self._seen(reference), by=by, why=why, abandoned=abandoned)
+        return case.resolved(await self.advance(case.resolve(outcome), case.policy))
+
+    async def rerun(
+        self,
+        reference: str | bytes,
+        function: Callable[..., Awaitable[T]],
+        /,
+        *args: Any,
+        by: str,
+        why: str,
+        abandoned: bool = False,
+        **kwargs: Any,
+    ) -> T:
+        """Run an operation in doubt again, now; see `Engine.rerun`."""
+        call = functools.partial(function, *args, **kwargs)
+        case = Case(self.desk, await self._seen(reference), by=by, why=why, abandoned=abandoned)
+        flow, policy = case.rerun(), case.policy
+        claim = case.claimed(await self.advance(flow, policy))
+        held = self.desk.heart.hold(claim, policy.lease_ms)
+        try:
+            result = await self._execute(flow, held, call, case.ticket, policy)
+            ending = case.ending_of(result)
+            answer = await self.advance(flow, policy, ending)
+        finally:
+            self.desk.heart.let_go(held)
+        value: T = case.result_of(answer, ending, result)
+        return value
+
+    async def _seen(self, reference: str | bytes) -> Seen:
+        """The operation that is meant, as it stands."""
+        if not self.is_started:
+            await self.start()
+        if isinstance(reference, str):
+            page = await self.store.find(query_of(reference))
+            reference = id_among(reference, page.records)
+        return await self._look(reference)
+
+    # --- handed over by a request -------------------------------------------------------------
+
+    async def resume(
+        self,
+        handed: str,
+        function: Callable[..., Awaitable[object]],
+        /,
+        *args: Any,
+        policy: Policy | None = None,
+        **kwargs: Any,
+    ) -> Response:
+        """Await *function* as the work that was *handed* over; see `Engine.resume`."""
+        if not self.is_started:
+            await self.start()
+        call = functools.partial(function, *args, **kwargs)
+        policy = self.desk.policy if policy is None else policy_of(policy)
+        work, held = Work(self.desk, handed, policy), None
+        flow = work.begin((await self._look(work.id)).record)
+        try:
+            answer = await self.advance(flow, policy, as_value=False)
+            if isinstance(answer, Execute):
+                held = self.desk.heart.hold(answer.claim, policy.lease_ms)
+                result = await self._execute(flow, held, call, work.ticket, policy)
+                answer = await self.advance(flow, policy, work.ending_of(result))
+        finally:
+            if held is not None:
+                self.desk.heart.let_go(held)
+        return work.served(answer)
 
     # --- in one transaction -------------------------------------------------------------------
 

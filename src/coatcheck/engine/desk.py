@@ -82,6 +82,8 @@ class Desk:
         self._sweep_every_s = sweep_every_s
         self._archive = archive
         self._bell = bell_of(store)
+        # What the heart does beside its own work, at each beat; none of it may take long.
+        self.chores: list[Callable[[int], None]] = []
         self._renew()
         renew_after_fork(self)
 
@@ -101,6 +103,7 @@ class Desk:
             sweep_every_s=self._sweep_every_s,
             archive=self._archive,
             tell=functools.partial(_remember, self.cache, self.line),
+            chores=self.chores,
         )
         self.doorbell = Doorbell(self._bell, self.line, (self.heart.held, self.under_way))
         weakref.finalize(self, self.doorbell.end)  # an engine that is forgotten ends its thread
@@ -162,7 +165,7 @@ class Desk:
         else:
             if self.doorbell.is_idle:  # what is executed here may be waited for elsewhere
                 self.doorbell.listen()
-            if swap.expected and record.attempt == 1:
+            if 0 < swap.expected < record.created_ms:
                 logger.warning("late retry: %s began a new life", reference_of(record.id))
         return None
 

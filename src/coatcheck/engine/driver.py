@@ -13,18 +13,13 @@ from typing import Any, ParamSpec, Self, TypeVar
 from coatcheck.core.flow import Effect, Flow
 from coatcheck.core.policy import Policy
 from coatcheck.core.record import GONE, Record, Swap
-from coatcheck.core.replay import Fate
 from coatcheck.core.serve import Answer, Ending, Execute, Reconcile, Seen, Ticket, Watch, serve
 from coatcheck.core.transact import IN_TRANSACTION, transact
-from coatcheck.engine.desk import (
-    SWEEP_EVERY_S,
-    Desk,
-    ending_of_reconcile,
-    logger,
-)
+from coatcheck.engine.desk import SWEEP_EVERY_S, Desk
 from coatcheck.engine.hand import Hand
 from coatcheck.engine.heart import Archive, Heart, Held
 from coatcheck.engine.patience import Patience
+from coatcheck.engine.reconciler import RECOVER_EVERY_S, Reconciler
 from coatcheck.engine.together import Lender
 from coatcheck.engine.transaction import Transaction
 from coatcheck.engine.waiting import Waiter
@@ -53,6 +48,7 @@ class Driver:
         observers: Sequence[Observer] = (),
         sweep_every_s: float | None = SWEEP_EVERY_S,
         archive: Archive | None = None,
+        recover_every_s: float | None = RECOVER_EVERY_S,
         keyring: KeyRing | None = None,
         transactions: object = None,
     ) -> None:
@@ -68,6 +64,7 @@ class Driver:
             sweep_every_s=sweep_every_s,
             archive=archive,
         )
+        self.reconciler = Reconciler(self.desk, self.store, every_s=recover_every_s)
         self._batcher = Batcher(self.store)
         self.is_started = False
         self._lender: Lender | None = None
@@ -81,13 +78,19 @@ class Driver:
         return self.desk.heart
 
     def start(self) -> None:
-        """Look at the store's clock; done by itself at the first request."""
+        """
+        Look at the store's clock, and begin to recover what was abandoned.
+
+        Done by itself at the first request.
+        """
         self.desk.clock.look()
+        self.reconciler.begin()
         self.is_started = True
 
     def close(self) -> None:
         """End the threads and close the store."""
         self.desk.close()
+        self.reconciler.close()
         if self._shelf is not None:
             self._shelf.close()
         self.store.close()
@@ -132,14 +135,14 @@ class Driver:
 
     def advance(
         self,
-        flow: Flow[Answer],
+        flow: Flow[T],
         policy: Policy,
         ending: Ending | None = None,
         *,
         error: Exception | None = None,
         as_value: bool = True,
         within: Transaction | None = None,
-    ) -> Execute | Answer:
+    ) -> Execute | T:
         """
         Drive *flow* until it asks for the execution, or to its answer.
 
@@ -167,7 +170,7 @@ class Driver:
                 else:
                     effect = flow.send(result)
         except StopIteration as done:
-            answer: Answer = done.value
+            answer: T = done.value
             return answer
         return effect
 
@@ -179,7 +182,7 @@ class Driver:
         if isinstance(effect, Watch):
             return self._watch(effect, policy.waiters_max)
         assert isinstance(effect, Reconcile)
-        return self._reconcile(effect.claim, policy, as_value=as_value)
+        return self.reconciler.ask(effect.claim, policy, as_value=as_value)
 
     def _watch(self, watch: Watch, waiters_max: int) -> Seen | None:
         now_ms = self.desk.now_ms
@@ -204,15 +207,3 @@ class Driver:
     def _look(self, id: bytes) -> Seen:
         record = self._batcher.get(id)
         return Seen(GONE if record is None else record, self.desk.now_ms())
-
-    def _reconcile(self, claim: Record, policy: Policy, *, as_value: bool) -> Ending:
-        assert policy.reconcile is not None
-        held = self.heart.hold(claim, policy.lease_ms)
-        try:
-            answer = policy.reconcile(Operation(claim, self.desk.secret))
-        except Exception:  # noqa: BLE001 - whatever it was, nobody knows what happened
-            logger.exception("reconcile failed; the operation stays in doubt")
-            return Ending(Fate.DOUBT)
-        finally:
-            self.heart.let_go(held)
-        return ending_of_reconcile(answer, as_value=as_value)

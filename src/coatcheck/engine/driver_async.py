@@ -27,6 +27,7 @@ from coatcheck.engine.desk import (
 from coatcheck.engine.hand import AsyncHand
 from coatcheck.engine.heart import Archive, Heart, Held
 from coatcheck.engine.patience import Patience
+from coatcheck.engine.reconciler import RECOVER_EVERY_S, Reconciler
 from coatcheck.engine.together import Lender
 from coatcheck.engine.transaction_async import AsyncTransaction
 from coatcheck.engine.waiting import AsyncWaiter
@@ -55,6 +56,7 @@ class AsyncDriver:
         observers: Sequence[Observer] = (),
         sweep_every_s: float | None = SWEEP_EVERY_S,
         archive: Archive | None = None,
+        recover_every_s: float | None = RECOVER_EVERY_S,
         keyring: KeyRing | None = None,
         transactions: object = None,
     ) -> None:
@@ -71,6 +73,7 @@ class AsyncDriver:
             sweep_every_s=sweep_every_s,
             archive=archive,
         )
+        self.reconciler = Reconciler(self.desk, self.store.blocking, every_s=recover_every_s)
         self.is_started = False
         self._lender: Lender | None = None
         self._shelf: AsyncShelf | None = None
@@ -83,15 +86,21 @@ class AsyncDriver:
         return self.desk.heart
 
     async def start(self) -> None:
-        """Look at the store's clock; done by itself at the first request."""
+        """
+        Look at the store's clock, and begin to recover what was abandoned.
+
+        Done by itself at the first request.
+        """
         if self.desk.clock.is_due():
             asked_ms = local_ms()
             self.desk.clock.set(asked_ms, await self.store.now_ms())
+        self.reconciler.begin(asyncio.get_running_loop())
         self.is_started = True
 
     async def close(self) -> None:
         """End the threads and close the store."""
         await asyncio.to_thread(self.desk.close)
+        await asyncio.to_thread(self.reconciler.close)
         if self._shelf is not None:
             await self._shelf.close()
         await self.store.close()
@@ -141,14 +150,14 @@ class AsyncDriver:
 
     async def advance(
         self,
-        flow: Flow[Answer],
+        flow: Flow[T],
         policy: Policy,
         ending: Ending | None = None,
         *,
         error: Exception | None = None,
         as_value: bool = True,
         within: AsyncTransaction | None = None,
-    ) -> Execute | Answer:
+    ) -> Execute | T:
         """
         Drive *flow* until it asks for the execution, or to its answer.
 
@@ -176,7 +185,7 @@ class AsyncDriver:
                 else:
                     effect = flow.send(result)
         except StopIteration as done:
-            answer: Answer = done.value
+            answer: T = done.value
             return answer
         return effect
 

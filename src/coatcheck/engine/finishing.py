@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 
 from coatcheck.core.key import reference_of
-from coatcheck.core.record import Record, Swap, is_same_attempt, is_same_write
+from coatcheck.core.record import IN_DOUBT, RUNNING, Record, Swap, is_same_write
 from coatcheck.stores.contract import Store
 
 logger = logging.getLogger("coatcheck")
@@ -48,10 +48,11 @@ class Unfinished:
                     self._tell(record)
                     logger.info("the end of %s is written after all", reference_of(swap.id))
                     break
-                if not is_same_attempt(lost, record):
+                # Parked by somebody who saw our lease run out; but who executed knows.
+                is_ours = lost.nonce == record.nonce and lost.state in (RUNNING, IN_DOUBT)
+                if not is_ours or lost.state == record.state:
                     logger.warning("the end of %s came too late", reference_of(swap.id))
                     break
-                # A renewal of our own came between.
                 version = lost.version
                 swap = Swap(  # noqa: PLW2901 - the same end, on top of it
                     swap.id, version, record._replace(version=version + 1, progress=lost.progress)

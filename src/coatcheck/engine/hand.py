@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -19,9 +20,12 @@ from coatcheck.core.replay import decode_value, encode_value
 from coatcheck.core.steps import Plan, Probe, remember, take
 from coatcheck.engine.desk import Desk, ending_of_reconcile
 from coatcheck.engine.heart import Held
-from coatcheck.errors import ClaimLost, Misconfigured, StepInDoubt
+from coatcheck.engine.patience import Patience
+from coatcheck.errors import ClaimLost, Misconfigured, StepInDoubt, StoreUnavailable
 from coatcheck.operation import StepAsked
 
+# How long a write is tried while the store is away: what a step did is worth remembering.
+PATIENCE_S = 2.0
 # 100: a name is for people, and is written anew with every step.
 NAME_CHARS_MAX = 100
 
@@ -91,7 +95,15 @@ class Hand:
 
     def _swap(self, effect: Effect[Any]) -> Record | None:
         assert isinstance(effect, Swap)
-        return _unless_own(effect, self._write(effect))
+        patience = Patience(PATIENCE_S)
+        while True:
+            try:
+                return _unless_own(effect, self._write(effect))
+            except StoreUnavailable as failure:
+                pause_s = patience.pause_s(effect, failure)
+                if pause_s is None:
+                    raise
+                time.sleep(pause_s)
 
     # --- what both kinds have in common -------------------------------------------------------
 
@@ -189,7 +201,15 @@ class AsyncHand(Hand):
 
     async def _swap_async(self, effect: Effect[Any]) -> Record | None:
         assert isinstance(effect, Swap)
-        return _unless_own(effect, await self._write_async(effect))
+        patience = Patience(PATIENCE_S)
+        while True:
+            try:
+                return _unless_own(effect, await self._write_async(effect))
+            except StoreUnavailable as failure:
+                pause_s = patience.pause_s(effect, failure)
+                if pause_s is None:
+                    raise
+                await asyncio.sleep(pause_s)
 
 
 def _unless_own(swap: Swap, lost: Record | None) -> Record | None:

@@ -86,11 +86,13 @@ class Heart:
         sweep_every_s: float | None = None,
         archive: Archive | None = None,
         tell: Callable[[Record], None] = lambda _record: None,
+        chores: Sequence[Callable[[int], None]] = (),
     ) -> None:
         self.store = store
         self._unfinished = Unfinished(store, tell)
         self.now_ms = clock.now_ms
         self._clock = clock
+        self._chores = chores
         self.held: dict[bytes, Held] = {}
         self._archive = archive
         self._sweep_every_s = sweep_every_s
@@ -123,6 +125,11 @@ class Heart:
         if self._thread is None:
             self._start()
 
+    def start(self) -> None:
+        """Beat, even if nothing is ever held."""
+        if self._thread is None:
+            self._start()
+
     def beat(self) -> None:
         """One beat: look at the clock, end and renew what is due, and sweep if it is time."""
         if self._unfinished:
@@ -132,6 +139,8 @@ class Heart:
         due = [held for held in list(self.held.values()) if held.is_due(now_ms)]
         if due:
             self._renew(due, now_ms)
+        for chore in self._chores:
+            chore(now_ms)
         if self._is_time_to_sweep(now_ms):
             sweep(self.store, now_ms, self._archive)
 

@@ -18,6 +18,7 @@ import random
 import threading
 import weakref
 from collections.abc import Awaitable
+from concurrent.futures import wait
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,7 @@ from coatcheck.core.recover import ask_from_ms, recover
 from coatcheck.core.replay import Fate
 from coatcheck.core.serve import Ending, Reconcile, Seen
 from coatcheck.engine.clock import local_ms
-from coatcheck.engine.desk import Desk, ending_of_reconcile
+from coatcheck.engine.desk import Desk, ending_of_reconcile, policy_of
 from coatcheck.engine.patience import Patience
 from coatcheck.errors import CoatcheckError, StoreUnavailable
 from coatcheck.operation import Operation
@@ -44,7 +45,7 @@ RECOVER_EVERY_S = 60.0
 RECORDS_MAX = 500
 # Finding them may mean to read a whole table: then at most a twentieth of the time is spent on it.
 PAUSE_PER_LOOK = 20
-# Scopes of functions may be made at run time; those that are not used for long are forgotten.
+# Scopes of functions may be made at run time; then those that were known first are forgotten.
 LABELS_MAX = 10_000
 # How long an engine that closes waits for a question that is being asked.
 CLOSE_S_MAX = 5.0
@@ -76,6 +77,7 @@ class Reconciler:
 
     def _renew(self) -> None:
         """Make what belongs to one process."""
+        self._mutex = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._due_ms: int | None = None
@@ -84,8 +86,9 @@ class Reconciler:
 
     # --- what is known here -------------------------------------------------------------------
 
-    def know_function(self, label: str, policy: Policy) -> None:
+    def know_function(self, label: str, policy: Policy | str) -> None:
         """Functions that are guarded as *label* have this *policy*."""
+        policy = policy_of(policy)
         if policy.recovery != "retry" and self._functions.get(label) is not policy:
             self._know(self._functions, label, policy)
 
@@ -99,9 +102,10 @@ class Reconciler:
         self._need(policy)
 
     def _know(self, known: dict[str, Policy], label: str, policy: Policy) -> None:
-        if len(known) >= LABELS_MAX:
-            known.pop(next(iter(known)), None)
-        known[label] = policy
+        with self._mutex:
+            if len(known) >= LABELS_MAX and label not in known:
+                known.pop(next(iter(known)))
+            known[label] = policy
         self._need(policy)
 
     def _need(self, policy: Policy) -> None:
@@ -200,7 +204,8 @@ class Reconciler:
                 id, record.fingerprint, key=record.key, caller=record.scope, route=record.label
             )
             flow = recover(Seen(record, ticket.now_ms), ticket, policy)
-            fate = run(flow, partial(self._perform, desk, policy, is_of_function(record)))
+            as_value = is_of_function(record)
+            fate = run(flow, partial(self._perform, desk, policy, as_value=as_value))
         except StoreUnavailable:
             raise
         except Exception:  # whatever else there is to recover is recovered
@@ -211,7 +216,7 @@ class Reconciler:
             told = (reference_of(id), record.label, record.attempt, _BECAME[fate])
             logger.log(level, "recovered %s %s attempt=%d: %s", *told)
 
-    def _perform(self, desk: Desk, policy: Policy, as_value: bool, effect: Effect[Any]) -> Any:  # noqa: ANN401, FBT001 - whatever the effect results in; always called by name of its parts
+    def _perform(self, desk: Desk, policy: Policy, effect: Effect[Any], *, as_value: bool) -> Any:  # noqa: ANN401 - whatever the effect results in
         if isinstance(effect, Reconcile):
             return self.ask(effect.claim, policy, as_value=as_value)
         assert isinstance(effect, Swap)
@@ -235,7 +240,7 @@ class Reconciler:
             answer = policy.reconcile(Operation(claim, desk.secret))
             if inspect.isawaitable(answer):
                 answer = self._awaited(answer)
-        except Exception:  # noqa: BLE001 - whatever it was, nobody knows what happened
+        except Exception:  # whatever it was, nobody knows what happened
             logger.exception("reconcile failed; the operation stays in doubt")
             return Ending(Fate.DOUBT)
         finally:
@@ -248,12 +253,11 @@ class Reconciler:
         if loop is None or not loop.is_running():
             return asyncio.run(_wait_for(answer))
         future = asyncio.run_coroutine_threadsafe(_wait_for(answer), loop)
-        while True:
-            try:
-                return future.result(_LOOP_EVERY_S)
-            except TimeoutError:
-                if future.done() or not loop.is_running():  # its own, or nobody is left to answer
-                    raise
+        while not wait([future], _LOOP_EVERY_S).done:
+            if not loop.is_running():  # nobody is left to answer
+                future.cancel()
+                break
+        return future.result()
 
 
 async def _wait_for(answer: Awaitable[Any]) -> Any:  # noqa: ANN401 - what a user's function answers

@@ -10,7 +10,8 @@ from typing import Any, ParamSpec, TypeVar
 from coatcheck.core.flow import Flow
 from coatcheck.core.policy import Policy
 from coatcheck.core.record import Record
-from coatcheck.core.serve import Answer, Execute, Executed, Ticket
+from coatcheck.core.replay import Response
+from coatcheck.core.serve import Answer, Execute, Executed, Seen, Ticket
 from coatcheck.engine.desk import (
     ending_of_error,
     ending_of_result,
@@ -19,10 +20,12 @@ from coatcheck.engine.desk import (
 )
 from coatcheck.engine.driver import Driver
 from coatcheck.engine.heart import Held
+from coatcheck.engine.resolving import Case, id_among, query_of
+from coatcheck.engine.resuming import Work
 from coatcheck.engine.together import Lender
 from coatcheck.engine.transaction import Transaction
 from coatcheck.errors import StoreUnavailable
-from coatcheck.operation import Operation, enter, leave
+from coatcheck.operation import DidNotHappen, Happened, Operation, enter, leave
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -40,6 +43,8 @@ class Engine(Driver):
         observers: called with each `Decision`.
         sweep_every_s: about how often this engine sweeps; None: never.
         archive: called with expired records before they are deleted.
+        recover_every_s: about how often this engine looks for abandoned operations whose policy
+            is not "retry", and settles them; None: never.
         keyring: seals what is stored of responses (X1).
         transactions: who lends connections for transaction mode (L9): a pool, an engine or a
             session maker, or a function that gives a connection or a context manager for one;
@@ -64,6 +69,7 @@ class Engine(Driver):
         """
         call = functools.partial(function, *args, **kwargs)
         label = scope or name_of(function)
+        self.reconciler.know_function(label, policy or self.desk.policy)
         return self._run(key, label, call, policy)
 
     def guard(
@@ -73,6 +79,7 @@ class Engine(Driver):
 
         def decorate(function: Callable[P, T]) -> Callable[P, T]:
             label = scope or name_of(function)
+            self.reconciler.know_function(label, policy or self.desk.policy)
 
             @functools.wraps(function)
             def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -133,7 +140,7 @@ class Engine(Driver):
 
     def _execute(
         self,
-        flow: Flow[Answer],
+        flow: Flow[Any],
         held: Held,
         call: Callable[[], T],
         ticket: Ticket,
@@ -150,6 +157,107 @@ class Engine(Driver):
             raise
         finally:
             leave(entered)
+
+    # --- in doubt -----------------------------------------------------------------------------
+
+    def resolve(
+        self,
+        reference: str | bytes,
+        outcome: Happened | DidNotHappen,
+        *,
+        by: str,
+        why: str,
+        abandoned: bool = False,
+    ) -> Record:
+        """
+        End the doubt about an operation, as a person has found out: it happened, or it did not.
+
+        With `Happened(…)` every retry gets that answer; with `DidNotHappen()` the next one runs.
+        *by* and *why* are kept in the record. What is not in doubt is left as it is, and
+        `NotResolved` says what stands; *abandoned*: also what is not parked yet, but whose lease
+        is over, because you know that its executor is dead.
+
+        Args:
+            reference: as the client saw it, or the record's id.
+        """
+        case = Case(self.desk, self._seen(reference), by=by, why=why, abandoned=abandoned)
+        return case.resolved(self.advance(case.resolve(outcome), case.policy))
+
+    def rerun(
+        self,
+        reference: str | bytes,
+        function: Callable[..., T],
+        /,
+        *args: Any,
+        by: str,
+        why: str,
+        abandoned: bool = False,
+        **kwargs: Any,
+    ) -> T:
+        """
+        Run an operation in doubt again, now: *function* is its next attempt, and its end counts.
+
+        Its result is what every retry gets: `Happened(status, headers, body)` where the operation
+        is a request. If it raises, the operation is in doubt again, unless it raises `Resumable`.
+        """
+        call = functools.partial(function, *args, **kwargs)
+        case = Case(self.desk, self._seen(reference), by=by, why=why, abandoned=abandoned)
+        flow, policy = case.rerun(), case.policy
+        claim = case.claimed(self.advance(flow, policy))
+        held = self.desk.heart.hold(claim, policy.lease_ms)
+        try:
+            result = self._execute(flow, held, call, case.ticket, policy)
+            ending = case.ending_of(result)
+            answer = self.advance(flow, policy, ending)
+        finally:
+            self.desk.heart.let_go(held)
+        value: T = case.result_of(answer, ending, result)
+        return value
+
+    def _seen(self, reference: str | bytes) -> Seen:
+        """The operation that is meant, as it stands."""
+        if not self.is_started:
+            self.start()
+        if isinstance(reference, str):
+            page = self.store.find(query_of(reference))
+            reference = id_among(reference, page.records)
+        return self._look(reference)
+
+    # --- handed over by a request -------------------------------------------------------------
+
+    def resume(
+        self,
+        handed: str,
+        function: Callable[..., object],
+        /,
+        *args: Any,
+        policy: Policy | None = None,
+        **kwargs: Any,
+    ) -> Response:
+        """
+        Call *function* as the work that was *handed* over, once however often it is delivered.
+
+        What it returns is the response that the request's client gets: `Happened(status, headers,
+        body)`, or a JSON value for 200. Whoever comes later gets that response, too; while
+        another worker is at it, `KeyBusy`. What *function* raises gives the claim back, or leaves
+        it in doubt, as *policy* says.
+        """
+        if not self.is_started:
+            self.start()
+        call = functools.partial(function, *args, **kwargs)
+        policy = self.desk.policy if policy is None else policy_of(policy)
+        work, held = Work(self.desk, handed, policy), None
+        flow = work.begin(self._look(work.id).record)
+        try:
+            answer = self.advance(flow, policy, as_value=False)
+            if isinstance(answer, Execute):
+                held = self.desk.heart.hold(answer.claim, policy.lease_ms)
+                result = self._execute(flow, held, call, work.ticket, policy)
+                answer = self.advance(flow, policy, work.ending_of(result))
+        finally:
+            if held is not None:
+                self.desk.heart.let_go(held)
+        return work.served(answer)
 
     # --- in one transaction -------------------------------------------------------------------
 

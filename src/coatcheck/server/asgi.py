@@ -10,14 +10,17 @@ the application does after its last byte (background tasks) goes on as without u
 
 from __future__ import annotations
 
+import asyncio
+
 from coatcheck.core.policy import SAFE_METHODS, Policy
 from coatcheck.core.problem import Problem
 from coatcheck.engine import AsyncEngine
 from coatcheck.errors import Misconfigured
 from coatcheck.server.answers import OUTAGES, refused
+from coatcheck.server.asgi_client import respond
 from coatcheck.server.asgi_input import App, AsgiScope, Receive, Rewound, Send, read, request_of
 from coatcheck.server.asgi_transaction import TransactionVisit
-from coatcheck.server.asgi_visit import Visit, refuse_unrun, respond
+from coatcheck.server.asgi_visit import Visit, finishing, refuse_unrun
 from coatcheck.server.body import Body
 from coatcheck.server.callers import Caller
 from coatcheck.server.counter import Counter, NaturalKey
@@ -62,7 +65,8 @@ class IdempotencyMiddleware:
             store or "sqlite:///coatcheck.db", policy, secret=secret, transactions=transactions
         )
         self.counter = Counter(self.engine.desk, caller, key)
-        self._routes = Routes(self.engine.desk.policy, app)
+        self.engine.reconciler.know_requests(self.engine.desk.policy)
+        self._routes = Routes(self.engine.desk.policy, app, self.engine.reconciler.know_route)
         self._status_path = self.engine.desk.policy.status_path
 
     async def __call__(self, asgi_scope: AsgiScope, receive: Receive, send: Send) -> None:
@@ -81,6 +85,9 @@ class IdempotencyMiddleware:
             return
         else:
             self._routes.let_pass(asgi_scope)
+            if asgi_scope["type"] == "lifespan":  # what was abandoned settles if nobody comes, too
+                self.engine.reconciler.begin(asyncio.get_running_loop())
+                receive = finishing(self, receive)
         await self.app(asgi_scope, receive, send)
 
     async def _guard(

@@ -19,8 +19,9 @@ from coatcheck.server.answers import (
     reference_header,
     refused,
 )
+from coatcheck.server.asgi_client import Guard, respond
 from coatcheck.server.asgi_input import Receive, Rewound, Send, hide_short_cuts
-from coatcheck.server.asgi_visit import Guard, Visit, refuse_unrun, respond
+from coatcheck.server.asgi_visit import Visit, refuse_unrun
 from coatcheck.server.request import Request
 
 
@@ -62,12 +63,12 @@ class TransactionVisit(Visit):
                 await self._within.abandon()
 
     def _begin_anew(self) -> None:
-        engine = self._guard.engine
+        engine = self.guard.engine
         self._flow, self._within = engine.flow(self._ticket, self._policy), engine.within()
         self._chunks, self._failure, self._is_settled = None, None, False
 
     async def _serve_once(self) -> None:
-        engine, policy = self._guard.engine, self._policy
+        engine, policy = self.guard.engine, self._policy
         try:
             step = await engine.advance(self._flow, policy, as_value=False, within=self._within)
         except OUTAGES as error:
@@ -84,7 +85,7 @@ class TransactionVisit(Visit):
         entered = enter(operation)
         rewound = Rewound(self._request.body, self._wait_for_end)
         try:
-            await self._guard.app(asgi_scope, rewound.receive, self._take)
+            await self.guard.app(asgi_scope, rewound.receive, self._take)
             if self._failure is not None:  # it was kept from us on its way out
                 raise self._failure
             if not self._is_settled:
@@ -99,7 +100,7 @@ class TransactionVisit(Visit):
         """Undo all of it, if the application raised before it had answered."""
         if not self._is_settled:
             self._is_settled = True
-            engine = self._guard.engine
+            engine = self.guard.engine
             engine.desk.tell(self._ticket, self._policy, None)
             await engine.advance(self._flow, self._policy, error=error, within=self._within)
         return False
@@ -107,7 +108,7 @@ class TransactionVisit(Visit):
     async def _settle(self, response: Response, ending: Ending, *, more_body: bool = False) -> None:
         """Commit, or undo, as *ending* says, and only then answer with *response*."""
         self._is_settled = True
-        engine, policy, send = self._guard.engine, self._policy, self._client_send
+        engine, policy, send = self.guard.engine, self._policy, self._client_send
         try:
             step = await engine.advance(self._flow, policy, ending, within=self._within)
         except OUTAGES as error:

@@ -3,6 +3,7 @@
 Neither a client that hangs up nor a middleware in front that cancels stops the work (L11): where
 somebody may cancel, it runs in a task of its own. What the application sends is kept until it is
 whole, settled in the record, and then sent; what cannot be kept is settled as such, and streams.
+Who was told to ask later (202) gets nothing more here: what follows is for the record alone (L10).
 
 Invariant: a finished visit leaves no circle of references behind. The collector that would have
 to find it costs more than the whole visit.
@@ -12,16 +13,15 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from typing import Protocol
+from http import HTTPStatus
 
+from coatcheck.core.hand_over import ending_of_accepted
 from coatcheck.core.policy import Policy
 from coatcheck.core.problem import problem
 from coatcheck.core.record import Record
 from coatcheck.core.replay import Headers, Response, fate_of
 from coatcheck.core.serve import Answer, Ending, Execute, Executed, Ticket
-from coatcheck.engine import AsyncEngine
 from coatcheck.engine.desk import ending_of_error, judged, logger
-from coatcheck.engine.heart import Held
 from coatcheck.operation import Operation, enter, leave
 from coatcheck.server.answers import (
     OUTAGES,
@@ -32,37 +32,31 @@ from coatcheck.server.answers import (
     reference_header,
     refused,
 )
+from coatcheck.server.asgi_client import ClientSide, Guard, respond
 from coatcheck.server.asgi_front import may_be_cancelled
-from coatcheck.server.asgi_input import App, Message, Receive, Rewound, Send, hide_short_cuts
-from coatcheck.server.counter import Counter
+from coatcheck.server.asgi_input import Message, Receive, Rewound, Send, hide_short_cuts
 from coatcheck.server.request import Request
 
 # In this process, because an event loop alone does not keep a task alive.
 UNDER_WAY: set[Visit] = set()
 
+# 20 s: who starts and stops processes commonly ends those that take longer than 30 for it.
+FINISH_S_MAX = 20.0
 
-class Guard(Protocol):
-    """What a visit needs of the middleware that it comes through."""
-
-    app: App
-    engine: AsyncEngine
-    counter: Counter
+FAILED_ALONE = "a request that nobody waited for any more failed"
 
 
-class Visit:
+class Visit(ClientSide):
     """One guarded request: claim, execute, answer."""
 
     # Slots, and no defaults in the class: the interpreter is quick at nothing else.
     __slots__ = (
-        *("_chunks", "_claim", "_client_receive", "_client_send", "_done", "_flow", "_guard"),
-        *("_headers", "_held", "_is_over", "_is_settled", "_is_streaming", "_operation", "_over"),
-        *("_policy", "_request", "_size", "_status", "_ticket", "task"),
+        *("_chunks", "_claim", "_client_receive", "_flow", "_headers", "_is_over", "_is_streaming"),
+        *("_operation", "_over", "_size", "_status", "_ticket", "task"),
     )
 
     _claim: Record
-    _held: Held
     _operation: Operation
-    _done: asyncio.Future[None]
     task: asyncio.Task[None] | None
 
     def __init__(
@@ -75,18 +69,14 @@ class Visit:
         ticket: Ticket,
         policy: Policy,
     ) -> None:
-        self._guard = guard
-        self._request = request
+        super().__init__(guard, request, send, policy)
         self._client_receive = receive
-        self._client_send = send
         self._ticket = ticket
-        self._policy = policy
-        self._flow = guard.engine.flow(ticket, policy)
-        # What the application has said so far, and whether its claim is settled.
+        self._flow = guard.engine.flow(ticket, self._patient)
+        # What the application has said so far.
         self._status = 0
         self._headers: Headers = ()
         self._chunks: list[bytes] | None = None
-        self._is_settled = False
         self._is_streaming = False
         # Whether all that we have to say to the client is said.
         self._is_over = False
@@ -99,6 +89,10 @@ class Visit:
             return
         try:
             await self._serve()
+        except Exception as error:
+            if not self._is_accepted:
+                raise
+            logger.error(FAILED_ALONE, exc_info=error)
         finally:
             self._request.body.close()
 
@@ -106,17 +100,17 @@ class Visit:
         """Serve in a task of its own: if whoever awaits this is cancelled, it goes on."""
         loop = asyncio.get_running_loop()
         # Awaited in the task's place, because cancelling who awaits a task cancels the task.
-        self._done = loop.create_future()
-        self.task = loop.create_task(self._run())
+        self._done = done = loop.create_future()
+        self.task = loop.create_task(self._run(done))
         UNDER_WAY.add(self)
         try:
-            await self._done
+            await done
         except asyncio.CancelledError:
             if self._is_streaming and self.task is not None:  # settled, so it may end as without us
                 self.task.cancel()
             raise
 
-    async def _run(self) -> None:
+    async def _run(self, done: asyncio.Future[None]) -> None:
         """Serve, and tell whoever still waits for it how that ended."""
         error: BaseException | None = None
         try:
@@ -126,12 +120,11 @@ class Visit:
         UNDER_WAY.discard(self)
         self.task = None
         self._request.body.close()
-        done = self._done
         if error is None:
             if not done.done():
                 done.set_result(None)
-        elif done.done():  # its client is gone and nobody awaits it any more
-            logger.error("a request whose client had gone failed", exc_info=error)
+        elif done.done():  # its client is gone, or was told to ask later
+            logger.error(FAILED_ALONE, exc_info=error)
         elif isinstance(error, asyncio.CancelledError):
             done.cancel()
         else:
@@ -139,7 +132,7 @@ class Visit:
 
     async def _serve(self) -> None:
         """Claim; then execute, or give the answer that stands."""
-        engine, policy = self._guard.engine, self._policy
+        engine, policy = self.guard.engine, self._policy
         try:
             step = await engine.advance(self._flow, policy, as_value=False)
         except OUTAGES as error:
@@ -158,7 +151,11 @@ class Visit:
         entered = enter(operation)
         rewound = Rewound(self._request.body, self._wait_for_end)
         try:
-            await self._guard.app(asgi_scope, rewound.receive, self._take)
+            self._loop = asyncio.get_running_loop()
+            operation.client = self
+            if self._patience_s is not None:
+                await self._be_patient(self._patience_s)
+            await self.guard.app(asgi_scope, rewound.receive, self._take)
             if not self._is_settled:
                 raise RuntimeError("the application ended without a complete response")
         except Exception as error:
@@ -166,6 +163,8 @@ class Visit:
                 raise
         finally:
             leave(entered)
+            operation.client = None  # nobody waits any more, and no circle is left
+            self._stop_waiting()
             if not self._is_settled:  # else whoever settled it has let go of it, or will
                 engine.desk.heart.let_go(self._held)
 
@@ -178,7 +177,7 @@ class Visit:
         if self._is_settled:
             return False
         self._is_settled = True
-        engine, operation = self._guard.engine, self._operation
+        engine, operation = self.guard.engine, self._operation
         engine.desk.tell(self._ticket, self._policy, None)
         try:
             with suppress(*OUTAGES):  # the application's own error matters more
@@ -194,7 +193,7 @@ class Visit:
 
     async def _refuse_in_doubt(self) -> None:
         refusal = problem("outcome-unknown", key=self._ticket.key, id=self._claim.id)
-        await respond(self._client_send, refused(refusal, self._policy))
+        await self._respond(refused(refusal, self._policy))
 
     async def _wait_for_end(self) -> Message:
         """Whether the client is still there, if the application asks: until it has its answer."""
@@ -223,7 +222,8 @@ class Visit:
             else:
                 body = b"".join((*self._chunks, chunk)) if self._chunks else chunk
                 response = Response(self._status, self._headers, body)
-                await self._settle(response, ending_of(response, self._policy))
+                ending = ending_of_accepted if self._is_accepted else ending_of
+                await self._settle(response, ending(response, self._policy))
 
     async def _gather(self, chunk: bytes) -> None:
         """Keep a part of the response; where it cannot be kept, say so and let it stream."""
@@ -240,8 +240,12 @@ class Visit:
     async def _settle(self, response: Response, ending: Ending, *, more_body: bool = False) -> None:
         """End the claim as *ending* says, and only then answer with *response*."""
         self._is_settled = True
-        engine, policy, send = self._guard.engine, self._policy, self._client_send
+        engine, policy = self.guard.engine, self._policy
         try:
+            if self._is_handed_over and response.status < HTTPStatus.BAD_REQUEST:
+                engine.desk.tell(self._ticket, policy, Executed(self._claim))
+                await self._respond(self._accepted())
+                return
             try:
                 ending = judged(self._operation, ending)
                 step = await engine.advance(self._flow, policy, ending)
@@ -251,17 +255,17 @@ class Visit:
                 await self._refuse_in_doubt()
             elif isinstance(step, Executed):
                 engine.desk.tell(self._ticket, policy, step)
-                self._is_streaming = more_body
+                self._is_streaming = more_body and not self._is_accepted
                 status, headers, body = response
                 headers = [*headers, reference_header(self._claim.id, policy)]
-                await respond(send, Response(status, headers, body), more_body=more_body)
+                await self._respond(Response(status, headers, body), more_body=more_body)
             else:
                 assert not isinstance(step, Execute)
                 await self._answer(step)
         except OUTAGES as error:
             logger.error("executed, but the store is unavailable: %s", error)
             refusal = problem("store-unavailable", id=self._claim.id, reason=RAN_UNRECORDED)
-            await respond(send, refused(refusal, policy))
+            await self._respond(refused(refusal, policy))
         finally:
             self._end()
 
@@ -273,16 +277,25 @@ class Visit:
 
     async def _answer(self, answer: Answer) -> None:
         assert not isinstance(answer, Executed)
-        self._guard.engine.desk.tell(self._ticket, self._policy, answer)
-        response = self._guard.counter.answered(answer, self._ticket, self._policy, self._request)
-        await respond(self._client_send, response)
+        self.guard.engine.desk.tell(self._ticket, self._policy, answer)
+        response = self.guard.counter.answered(answer, self._ticket, self._policy, self._request)
+        await self._respond(response)
 
 
-async def respond(send: Send, response: Response, *, more_body: bool = False) -> None:
-    """Send *response*; *more_body*: what follows is somebody else's to send."""
-    status, headers, body = response
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body, "more_body": more_body})
+def finishing(guard: Guard, receive: Receive) -> Receive:
+    """*receive* of a lifespan: the application may close down when what is under way has ended."""
+
+    async def receive_when_finished() -> Message:
+        message = await receive()
+        if message["type"] == "lifespan.shutdown":
+            tasks = [visit.task for visit in UNDER_WAY if visit.guard is guard]
+            here = asyncio.get_running_loop()
+            left = [task for task in tasks if task is not None and task.get_loop() is here]
+            if left:
+                await asyncio.wait(left, timeout=FINISH_S_MAX)
+        return message
+
+    return receive_when_finished
 
 
 async def refuse_unrun(send: Send, policy: Policy, error: Exception) -> None:

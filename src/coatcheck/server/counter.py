@@ -12,6 +12,7 @@ from coatcheck.core.fingerprint import fingerprint_of
 from coatcheck.core.key import Key, Malformed, parse_key, reference_of
 from coatcheck.core.policy import Policy
 from coatcheck.core.problem import Problem, problem
+from coatcheck.core.record import Record
 from coatcheck.core.replay import Response
 from coatcheck.core.scope import caller_digest, operation_id
 from coatcheck.core.serve import Refuse, Replay, Ticket
@@ -99,10 +100,17 @@ class Counter:
         if isinstance(answer, Replay):
             return replayed(answer, ticket, policy, request.header(b"accept-encoding"))
         if answer.problem.code == "in-progress" and policy.in_flight == "202":
-            caller, _ = self._caller_of(request)
-            token = token_of(ticket.id, caller, self.desk.secret)
-            return accepted(ticket.id, f"{request.root}{policy.status_path}{token}", policy)
+            return self.accepted(ticket.id, policy, request)
         return refused(answer.problem, policy)
+
+    def accepted(
+        self, id: bytes, policy: Policy, request: Request, claim: Record | None = None
+    ) -> Response:
+        """The answer that sends the client of *request* to the address of its operation."""
+        caller, _ = self._caller_of(request)
+        location = f"{request.root}{policy.status_path}{token_of(id, caller, self.desk.secret)}"
+        prefer = request.header(b"prefer") if policy.in_flight == "202" else b""
+        return accepted(id, location, policy, claim=claim, prefer=prefer)
 
     def polled_id(self, token: str, request: Request) -> bytes | None:
         """The operation whose status *request* may see; None: there is none, for this caller."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from coatcheck.core.policy import Policy, changed
+from coatcheck.core.policy import SAFE_METHODS, Policy, changed
 from coatcheck.engine.desk import policy_of
 from coatcheck.errors import Misconfigured
 
@@ -90,14 +91,22 @@ class _Match(NamedTuple):
 
 
 _NO_ROUTES: Sequence[Any] = ()
+# Of a route that does not say which methods it takes.
+_UNSAFE = ("POST", "PUT", "PATCH", "DELETE")
 
 
 class Routes:
     """Which policy guards which request of one application."""
 
-    def __init__(self, policy: Policy, app: object) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        app: object,
+        know: Callable[[str, Policy], None] = lambda _label, _policy: None,
+    ) -> None:
         self._policy = policy
         self._app = app
+        self._know = know  # told of each route that has a policy of its own
         self._matches: dict[tuple[str, ...], _Match] = {}
         self._router: Any = None  # whoever has the routes; not known before the first request
         self._known: Sequence[Any] | None = None  # the routes that were looked through …
@@ -150,6 +159,17 @@ class Routes:
         self._has_hosts = any(hasattr(route, "host_regex") for route in everything)
         self._has_marks = any(_mark_of(route) is not None for route in everything)
         self._known, self._count = routes, len(routes)
+        for template, route in _templates(routes):
+            mark = _mark_of(route)
+            if mark is not None:
+                self._tell_of(template, getattr(route, "methods", None) or _UNSAFE, mark)
+
+    def _tell_of(self, template: str, methods: Iterable[str], mark: Mapping[str, Any]) -> None:
+        for method in set(methods) - SAFE_METHODS:
+            with suppress(Misconfigured):  # which the route says itself, when it is asked
+                policy = self._policy_of(method, mark)
+                if method in policy.methods:
+                    self._know(f"{method} {template}", policy)
 
     def _match(self, asgi_scope: MutableMapping[str, Any], routes: Sequence[Any]) -> _Match:
         method = asgi_scope["method"]
@@ -157,11 +177,14 @@ class Routes:
         mark = _mark_of(route)
         if mark is None:
             return _Match(self._policy if method in self._policy.methods else None, None, None)
+        policy = self._policy_of(method, mark)
+        return _Match(policy if method in policy.methods else None, template, mark)
+
+    def _policy_of(self, method: str, mark: Mapping[str, Any]) -> Policy:
         changes = {"methods": {method}, **mark}
         if mark.get("recovery", "reconcile") != "reconcile":  # then nobody is asked
             changes["reconcile"] = None
-        policy = changed(self._policy, changes)
-        return _Match(policy if method in policy.methods else None, template, mark)
+        return changed(self._policy, changes)
 
 
 def _mark_of(route: object) -> Mapping[str, Any] | None:
@@ -184,6 +207,17 @@ def _all_in(routes: Sequence[Any]) -> Iterator[Any]:
     for route in _flat(routes):
         yield route
         yield from _all_in(getattr(route, "routes", None) or ())
+
+
+def _templates(routes: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """Every route with its template, as `_matching` would find it."""
+    for route in _flat(routes):
+        below = getattr(route, "routes", None)
+        if below:
+            prefix = getattr(route, "path", "")
+            yield from ((prefix + template, found) for template, found in _templates(below))
+        else:
+            yield getattr(route, "path_format", getattr(route, "path", "")), route
 
 
 def _matching(routes: Sequence[Any], asgi_scope: MutableMapping[str, Any]) -> tuple[Any, str]:

@@ -3,13 +3,14 @@
     app.wsgi_app = IdempotencyMiddleware(app.wsgi_app, store="sqlite:///orders.db")
 
 Requests that are not guarded pass untouched. A guarded one is read to the end of its body and not
-a byte further, claimed, and executed in the server's own thread. The response leaves when its
-record is safe. PEP 3333 is kept in full: `write()`, generators, late and repeated
-`start_response`, `close()`.
+a byte further, claimed, and executed in the server's own thread; with `in_flight="202"` in one of
+ours, because it may go on after its answer. The response leaves when its record is safe. PEP 3333
+is kept in full: `write()`, generators, late and repeated `start_response`, `close()`.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 
 from coatcheck.core.policy import SAFE_METHODS, Policy
@@ -23,10 +24,14 @@ from coatcheck.server.callers import Caller
 from coatcheck.server.counter import Counter, NaturalKey
 from coatcheck.server.request import Request
 from coatcheck.server.status import Asked, status_of
+from coatcheck.server.wsgi_accepting import AcceptingVisit
 from coatcheck.server.wsgi_input import Environ, drain, give, read, request_of, rewound
 from coatcheck.server.wsgi_transaction import TransactionVisit
 from coatcheck.server.wsgi_visit import App, Said, StartResponse, Visit, refuse_unrun, respond
 from coatcheck.stores import Store
+
+# 100: more than a server has threads, because work goes on when its thread serves the next client.
+THREADS_MAX = 100
 
 
 class IdempotencyMiddleware:
@@ -42,6 +47,7 @@ class IdempotencyMiddleware:
         secret: makes operation ids unguessable; the same on every node.
         engine: an `Engine` that is shared with other doors.
         transactions: who lends connections for transaction mode; see `Engine`.
+        threads_max: with `in_flight="202"`, how many handlers may run at once.
     """
 
     def __init__(
@@ -55,6 +61,7 @@ class IdempotencyMiddleware:
         secret: bytes | str = b"",
         engine: Engine | None = None,
         transactions: object = None,
+        threads_max: int = THREADS_MAX,
     ) -> None:
         given = (store, policy, secret or None, transactions)
         if engine is not None and any(one is not None for one in given):
@@ -63,7 +70,9 @@ class IdempotencyMiddleware:
         self.engine = engine or Engine(
             store or "sqlite:///coatcheck.db", policy, secret=secret, transactions=transactions
         )
+        self.engine.reconciler.know_requests(self.engine.desk.policy)
         self.counter = Counter(self.engine.desk, caller, key)
+        self.threads = threading.Semaphore(threads_max)
         self._environ_name = "HTTP_" + self.engine.desk.policy.key_header.upper().replace("-", "_")
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
@@ -118,7 +127,7 @@ class IdempotencyMiddleware:
         if self.counter.is_held_by(request, ticket):
             return self._pass(request, start_response)
         answer = self.engine.desk.recall(ticket, policy)
-        kind = Visit if policy.mode == "record" else TransactionVisit
+        kind = Visit if answer is not None else _kind_of(policy)
         visit = kind(self, request, start_response, ticket=ticket, policy=policy)
         try:
             return visit.serve() if answer is None else visit.answer(answer)
@@ -147,3 +156,9 @@ class IdempotencyMiddleware:
         accepted = request.header(b"accept-encoding")
         asked = Asked(request.path, self.engine.desk.now_ms(), accepted)
         return respond(start_response, status_of(record, asked, policy))
+
+
+def _kind_of(policy: Policy) -> type[Visit]:
+    if policy.mode == "transaction":
+        return TransactionVisit
+    return AcceptingVisit if policy.in_flight == "202" else Visit

@@ -6,6 +6,7 @@ record, and then given on; what cannot be kept is settled as such, and streams.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from http import HTTPStatus
@@ -19,6 +20,8 @@ from coatcheck.core.replay import Response, fate_of
 from coatcheck.core.serve import Answer, Ending, Execute, Executed, Ticket
 from coatcheck.engine import Engine
 from coatcheck.engine.desk import ending_of_error, judged, logger
+from coatcheck.engine.resuming import hand_over
+from coatcheck.errors import Misconfigured
 from coatcheck.operation import enter
 from coatcheck.server.answers import (
     OUTAGES,
@@ -48,10 +51,13 @@ class Guard(Protocol):
     app: App
     engine: Engine
     counter: Counter
+    threads: threading.Semaphore
 
 
 class Visit:
     """One guarded request."""
+
+    _patient: Policy | None = None  # the policy for its flow, where its client waits longer
 
     def __init__(
         self,
@@ -69,13 +75,15 @@ class Visit:
         self._start_response = start_response
         self._ticket = ticket
         self._policy = policy
-        self._flow = guard.engine.flow(ticket, policy)
+        self._flow = guard.engine.flow(ticket, self._patient or policy)
         # What the application has said so far.
         self._status_line = ""
         self._headers: list[tuple[str, str]] = []
         self._chunks: list[bytes] = []
         self._size = 0
         self._is_streaming = False
+        # Whether somebody else finds the answer.
+        self._is_handed_over = False
 
     def serve(self) -> Iterable[bytes]:
         """Claim, execute, answer."""
@@ -88,8 +96,9 @@ class Visit:
         return self.answer(step)
 
     def _execute(self, claim: Record) -> Iterable[bytes]:
-        held = self._engine.heart.hold(claim, self._policy.lease_ms)
+        self._held = held = self._engine.heart.hold(claim, self._policy.lease_ms)
         self._operation = operation = self._engine.operation(held)
+        operation.client = self
         environ = rewound(self._request)
         environ["coatcheck.operation"] = operation
         enter(operation)
@@ -108,6 +117,7 @@ class Visit:
             return self._settle(claim, said, chunks, is_whole=is_whole)
         finally:  # not before the end is written: who waits here for it need not look for it
             self._engine.heart.let_go(held)
+            operation.client = None
 
     def _fail(self, error: BaseException, said: Iterable[bytes]) -> None:
         """Close what the application has begun to say, and give its claim back."""
@@ -154,6 +164,10 @@ class Visit:
         self, claim: Record, said: Iterable[bytes], rest: Iterator[bytes], *, is_whole: bool
     ) -> Iterable[bytes]:
         response, ending = self._ending(is_whole=is_whole)
+        if self._is_handed_over and response.status < HTTPStatus.BAD_REQUEST:
+            close(said)
+            self._engine.desk.tell(self._ticket, self._policy, Executed(claim))
+            return respond(self._start_response, self._accepted(self._held.claim))
         ending = judged(self._operation, ending)
         try:
             step = self._engine.advance(self._flow, self._policy, ending)
@@ -209,6 +223,24 @@ class Visit:
 
     def _refuse(self, refusal: Problem) -> Iterable[bytes]:
         return respond(self._start_response, refused(refusal, self._policy))
+
+    # --- when it takes long (L10) -------------------------------------------------------------
+
+    def accept(self) -> None:
+        """Tell the client to ask later: that takes another thread than the server's."""
+        raise Misconfigured(
+            "over WSGI accept() needs in_flight='202': only then has the handler a thread of its "
+            "own, in which it can go on when its client has been answered"
+        )
+
+    def hand_over(self, lease_ms: int | None) -> str:
+        """Let somebody else find the answer."""
+        text = hand_over(self._engine, self._held, lease_ms or self._policy.lease_ms)
+        self._is_handed_over = True
+        return text
+
+    def _accepted(self, claim: Record) -> Response:
+        return self._counter.accepted(claim.id, self._policy, self._request, claim)
 
 
 class Said:

@@ -13,7 +13,7 @@ on that server; with `synchronous_commit` and a synchronous standby, the loss of
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypedDict
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
@@ -35,9 +35,6 @@ logger = logging.getLogger("coatcheck")
 
 # 5 s: thousands of round trips. Who has waited that long is better told so.
 TIMEOUT_S = 5.0
-# 100: a commit also takes to disk what the sweep has logged by then, and that is 29 kB. With 500 at
-# once, the slowest hundredth of all claims took three times as long as without a sweep.
-SWEEP_STEP = 100
 
 
 class PostgresStore:
@@ -172,18 +169,11 @@ class PostgresStore:
         return Page(records, records[-1].id if len(found) > query.limit else None)
 
     def sweep(self, now_ms: int, limit: int = SWEEP_BATCH) -> int:
-        """Delete up to *limit* records whose retention is over, in small steps."""
-        taken = 0
-        while taken < limit:
-            step = min(SWEEP_STEP, limit - taken)
-            count = self._keeper.run(partial(self._sweep, values={"now": now_ms, "limit": step}))
-            taken += count
-            if count < step:
-                break
-        return taken
-
-    def _sweep(self, connection: Connection, values: Mapping[str, int]) -> int:
-        return connection.execute(self._statements.sweep, values).rowcount
+        """Delete up to *limit* records whose retention is over."""
+        values = {"now": now_ms, "limit": limit}
+        return self._keeper.run(
+            lambda connection: connection.execute(self._statements.sweep, values).rowcount
+        )
 
     def check(self) -> Sequence[Finding]:
         """Whether what is acknowledged stays."""

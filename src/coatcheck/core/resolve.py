@@ -1,0 +1,86 @@
+"""The flows of a person's decision about an operation that nobody else can decide (L6).
+
+An operation in doubt stands until a person has found out what happened: it did, with this answer;
+it did not, and may run again; or it shall run again now. Who, when and why is written into the
+record with the same swap, so that no decision is without its reason. Whoever decides too late, or
+about what is not in doubt, changes nothing and is told what stands.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from coatcheck.core.flow import Flow
+from coatcheck.core.policy import Policy
+from coatcheck.core.progress import Resolution, encoded, progress_of
+from coatcheck.core.record import IN_DOUBT, RUNNING, Record, Swap, is_lease_over
+from coatcheck.core.serve import (
+    Ending,
+    Execute,
+    Executed,
+    Seen,
+    Ticket,
+    ended,
+    next_attempt,
+    settle,
+)
+
+# 20: a record has room for so many, each with its reason; the log has them all.
+RESOLUTIONS_MAX = 20
+
+
+class Resolved(NamedTuple):
+    """It is decided: *record* stands now."""
+
+    record: Record
+
+
+class Stands(NamedTuple):
+    """Nothing was changed: *record* stands, and there is nothing to decide about it."""
+
+    record: Record
+
+
+def resolve(
+    seen: Seen, ending: Ending, resolution: Resolution, *, abandoned: bool = False
+) -> Flow[Resolved | Stands]:
+    """End the doubt about the record that was *seen*; *abandoned*: see `is_undecided`."""
+    if not is_undecided(seen, abandoned=abandoned):
+        return Stands(seen.record)
+    record = ended(_decided(seen.record, resolution), ending)
+    lost = yield from Swap(record.id, seen.record.version, record)
+    return Resolved(record) if lost is None else Stands(lost)
+
+
+def rerun(
+    seen: Seen, resolution: Resolution, ticket: Ticket, policy: Policy, *, abandoned: bool = False
+) -> Flow[Executed | Stands]:
+    """Run again what was *seen* in doubt, as its next attempt."""
+    if not is_undecided(seen, abandoned=abandoned):
+        return Stands(seen.record)
+    claim = next_attempt(_decided(seen.record, resolution), ticket, policy, seen.now_ms)
+    lost = yield from Swap(claim.id, seen.record.version, claim)
+    if lost is not None:
+        return Stands(lost)
+    ending = yield from Execute(claim)
+    lost = yield from settle(claim, ending)
+    # Gone: its whole retention passed while it ran.
+    return Executed(claim) if lost is None or lost.version == 0 else Stands(lost)
+
+
+def is_undecided(seen: Seen, *, abandoned: bool) -> bool:
+    """
+    A person may decide about the record that was *seen*: it is in doubt.
+
+    Or it is running no more, because its lease is over, and the person knows it as *abandoned*.
+    """
+    if seen.record.state == RUNNING:
+        return abandoned and is_lease_over(seen.record, seen.now_ms)
+    return seen.record.state == IN_DOUBT
+
+
+def _decided(standing: Record, resolution: Resolution) -> Record:
+    """*standing* with *resolution* written into it; what becomes of it is for the caller."""
+    progress = progress_of(standing).with_resolution(resolution)
+    last = progress.resolutions[-RESOLUTIONS_MAX:]
+    return standing._replace(progress=encoded(progress._replace(resolutions=last)))

@@ -1,0 +1,98 @@
+"""What becomes of an operation that meets a fault, for every fault, point and recovery.
+
+The table in `docs/recovery.md` is made from this, and `tests/faults` holds every cell to it, with
+real processes and signals, and effects that are counted outside of the system.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple, TypeAlias
+
+from coatcheck.verify.crash import POINTS, Point
+
+Fault: TypeAlias = Literal[
+    "kill", "freeze", "exception", "cancellation", "store killed", "store frozen", "client gone"
+]
+Recovery: TypeAlias = Literal["retry", "reconcile", "manual", "transaction", "steps"]
+
+FAULTS: Mapping[Fault, str] = {
+    "kill": "kill -9",
+    "freeze": "stopped for longer than its lease, and woken when a retry has been answered",
+    "exception": "the handler raises",
+    "cancellation": "the handler's task is cancelled",
+    "store killed": "the store is killed, and started again",
+    "store frozen": "the store does not answer for a second",
+    "client gone": "the client hangs up, and its server cancels the request",
+}
+RECOVERIES: Mapping[Recovery, str] = {
+    "retry": 'recovery="retry"',
+    "reconcile": 'recovery="reconcile"',
+    "manual": 'recovery="manual"',
+    "transaction": 'mode="transaction"',
+    "steps": "a step at most once, with a probe",
+}
+
+
+class Outcome(NamedTuple):
+    """How often the effect has happened when all is over, and what the last retry gets."""
+
+    effects: int
+    end: Literal["answer", "in doubt"] = "answer"
+
+    def __str__(self) -> str:
+        times = {0: "no effect", 1: "one effect", 2: "**two effects**"}[self.effects]
+        return f"{times}, {'answered' if self.end == 'answer' else 'in doubt'}"
+
+
+ONE = Outcome(1)
+TWO = Outcome(2)
+
+_ALL_ONE: Mapping[Recovery, Outcome] = dict.fromkeys(RECOVERIES, ONE)
+
+# By fault and point: where it is not the same for all, what differs.
+_DIFFERS: Mapping[tuple[Fault, Point], Mapping[Recovery, Outcome]] = {
+    ("kill", "after claim"): {"manual": Outcome(0, "in doubt")},
+    ("kill", "after effect"): {"retry": TWO, "manual": Outcome(1, "in doubt")},
+    # Who wakes up goes on where it was: only a step or a transaction keeps it from the effect.
+    ("freeze", "after claim"): {"retry": TWO, "reconcile": TWO},
+    ("freeze", "after effect"): {"retry": TWO},
+    # It has written down that it begins, and sleeps in between: only a fence would keep it.
+    ("freeze", "after step"): {"steps": TWO},
+    ("exception", "after claim"): {"manual": Outcome(0, "in doubt")},
+    ("exception", "after effect"): {"retry": TWO, "manual": Outcome(1, "in doubt")},
+    ("cancellation", "after claim"): {"manual": Outcome(0, "in doubt")},
+    ("cancellation", "after effect"): {"retry": TWO, "manual": Outcome(1, "in doubt")},
+}
+# A handler can only raise or be cancelled while it runs; and before the claim a store that is away
+# means that nothing runs.
+_IN_HANDLER: tuple[Point, ...] = ("after claim", "after effect")
+
+
+def outcome_of(fault: Fault, point: Point, recovery: Recovery) -> Outcome | None:
+    """What becomes of it; None where there is no such thing."""
+    if fault == "client gone":
+        points: tuple[Point, ...] = (*_IN_HANDLER, "before response")
+    else:
+        points = POINTS if fault in ("kill", "freeze") else _IN_HANDLER
+    if point not in points:
+        return None
+    if point == "after step" and recovery != "steps":
+        return None
+    return {**_ALL_ONE, **_DIFFERS.get((fault, point), {})}[recovery]
+
+
+def table() -> str:
+    """All of it, for the documentation."""
+    lines: list[str] = []
+    for fault, words in FAULTS.items():
+        lines += [f"### {words[0].upper()}{words[1:]}", ""]
+        lines += ["| " + " | ".join(["", *(f"`{r}`" for r in RECOVERIES)]) + " |"]
+        lines += ["|" + "---|" * (1 + len(RECOVERIES))]
+        for point in POINTS:
+            cells = [outcome_of(fault, point, recovery) for recovery in RECOVERIES]
+            if any(cells):
+                told = ["–" if cell is None else str(cell) for cell in cells]
+                lines.append("| " + " | ".join([point, *told]) + " |")
+        lines.append("")
+    return "\n".join(lines)

@@ -1,0 +1,88 @@
+"""Facts: what operators may know of a record, and nothing of what its answers contain."""
+
+import json
+
+from coatcheck.core.facts import facts_of, is_sealed, story_of
+from coatcheck.core.key import reference_of
+from coatcheck.core.policy import Policy
+from coatcheck.core.progress import NOTHING, Note, Report, Resolution, Step, encoded
+from coatcheck.core.record import GONE, completed, in_doubt
+from coatcheck.core.replay import SEALED, Response, encode_response, encode_value
+from coatcheck.core.serve import Ticket, first_attempt
+
+NOW = 1_800_000_000_000
+TICKET = Ticket(b"i" * 16, b"f" * 16, NOW, 7, "POST /orders", "caller", "the key")
+CLAIM = first_attempt(TICKET, Policy(), GONE, NOW)
+SECRET = "of the customer"
+PROGRESS = (
+    NOTHING.with_step(Step("charge", 1, encode_value(SECRET)))
+    .with_step(Step("ship", 2))
+    .with_note(Note(NOW, 1, "about to charge"))
+    .with_note(Note(NOW + 1_000, 2, {"parcel": 7}))
+    .with_resolution(Resolution(NOW + 2_000, "run again", "ada", "the bank was away"))
+    ._replace(report=Report(0.5, "half"))
+)
+TOLD = CLAIM._replace(progress=encoded(PROGRESS))
+
+
+def test_a_running_operation_is_told_with_its_lease():
+    """O1."""
+    facts = facts_of(CLAIM, NOW)
+    assert facts["reference"] == reference_of(CLAIM.id)
+    assert bytes.fromhex(facts["id"]) == CLAIM.id
+    assert (facts["state"], facts["attempt"], facts["label"]) == ("running", 1, "POST /orders")
+    assert facts["created"] == "2027-01-15T08:00:00Z"
+    assert (facts["lease_until"], facts["is_lease_over"]) == ("2027-01-15T08:01:00Z", False)
+    assert facts_of(CLAIM, NOW + 60_000)["is_lease_over"] is True
+    assert facts["response"] is None
+    assert (facts["steps"], facts["notes"], facts["resolutions"]) == ([], [], [])
+    assert facts["progress"] is None
+    assert list(story_of(CLAIM)) == []
+
+
+def test_what_was_written_down_is_told_and_what_steps_returned_is_not():
+    """O1, L6: all that a person needs to decide."""
+    facts = facts_of(in_doubt(TOLD), NOW)
+    assert facts["lease_until"] is None
+    assert facts["steps"] == [
+        {"name": "charge", "attempt": 1, "is_done": True},
+        {"name": "ship", "attempt": 2, "is_done": False},
+    ]
+    assert facts["notes"] == [
+        {"at": "2027-01-15T08:00:00Z", "attempt": 1, "what": "about to charge"},
+        {"at": "2027-01-15T08:00:01Z", "attempt": 2, "what": {"parcel": 7}},
+    ]
+    assert facts["progress"] == {"fraction": 0.5, "words": "half"}
+    assert facts["resolutions"] == [
+        {
+            "at": "2027-01-15T08:00:02Z",
+            "outcome": "run again",
+            "by": "ada",
+            "why": "the bank was away",
+        }
+    ]
+    assert SECRET not in json.dumps(facts)
+    assert list(story_of(TOLD)) == [
+        ("step", "charge: done by attempt 1"),
+        ("step", "ship: begun by attempt 2"),
+        ("note", "2027-01-15T08:00:00Z attempt 1: about to charge"),
+        ("note", '2027-01-15T08:00:01Z attempt 2: {"parcel": 7}'),
+        ("resolution", "2027-01-15T08:00:02Z run again, by ada: the bank was away"),
+    ]
+
+
+def test_of_an_answer_only_its_outline_is_told():
+    """O3: no bodies."""
+    response = encode_response(Response(201, [], SECRET.encode()))
+    facts = facts_of(completed(CLAIM, response), NOW)
+    assert facts["response"] == {"status": 201, "bytes": len(SECRET)}
+    assert SECRET not in json.dumps(facts)
+
+
+def test_what_is_sealed_is_told_to_be():
+    """X1."""
+    sealed = TOLD._replace(progress=bytes([SEALED]) + b"whatever")
+    assert is_sealed(sealed)
+    facts = facts_of(sealed, NOW)
+    assert (facts["steps"], facts["notes"], facts["resolutions"]) == (None, None, None)
+    assert list(story_of(sealed)) == [("notes", "sealed")]

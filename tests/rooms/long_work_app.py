@@ -1,0 +1,131 @@
+"""Long work for real servers, in both flavours; what it does is on disk.
+
+    WORK_DIRECTORY=… uvicorn long_work_app:asgi_app
+    WORK_DIRECTORY=… python long_work_app.py 5      # waitress, on the socket of descriptor 5
+
+`/work` accepts, and then waits for `release-<key>` to appear; `/work/sync` does so in a thread of
+FastAPI's. `/broken` accepts and fails. Each execution is a line of `effects`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+from fastapi import FastAPI
+from flask import Flask
+
+import coatcheck
+from coatcheck.server.fastapi import CurrentOperation, IdempotencyMiddleware, idempotent
+from coatcheck.server.wsgi import IdempotencyMiddleware as WsgiMiddleware
+
+DIRECTORY = Path(os.environ["WORK_DIRECTORY"])
+STORE = f"sqlite:///{DIRECTORY}/work.db"
+RECOVERY = os.environ.get("WORK_RECOVERY", "retry")
+# 20 s: a hundred times what any of these waits takes; past it something hangs, and says so.
+WAIT_S_MAX = 20.0
+LEASE = os.environ.get("WORK_LEASE", "60s")
+
+
+def began(operation: coatcheck.Operation) -> None:
+    with (DIRECTORY / "effects").open("a") as effects:
+        effects.write(f"{operation.key} {operation.attempt}\n")
+
+
+def is_released(key: str) -> bool:
+    return (DIRECTORY / f"release-{key}").exists()
+
+
+def wait_for_release(key: str) -> None:
+    deadline = time.monotonic() + WAIT_S_MAX
+    while not is_released(key):
+        assert time.monotonic() < deadline, "nobody released this"
+        time.sleep(0.005)
+
+
+asgi_app = FastAPI()
+asgi_app.add_middleware(
+    IdempotencyMiddleware,
+    store=STORE,
+    policy=coatcheck.Policy(recovery=RECOVERY, lease=LEASE),
+)
+
+
+@asgi_app.get("/pid")
+async def pid() -> int:
+    return os.getpid()
+
+
+@asgi_app.post("/work", status_code=201)
+@idempotent(in_flight="202", required=True)
+async def work(operation: CurrentOperation) -> dict[str, str]:
+    began(operation)
+    await operation.accept()
+    await operation.progress(0.5, "half of it")
+    deadline = time.monotonic() + WAIT_S_MAX
+    while not is_released(operation.key):
+        assert time.monotonic() < deadline, "nobody released this"
+        await asyncio.sleep(0.005)
+    return {"done": operation.key}
+
+
+@asgi_app.post("/work/sync", status_code=201)
+@idempotent(required=True)
+def work_sync(operation: CurrentOperation) -> dict[str, str]:
+    began(operation)
+    operation.accept()
+    operation.progress(0.5, "half of it")
+    wait_for_release(operation.key)
+    return {"done": operation.key}
+
+
+@asgi_app.post("/broken")
+@idempotent(in_flight="202", required=True)
+async def broken(operation: CurrentOperation) -> None:
+    began(operation)
+    await operation.accept()
+    raise RuntimeError("after the client has been answered")
+
+
+def flask_app() -> Flask:
+    app = Flask(__name__)
+    app.wsgi_app = WsgiMiddleware(  # type: ignore[method-assign]
+        app.wsgi_app,
+        store=STORE,
+        policy=coatcheck.Policy(in_flight="202", recovery=RECOVERY, lease=LEASE),
+    )
+
+    @app.get("/pid")
+    def pid() -> str:
+        return str(os.getpid())
+
+    @app.post("/work")
+    def work() -> tuple[str, int, dict[str, str]]:
+        operation = coatcheck.current_operation()
+        assert operation is not None
+        began(operation)
+        operation.accept()
+        operation.progress(0.5, "half of it")
+        wait_for_release(operation.key)
+        return json.dumps({"done": operation.key}), 201, {"Content-Type": "application/json"}
+
+    @app.post("/broken")
+    def broken() -> str:
+        operation = coatcheck.current_operation()
+        assert operation is not None
+        began(operation)
+        operation.accept()
+        raise RuntimeError("after the client has been answered")
+
+    return app
+
+
+if __name__ == "__main__":
+    from waitress import serve
+
+    serve(flask_app(), sockets=[socket.socket(fileno=int(sys.argv[1]))], threads=2)
