@@ -226,8 +226,7 @@ class Operation:
         (the policy's unless given); if nobody has taken it by then, the recovery policy decides.
         A handler that fails after all, or answers with an error, takes it back.
         """
-        lease_ms = None if lease is None else duration_ms(lease)
-        return self._waiting("hand_over").hand_over(lease_ms)
+        return self._waiting("hand_over").hand_over(None if lease is None else _lease_ms(lease))
 
     def _waiting(self, name: str) -> Client:
         if self.client is None:
@@ -276,6 +275,16 @@ class Operation:
         every provider accepts it.
         """
         return derive(self._claim.id, name, life=self._claim.created_ms, secret=self._secret)
+
+
+def _lease_ms(lease: Duration) -> int:
+    try:
+        lease_ms = duration_ms(lease)
+    except (ValueError, OverflowError) as error:
+        raise Misconfigured(f"lease: {error}") from error
+    if lease_ms <= 0:
+        raise Misconfigured(f"lease is {lease!r}; it must be longer than zero")
+    return lease_ms
 
 
 _CURRENT: ContextVar[Operation | None] = ContextVar("coatcheck.operation", default=None)

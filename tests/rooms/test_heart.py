@@ -49,6 +49,34 @@ def heart_of(store, clock, **options):
 # --- leases -----------------------------------------------------------------------------------
 
 
+def test_a_stopped_event_loop_is_noticed_and_its_lease_runs_out(heart, store, clock, caplog):
+    """L5: the heart beats in a thread of its own, and would hold the key for ever."""
+    loop = asyncio.new_event_loop()
+
+    async def execute():
+        heart.hold(CLAIM, LEASE_MS, asyncio.get_running_loop())
+
+    loop.run_until_complete(execute())  # and it is stopped in the middle
+    clock.pass_s(30)
+    heart.beat()
+    assert store.record == CLAIM
+    assert heart.held == {}
+    assert "has stopped" in caplog.text
+    loop.close()
+
+
+def test_an_event_loop_that_is_only_blocked_keeps_its_claim(heart, store, clock):
+    """L5: blocking code is work like any other."""
+
+    async def block():
+        heart.hold(CLAIM, LEASE_MS, asyncio.get_running_loop())
+        clock.pass_s(30)
+        heart.beat()  # as its thread does, while nothing else turns
+
+    asyncio.run(block())
+    assert store.record.lease_until_ms == clock.now_ms + LEASE_MS
+
+
 def test_a_claim_is_renewed_when_a_third_of_its_lease_is_over(heart, store, clock):
     """L5: two renewals may fail before a lease is lost."""
     heart.hold(CLAIM, LEASE_MS)

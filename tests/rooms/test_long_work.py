@@ -363,8 +363,10 @@ def test_a_wish_is_for_routes_that_grant_it(open_api):
 
 def test_what_a_client_prefers_is_no_part_of_its_request(api: Api):
     """F1: the retry may prefer something else."""
+    gate = api.shop.answers["/orders"] = Gate(says(201, b"done"))
     first = api.post(headers=ASYNC)
     assert first.status == 202
+    gate.open()
     assert poll(api, address_of(first)).status == 201
     assert api.post().is_replay
 
@@ -695,6 +697,13 @@ def test_the_lease_of_resumed_work_is_renewed(api: Api, queue: Queue, guards):
     assert response.body == b'"made"'
 
 
+@pytest.mark.parametrize("lease", ["soon", 0, -1])
+def test_a_lease_that_is_none_is_refused(api: Api, queue: Queue, lease):
+    """L10."""
+    handing_over(api, queue, lease=lease)
+    assert isinstance(api.post().error, Misconfigured)
+
+
 def test_a_function_has_no_client_whose_work_could_be_handed_over(api: Api):
     """L10."""
 
@@ -946,6 +955,7 @@ def test_when_as_many_threads_work_as_may_nothing_more_is_begun(wsgi):
     full = post_wsgi(app, "k-3")
     assert (full.status, full.code, full.header("retry-after")) == (503, "too-much-work", "1")
     assert full.problem["retry"] == "same-key"
+    assert post_wsgi(app, "k-1").status == 202
     gate.open()
     until(lambda: post_wsgi(app, "k-3").status != 503)
     assert [call.operation.key for call in shop.effects].count("k-3") == 1

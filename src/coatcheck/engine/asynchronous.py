@@ -5,6 +5,7 @@ Differs from `engine/sync.py` in the words that wait, and in nothing else.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -106,7 +107,8 @@ class AsyncEngine(AsyncDriver):
         try:
             answer = await self.advance(flow, policy)
             if isinstance(answer, Execute):
-                held, is_in_call = desk.heart.hold(answer.claim, policy.lease_ms), True
+                loop = asyncio.get_running_loop()
+                held, is_in_call = desk.heart.hold(answer.claim, policy.lease_ms, loop), True
                 result = await self._execute(flow, held, call, ticket, policy)
                 is_in_call = False
                 ending = ending_of_result(ticket, result)

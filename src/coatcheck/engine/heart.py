@@ -17,8 +17,9 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
+from coatcheck.core.key import reference_of
 from coatcheck.core.record import Record, Swap, is_same_attempt, is_same_write, renewed
 from coatcheck.engine.clock import StoreClock
 from coatcheck.engine.finishing import Unfinished
@@ -41,16 +42,29 @@ UNFINISHED_EVERY_MS = 3_000
 SWEEP_BATCHES_MAX = 20
 
 
+class Loop(Protocol):
+    """An event loop, as far as it concerns us."""
+
+    def is_running(self) -> bool:
+        """It turns."""
+        ...
+
+
 class Held:
     """A claim that this process executes."""
 
-    __slots__ = ("_on_lost", "claim", "is_lost", "lease_ms")
+    __slots__ = ("_on_lost", "claim", "is_lost", "lease_ms", "loop")
 
-    def __init__(self, claim: Record, lease_ms: int) -> None:
+    def __init__(self, claim: Record, lease_ms: int, loop: Loop | None = None) -> None:
         self.claim = claim
         self.lease_ms = lease_ms
+        self.loop = loop  # on which it is executed, where it is on one
         self.is_lost = False
         self._on_lost: tuple[Callable[[], object], ...] = ()
+
+    def is_stopped(self) -> bool:
+        """Nobody executes it any more, because its event loop does not turn."""
+        return self.loop is not None and not self.loop.is_running()
 
     def on_lost(self, callback: Callable[[], object]) -> None:
         """Have *callback* called when another attempt has taken over; now, if it has already."""
@@ -103,9 +117,9 @@ class Heart:
         self._thread: threading.Thread | None = None
         self._mutex = threading.Lock()
 
-    def hold(self, claim: Record, lease_ms: int) -> Held:
-        """Keep *claim* alive from now on."""
-        held = self.held[claim.id] = Held(claim, lease_ms)
+    def hold(self, claim: Record, lease_ms: int, loop: Loop | None = None) -> Held:
+        """Keep *claim* alive from now on, for as long as the event *loop* it is on is running."""
+        held = self.held[claim.id] = Held(claim, lease_ms, loop)
         if lease_ms < self._lease_ms:
             self._lease_ms = lease_ms
             self._wake.set()
@@ -137,6 +151,13 @@ class Heart:
         self._clock.look()
         now_ms = self.now_ms()
         due = [held for held in list(self.held.values()) if held.is_due(now_ms)]
+        for held in [held for held in due if held.is_stopped()]:
+            logger.error(
+                "the event loop of %s has stopped: its lease is left to run out",
+                reference_of(held.claim.id),
+            )
+            self.let_go(held)
+            due.remove(held)
         if due:
             self._renew(due, now_ms)
         for chore in self._chores:

@@ -111,10 +111,12 @@ class ClientSide:
             return
         accepted = self._accepted()
         self._is_accepted = True
-        with suppress(OSError):  # it is gone already
-            await respond(self._client_send, accepted)
-        if self._done is not None and not self._done.done():
-            self._done.set_result(None)
+        try:
+            with suppress(OSError):  # it is gone already
+                await respond(self._client_send, accepted)
+        finally:
+            if self._done is not None and not self._done.done():
+                self._done.set_result(None)
 
     def _accepted(self) -> Response:
         claim = self._held.claim

@@ -142,7 +142,7 @@ class Visit(ClientSide):
             await self._answer(step)
             return
         self._claim = claim = step.claim
-        self._held = engine.desk.heart.hold(claim, policy.lease_ms)
+        self._held = engine.desk.heart.hold(claim, policy.lease_ms, asyncio.get_running_loop())
         asgi_scope = self._request.native
         asgi_scope["coatcheck.operation"] = self._operation = operation = engine.operation(
             self._held
@@ -255,19 +255,26 @@ class Visit(ClientSide):
                 await self._refuse_in_doubt()
             elif isinstance(step, Executed):
                 engine.desk.tell(self._ticket, policy, step)
-                self._is_streaming = more_body and not self._is_accepted
-                status, headers, body = response
-                headers = [*headers, reference_header(self._claim.id, policy)]
-                await self._respond(Response(status, headers, body), more_body=more_body)
+                await self._give(response, more_body=more_body)
             else:
                 assert not isinstance(step, Execute)
                 await self._answer(step)
         except OUTAGES as error:
             logger.error("executed, but the store is unavailable: %s", error)
-            refusal = problem("store-unavailable", id=self._claim.id, reason=RAN_UNRECORDED)
-            await self._respond(refused(refusal, policy))
+            if policy.unrecorded == "answer" and not self._operation.is_in_doubt:
+                await self._give(response, more_body=more_body)  # and the heart writes it down
+            else:
+                refusal = problem("store-unavailable", id=self._claim.id, reason=RAN_UNRECORDED)
+                await self._respond(refused(refusal, policy))
         finally:
             self._end()
+
+    async def _give(self, response: Response, *, more_body: bool) -> None:
+        """Give the client what the application said."""
+        self._is_streaming = more_body and not self._is_accepted
+        status, headers, body = response
+        headers = [*headers, reference_header(self._claim.id, self._policy)]
+        await self._respond(Response(status, headers, body), more_body=more_body)
 
     def _end(self) -> None:
         """All is said: whoever asks whether the client is still there may know."""

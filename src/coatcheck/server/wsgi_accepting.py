@@ -4,7 +4,7 @@ WSGI has one answer for each call and no way to go on after it. So the applicati
 of ours, and the server's thread waits: for its answer, for `operation.accept`, or until the client
 prefers to be told to ask later; whichever comes first is what the server gives to the client.
 
-Such threads are bounded in number, and when there are as many as may be, nothing is begun.
+Such threads are bounded in number: whoever would need one more is told to come again.
 """
 
 from __future__ import annotations
@@ -83,19 +83,8 @@ class AcceptingVisit(Visit):
         self._patience_s, self._patient = patience_of(request, policy)
         super().__init__(guard, request, start_response, ticket=ticket, policy=policy)
         self._threads = guard.threads
-        self._is_in_thread = False
         self._told: Future[Told] = Future()  # whoever is first to set it, answers
         self._unclosed: Iterable[bytes] = ()
-
-    def serve(self) -> Iterable[bytes]:
-        """Claim, execute, answer; unless there is too much to do already."""
-        if not self._threads.acquire(blocking=False):
-            return self._refuse(problem("too-much-work"))
-        try:
-            return super().serve()
-        finally:
-            if not self._is_in_thread:  # else it is given back where the work ends
-                self._threads.release()
 
     # --- the server's thread --------------------------------------------------------------------
 
@@ -103,17 +92,10 @@ class AcceptingVisit(Visit):
         self._claim = claim
         self._request.native["wsgi.multithread"] = True
         started, server_start = Started(), self._start_response
-        thread = threading.Thread(
-            target=copy_context().run, args=(self._work, claim, started), name="coatcheck-work"
-        )
-        try:
-            thread.start()
-        except RuntimeError as error:
-            logger.error("no thread can be started: %s", error)
+        if not self._is_begun(started):
             with suppress(*OUTAGES):
                 self._engine.advance(self._flow, self._policy, Ending(Fate.RELEASE))
             return self._refuse(problem("too-much-work", id=claim.id))
-        self._is_in_thread = True
         try:
             told = self._told.result(self._patience_s)
         except TimeoutError:
@@ -122,13 +104,28 @@ class AcceptingVisit(Visit):
         told.started.pass_on(server_start)
         return told.said
 
+    def _is_begun(self, started: Started) -> bool:
+        """The work has a thread; False where there are as many as may be, or as can be."""
+        if not self._threads.acquire(blocking=False):
+            return False
+        thread = threading.Thread(
+            target=copy_context().run, args=(self._work, started), name="coatcheck-work"
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._threads.release()
+            logger.error("no thread can be started: %s", error)
+            return False
+        return True
+
     # --- the handler's thread -------------------------------------------------------------------
 
-    def _work(self, claim: Record, started: Started) -> None:
+    def _work(self, started: Started) -> None:
         """Execute; tell the client how that ended, if it is still there."""
         self._start_response = started
         try:
-            said = super()._execute(claim)
+            said = super()._execute(self._claim)
             if not self._tell(Told(started, said)):
                 close(said)
                 self._request.body.close()

@@ -173,8 +173,11 @@ class Visit:
             step = self._engine.advance(self._flow, self._policy, ending)
         except OUTAGES as error:
             logger.error("executed, but the store is unavailable: %s", error)
-            close(said)
-            return self._refuse(problem("store-unavailable", id=claim.id, reason=RAN_UNRECORDED))
+            if self._policy.unrecorded == "503" or self._operation.is_in_doubt:
+                close(said)
+                refusal = problem("store-unavailable", id=claim.id, reason=RAN_UNRECORDED)
+                return self._refuse(refusal)
+            step = Executed(claim)  # and the heart writes it down
         assert not isinstance(step, Execute)
         if self._operation.is_in_doubt:  # whatever the handler made of it
             close(said)

@@ -8,7 +8,7 @@ import pytest
 from coatcheck.core.record import COMPLETED, RUNNING, Swap
 from coatcheck.errors import StoreUnavailable
 
-from .api import Api
+from .api import Api, until
 from .conftest import OpenApi
 from .doubles import Faulty, LosesOne, unavailable
 from .shop import Gate, in_turn, raises, says
@@ -21,7 +21,7 @@ def store(new_store) -> Faulty:
 
 @pytest.fixture
 def api(open_api: OpenApi, store: Faulty) -> Api:
-    return open_api(store=store)
+    return open_api(store=store, patience=0)
 
 
 def is_claim(swap: Swap) -> bool:
@@ -75,14 +75,36 @@ def test_a_store_that_fails_at_the_completion_is_not_a_success(api: Api, store: 
     assert api.effects() == 1
 
 
-def test_after_a_lost_completion_the_lease_decides(api: Api, store: Faulty, clock):
-    """D2, L5: the retry waits for it, and is then the next attempt."""
+def test_after_a_lost_completion_nothing_runs_twice(api: Api, store: Faulty):
+    """D2, L5: the heart writes it when the store is back, and the retry is answered."""
     store.before = lambda swaps: is_completion(swaps[0]) and unavailable(swaps)
-    api.post()
+    assert api.post().status == 503
     store.before = len
-    clock.advance(61)
+    until(lambda: api.records()[0].state == COMPLETED)
     assert api.post().status == 201
-    assert [call.operation.attempt for call in api.shop.effects] == [1, 2]
+    assert [call.operation.attempt for call in api.shop.effects] == [1]
+
+
+def test_a_client_may_be_told_the_truth_although_it_is_not_recorded_yet(open_api, store: Faulty):
+    """D2: by choice; and the end is written later."""
+    api = open_api(store=store, patience=0, unrecorded="answer")
+    store.before = lambda swaps: is_completion(swaps[0]) and unavailable(swaps)
+    first = api.post()
+    assert (first.status, first.is_replay) == (201, False)
+    store.before = len
+    until(lambda: api.records()[0].state == COMPLETED)
+    again = api.post()
+    assert again.is_replay
+    assert (again.body, api.effects()) == (first.body, 1)
+
+
+def test_a_blink_of_the_store_is_not_seen_by_the_client(open_api, store: Faulty):
+    """D2: the completion is tried again while its client waits."""
+    api = open_api(store=store)
+    blinks = [True, True]
+    store.before = lambda swaps: is_completion(swaps[0]) and blinks and unavailable(blinks.pop())
+    assert api.post().status == 201
+    assert (blinks, api.effects()) == ([], 1)
 
 
 def test_a_handlers_error_matters_more_than_the_stores(api: Api, store: Faulty):
