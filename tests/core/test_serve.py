@@ -82,6 +82,15 @@ def test_a_new_key_is_claimed_executed_and_completed():
     assert end_of(flow, None) == Executed(claim.record)
 
 
+def test_a_refusal_at_the_door_forgets_only_what_the_first_attempt_asked_for():
+    """F1: an attempt before this one may have had its effect, and that is its request's."""
+    flow, swap = met(failed(FIRST))
+    assert isinstance(flow.send(None), Execute)
+    released = flow.send(Ending(Fate.FORGET)).record
+    assert (released.attempt, released.fingerprint) == (2, TICKET.fingerprint)
+    assert swap.record.attempt == 2
+
+
 @pytest.mark.parametrize(
     ("ending", "state", "fingerprint"),
     [

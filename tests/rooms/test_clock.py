@@ -67,6 +67,18 @@ def test_the_answer_is_taken_to_be_from_the_middle_of_the_asking(local):
     assert clock.now_ms() == 77_050
 
 
+def test_a_look_during_which_we_may_have_been_stopped_is_made_again(local):
+    """L5: who believes a time that is ahead takes over what still lives."""
+    store = ToldStore(local, says_ms=77_000, takes_ms=0)
+    clock = StoreClock(store)
+    clock.look()
+    local.now_ms += LOOK_EVERY_MS
+    store.says_ms, store.takes_ms = 77_000 + LOOK_EVERY_MS, 60_000
+    clock.look()  # asked before a minute's sleep, answered after it
+    assert clock.now_ms() == 77_000 + LOOK_EVERY_MS + 60_000
+    assert clock.is_due()
+
+
 def test_the_store_is_not_asked_each_time(local):
     store = ToldStore(local, says_ms=77_000, takes_ms=0)
     clock = StoreClock(store)

@@ -4,7 +4,7 @@ import pytest
 from engines import NOW_MS, WatchedStore
 
 from coatcheck import Policy
-from coatcheck.core.record import COMPLETED, FAILED, RUNNING, Swap, in_doubt, renewed
+from coatcheck.core.record import COMPLETED, FAILED, RUNNING, Swap, completed, in_doubt, renewed
 from coatcheck.engine.patience import Patience
 from coatcheck.errors import StoreUnavailable
 
@@ -152,6 +152,22 @@ def test_an_end_that_comes_too_late_changes_nothing(guards, store):
     store.is_down = False
     engine.heart.beat()
     assert store.record == other
+
+
+def test_only_who_executes_has_something_to_end(guards, store):
+    """L5: another visit of the same key, whose take-over failed, leaves nothing to the heart."""
+    engine = guards.engine(store, Policy(patience=0))
+    told = []
+
+    def work():
+        (held,) = engine.heart.held.values()
+        taken_over = held.claim._replace(nonce=1, attempt=2, version=held.claim.version + 1)
+        for record in (taken_over, completed(taken_over, None)):
+            engine.desk.give_up(Swap(record.id, held.claim.version, record), DOWN)
+        told.append(len(engine.heart._unfinished))
+
+    guards.run(engine, "k", work)
+    assert told == [0]
 
 
 def test_closing_writes_what_can_be_written(guards, store):

@@ -12,13 +12,15 @@ from idioms import SHOPS, Till, idiom_called
 from psycopg_pool import ConnectionPool
 
 from coatcheck import AsyncEngine, Engine, KeyRing, Policy, current_operation
-from coatcheck.core.record import STATE_NAMES
+from coatcheck.core.record import GONE, STATE_NAMES
+from coatcheck.core.serve import Ticket, first_attempt
 from coatcheck.errors import KeyBusy, Misconfigured, NotCommitted, StoreUnavailable
 from coatcheck.stores import Query, open_store
 
 WAIT_S_MAX = 20.0
 PATIENT = Policy(mode="transaction", wait="20s")
 HASTY = Policy(mode="transaction", wait="1s")
+TICKET = Ticket(b"i" * 16, b"f" * 16, 1_800_000_000_000, 7)
 
 
 @pytest.fixture(params=["sqlite", "postgres", "mysql"])
@@ -203,6 +205,38 @@ def test_who_stood_in_line_runs_when_the_first_was_undone(anywhere, open_engine)
         ends = [one.exception() or one.result() for one in all_of_them]
     assert sorted(map(str, ends)) == ["1", "1", "1", "no"]
     assert anywhere.orders() == [1]
+
+
+def test_a_transaction_longer_than_its_lease_is_waited_for(shop):
+    """L5: it holds its row for as long as it is open; nobody here goes round and round for it."""
+
+    async def main():
+        policy = Policy(mode="transaction", lease="50ms", wait="10s")
+        async with AsyncEngine(shop.store, policy) as engine:
+
+            async def slow(number):
+                connection = current_operation().connection
+                await connection.execute("insert into orders values (%s)", (number,))
+                await connection.execute("select pg_sleep(0.3)")
+                return number
+
+            two = (engine.transaction("a", slow, 1, scope="s") for _ in range(2))
+            return await asyncio.wait_for(asyncio.gather(*two), WAIT_S_MAX)
+
+    assert asyncio.run(main()) == [1, 1]
+    assert shop.orders() == [1]
+
+
+def test_what_nobody_has_committed_yet_is_nothing_to_go_by(shop, open_engine):
+    """L9: who stands in line behind a claim that waited in vain looks for itself."""
+    engine = open_engine(shop, PATIENT)
+    told = []
+    claim = first_attempt(TICKET, PATIENT, GONE, TICKET.now_ms)
+    within = engine.within()
+    assert within._enter(claim) is None
+    engine.desk.line.join(claim.id, told.append, 1)
+    within._leave(claim._replace(nonce=-1))
+    assert [record.version for record in told] == [0]
 
 
 # --- commits that fail ------------------------------------------------------------------------

@@ -300,7 +300,10 @@ def ended(claim: Record, ending: Ending) -> Record:
     if ending.fate is Fate.DOUBT:
         return in_doubt(claim)
     released = failed(claim)
-    return released._replace(fingerprint=b"") if ending.fate is Fate.FORGET else released
+    # Only the first attempt: one before this one may have had its effect, and that belongs to the
+    # request that asked for it.
+    is_forgotten = ending.fate is Fate.FORGET and claim.attempt == 1
+    return released._replace(fingerprint=b"") if is_forgotten else released
 
 
 def first_attempt(ticket: Ticket, policy: Policy, standing: Record, now_ms: int) -> Record:

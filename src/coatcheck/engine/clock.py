@@ -13,6 +13,8 @@ from coatcheck.stores import Store
 
 # A look at most this often; clocks drift by less than a millisecond in that time.
 LOOK_EVERY_MS = 30_000
+# One that took longer tells little: we may have been stopped on either side of it. It is repeated.
+LOOK_MS_MAX = 1_000
 
 
 class StoreClock:
@@ -37,8 +39,11 @@ class StoreClock:
     def set(self, asked_ms: int, store_ms: int) -> None:
         """Learn that the store said *store_ms* when asked at *asked_ms* (our own clock)."""
         answered_ms = local_ms()
-        self._offset_ms = store_ms - (asked_ms + answered_ms) // 2
-        self._looked_ms = answered_ms
+        is_exact = answered_ms - asked_ms <= LOOK_MS_MAX
+        if is_exact or self._looked_ms is None:  # a time that is not exact is better than none
+            self._offset_ms = store_ms - (asked_ms + answered_ms) // 2
+        if is_exact:
+            self._looked_ms = answered_ms
 
     def look(self) -> None:
         """Ask the store, if it is time to."""

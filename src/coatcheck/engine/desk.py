@@ -172,8 +172,10 @@ class Desk:
     def give_up(self, effect: Effect[Any], failure: Exception) -> None:
         """*effect* has failed for good; the end of an execution is left to the heart."""
         if isinstance(failure, StoreUnavailable) and isinstance(effect, Swap):
-            record = effect.record
-            if record is not None and record.id in self.heart.held:
+            record, held = effect.record, self.heart.held.get(effect.id)
+            if record is None or held is None or record.state == RUNNING:
+                return
+            if held.claim.nonce == record.nonce:  # else it is another visit's, of the same key
                 self.heart.finish(effect)
 
     def tell(self, ticket: Ticket, policy: Policy, answer: Answer | None) -> None:

@@ -21,6 +21,8 @@ from coatcheck.stores.ledger import Dialect, Ledger, Statement
 TRIES = 3
 # What a claim lost against may be swept before it is looked at, but not again and again.
 _GHOSTS_MAX = 5
+# The nonce of a claim in a transaction that nobody else can see yet.
+_UNSEEN = -1
 
 
 class Lender(NamedTuple):
@@ -57,7 +59,8 @@ class Together:
         """Begin work on *claim*; else the claim that this process works on already."""
         standing = self._desk.under_way.setdefault(claim.id, claim)
         if standing is not claim:
-            return standing
+            # Held for as long as its transaction is open, whatever its lease says.
+            return standing._replace(lease_until_ms=claim.lease_until_ms)
         self._claimed = claim
         return None
 
@@ -66,7 +69,10 @@ class Together:
         claim, self._claimed = self._claimed, None
         if claim is not None:
             self._desk.under_way.pop(claim.id, None)
-            self._desk.line.tell((standing or GONE)._replace(id=claim.id))
+            # What somebody else has not committed yet is no record that one could go by.
+            if standing is None or standing.nonce == _UNSEEN:
+                standing = GONE
+            self._desk.line.tell(standing._replace(id=claim.id))
 
     def _committed(self, swap: Swap) -> None:
         self._claimed = None
@@ -111,7 +117,7 @@ class Together:
         """
         if trouble is Trouble.HELD:  # by a transaction that nobody else can see yet
             assert begin.swap.record is not None
-            return begin.swap.record._replace(nonce=-1)
+            return begin.swap.record._replace(nonce=_UNSEEN)
         if standing.version or begin.swap.expected:
             return standing
         self._ghosts += 1

@@ -1,0 +1,121 @@
+"""The handlers: what applications do when they are executed, and when they are asked.
+
+A handler thinks, has its effect downstream, thinks again and answers. It may fail before, saying
+so, or in the middle of it; and what it sent may arrive long after it has failed, or died. A step
+that is remembered would be one more thing to do between the thoughts of `execute`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator
+from typing import Any, TypeAlias
+
+from coatcheck.core.policy import Policy
+from coatcheck.core.record import Record
+from coatcheck.core.replay import Fate, Response, fate_of
+from coatcheck.core.serve import Ending
+from coatcheck.operation import Operation
+
+from .downstream import Downstream
+from .weather import Broken, Weather
+from .world import Pause, Resume, World
+
+Ended: TypeAlias = Generator[Pause, Any, Ending]
+# How a handler has its effect; in a transaction it is a write, and may fail like one.
+Charge: TypeAlias = Callable[[Record, bytes], Generator[Pause, Any, bytes]]
+
+# Most handlers are over before their first renewal; some need several.
+SHORT_SHARE = 0.6
+LONG_LEASES_MAX = 1.5
+
+
+class HandlerError(Exception):
+    """The handler failed."""
+
+
+class Handlers:
+    """The application, the same in every process."""
+
+    def __init__(
+        self, world: World, policy: Policy, downstream: Downstream, broken: Broken
+    ) -> None:
+        self.world = world
+        self.policy = policy
+        self.downstream = downstream
+        self.broken = broken
+        self.weather = Weather(0.0, 0.0)
+
+    def execute(self, claim: Record, charge: Charge | None = None) -> Ended:
+        """Run the handler for *claim*, with its effect by *charge*."""
+        world, weather = self.world, self.weather
+        yield self._thought_ms()
+        if world.chance(weather.fails_early):
+            world.happened("handler", "refuses", claim)
+            return self._answered(world.random.choice((429, 401)), b"not now")
+        fails_late = world.chance(weather.fails_late)
+        if fails_late and world.chance(0.3):
+            raise HandlerError("before its effect, but who knows")
+        response = b"by %d for %s" % (claim.nonce, claim.fingerprint)
+        response = yield from (charge or self._charge)(claim, response)
+        yield self._thought_ms()
+        if fails_late:
+            world.happened("handler", "fails", claim)
+            if world.chance(0.5):
+                raise HandlerError("after its effect")
+            return self._answered(503, b"sorry")
+        if world.chance(weather.not_kept):
+            return Ending(Fate.KEEP, None)
+        return self._answered(201, response)
+
+    def reconcile(self, claim: Record) -> Ended:
+        """Ask downstream what became of the attempt before *claim*."""
+        world = self.world
+        world.happened("reconciler", "is asked", claim)
+        yield self._delay_ms()
+        response = self.downstream.ask(claim)
+        yield self._delay_ms()
+        if world.chance(self.weather.fails_late):
+            world.happened("reconciler", "does not know", claim)
+            return Ending(Fate.DOUBT)
+        if response is None or not self.broken.reconciler_tells_the_truth:
+            world.happened("reconciler", "says no", claim)
+            return Ending(Fate.RELEASE)
+        world.happened("reconciler", "says yes", claim)
+        return Ending(Fate.KEEP, response)
+
+    def _charge(self, claim: Record, response: bytes) -> Generator[Pause, Any, bytes]:
+        answer: bytes | None = yield functools.partial(self._send, claim, response)
+        if answer is None:
+            raise HandlerError("downstream has refused")
+        return answer
+
+    def _send(self, claim: Record, response: bytes, resume: Resume) -> None:
+        world, weather = self.world, self.weather
+        name = "charge" if self.broken.keys_are_derived else f"charge {claim.attempt}"
+        act = functools.partial(
+            self.downstream.charge, claim, Operation(claim).derive(name), response
+        )
+        if world.chance(weather.fails_late / 2):  # it arrives late, or never
+            world.happened("downstream", "does not answer", claim)
+            if world.chance(0.7):
+                late_ms = weather.timeout_ms + world.between(0, weather.late_ms_max)
+                world.later(late_ms, act)
+            world.later(weather.timeout_ms, resume, None, HandlerError("no answer"))
+        else:
+            world.later(self._delay_ms(), self._arrive, act, resume)
+
+    def _arrive(self, act: Callable[[], bytes | None], resume: Resume) -> None:
+        self.world.later(self._delay_ms(), resume, act())
+
+    def _answered(self, status: int, body: bytes) -> Ending:
+        fate = fate_of(Response(status, (), body), self.policy.keep, reruns=self.policy.reruns)
+        return Ending(fate, body)
+
+    def _thought_ms(self) -> float:
+        if self.world.chance(SHORT_SHARE):
+            return self._delay_ms()
+        return self.world.between(0, LONG_LEASES_MAX * self.policy.lease_ms)
+
+    def _delay_ms(self) -> float:
+        return self.weather.latency_ms * self.world.between(0.5, 2)

@@ -1,0 +1,183 @@
+"""The rules: what must hold whatever the weather.
+
+They look at what happened, never at why: at what the store accepts, at what clients are told, and
+at the ledger downstream. What is promised of effects depends on the kind of route:
+
+    retry        in calm weather one effect; in a storm the handler may run again
+    derived      retry, with a derived key downstream: one effect, always
+    reconcile    one effect, but for those that come after a later attempt has asked for them
+    fenced       reconcile, with a downstream that refuses old fences: one effect, always
+    manual       one effect, always; a zombie's included
+    transaction  one effect, always, and it is there if and only if the record is
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from coatcheck.core.policy import Policy
+from coatcheck.core.record import (
+    COMPLETED,
+    FAILED,
+    IN_DOUBT,
+    RUNNING,
+    Record,
+    is_lease_over,
+    is_retention_over,
+    legal_moves,
+)
+from coatcheck.core.replay import Fate
+from coatcheck.core.serve import Answer, Ending, Executed, Refuse, Replay
+
+from .downstream import Downstream, Effect, Life, life_of
+from .weather import AHEAD_LEASES_MAX
+from .world import World
+
+if TYPE_CHECKING:
+    from .driver import Visit
+
+
+class Rules:
+    """What happened so far, and whether it was right."""
+
+    def __init__(self, world: World, policy: Policy, *, is_calm: bool) -> None:
+        self.require = world.require
+        self._policy = policy
+        self._is_calm = is_calm
+        self._ahead_ms = int(AHEAD_LEASES_MAX * policy.lease_ms)
+        self._standing: dict[bytes, Record] = {}  # what the store has acknowledged
+        self._versions: dict[bytes, int] = {}  # the highest there was
+        self._executions: set[tuple[Life, int]] = set()
+        self._completed: dict[Life, bytes | None] = {}
+        self._over: set[Life] = set()  # swept, or another life has begun
+        self._finals: dict[Life, bytes] = {}  # what clients were told
+
+    # --- what the store accepts ---------------------------------------------------------------
+
+    def accepted(self, before: Record | None, record: Record, writer: object, now_ms: int) -> str:
+        """*writer* has put *record* in the place of *before*; the name of that move."""
+        require = self.require
+        require(before == self._standing.get(record.id), "what was acknowledged is kept")
+        self._standing[record.id] = record
+        ahead_ms = now_ms + self._ahead_ms
+        moves = legal_moves(before, record, ahead_ms)
+        require(moves, "every change is a legal move")
+        is_new_life = before is None or before.created_ms != record.created_ms
+        names = [m.name for m in moves if (m.name in ("claim", "new life")) == is_new_life]
+        require(names, "a new life begins when the window is over, and not before")
+        is_heart = str(writer).startswith("heart")
+        is_begun = record.state == RUNNING and names[0] != "renew"
+        require(not (is_heart and is_begun), "a heart begins nothing")
+        highest = self._versions.get(record.id, 0)
+        require(record.version > highest, "versions only grow, also across lives")
+        self._versions[record.id] = record.version
+        if before is not None:
+            if is_new_life:
+                self._over.add(life_of(before))
+            else:
+                self._check_life(before, record)
+            self._check_holder(before, record, writer, ahead_ms)
+        if record.state == RUNNING:
+            longest_ms = ahead_ms + self._policy.lease_ms
+            require(record.lease_until_ms <= longest_ms, "no claim holds longer than its lease")
+        if record.state == COMPLETED:
+            require(life_of(record) not in self._completed, "a life is completed once")
+            self._completed[life_of(record)] = record.response
+        return names[0]
+
+    def _check_life(self, before: Record, record: Record) -> None:
+        is_same = before.window_until_ms == record.window_until_ms
+        is_same = is_same and before.expires_ms == record.expires_ms
+        self.require(is_same, "the times of a life are set once")
+        is_next = record.state == RUNNING and record.nonce != before.nonce
+        is_counted = record.attempt == before.attempt + is_next
+        self.require(is_counted, "attempts are counted one by one")
+        is_open = b"" in (before.fingerprint, record.fingerprint)
+        is_same = record.fingerprint == before.fingerprint
+        self.require(is_same or is_open, "another request never goes on with a life")
+
+    def _check_holder(self, before: Record, record: Record, writer: object, ahead_ms: int) -> None:
+        if before.state != RUNNING or getattr(writer, "nonce", before.nonce) == before.nonce:
+            return
+        self.require(not self._is_calm, "a living executor keeps its claim")
+        is_parked = record.state in (RUNNING, IN_DOUBT) and is_lease_over(before, ahead_ms)
+        self.require(is_parked, "only its holder ends an attempt, unless its lease has run out")
+
+    def swept(self, record: Record, now_ms: int) -> None:
+        """*record* is forgotten."""
+        is_over = is_retention_over(record, now_ms + self._ahead_ms)
+        self.require(is_over, "nothing is swept before its retention is over")
+        self._standing.pop(record.id, None)
+        self._over.add(life_of(record))
+
+    # --- what clients get ---------------------------------------------------------------------
+
+    def begun(self, claim: Record) -> None:
+        """The attempt that *claim* names executes."""
+        if self._policy.mode == "transaction":  # it is no attempt before it is committed
+            return
+        execution = (life_of(claim), claim.attempt)
+        self.require(execution not in self._executions, "an attempt executes at most once")
+        self._executions.add(execution)
+
+    def answered(self, visit: Visit, answer: Answer, standing: Record) -> None:
+        """A visit ends with *answer*, while *standing* is in the store."""
+        if standing.nonce == visit.nonce:
+            is_ended = standing.state != RUNNING
+            self.require(is_ended, "who has an answer holds no claim any more")
+        match answer:
+            case Executed(claim):
+                assert visit.ending is not None
+                self._executed(life_of(claim), visit.ending)
+            case Replay(record, response):
+                is_own = response.endswith(b" for " + visit.ticket.fingerprint)
+                self.require(is_own, "nobody sees the answer to another request")
+                self._final(life_of(record), response)
+            case Refuse():
+                is_right = visit.claim is None or standing.nonce != visit.nonce
+                is_right = is_right or standing.state in (FAILED, IN_DOUBT)
+                self.require(is_right, "who completed is not refused")
+
+    def _executed(self, life: Life, ending: Ending) -> None:
+        if ending.fate is not Fate.KEEP:
+            return
+        if life not in self._completed:  # it slept until nobody remembered this life
+            self.require(life in self._over, "an answer leaves after its record is safe")
+        elif ending.response is not None:
+            self._final(life, ending.response)
+
+    def _final(self, life: Life, response: bytes) -> None:
+        is_kept = self._completed.get(life) == response
+        self.require(is_kept, "an answer leaves after its record is safe")
+        known = self._finals.setdefault(life, response)
+        self.require(known == response, "one life has one final answer")
+
+    # --- what comes of it ---------------------------------------------------------------------
+
+    def check_effects(self, kind: str, downstream: Downstream) -> None:
+        """All is over: what has happened downstream is what was promised."""
+        count, promise = COUNTED[kind]
+        if kind != "retry" or self._is_calm:
+            most = max(map(count, downstream.effects.values()), default=0)
+            self.require(most <= 1, promise)
+        for life, response in self._finals.items():
+            answers = [effect.response for effect in downstream.effects.get(life, ())]
+            self.require(response in answers, "a success was told, so it has happened")
+        if kind == "transaction":
+            is_same = set(downstream.effects) == set(self._completed)
+            self.require(is_same, "transaction: record and effect are there together, or neither")
+
+
+def _in_time(effects: list[Effect]) -> int:
+    return sum(not effect.is_late for effect in effects)
+
+
+COUNTED: dict[str, tuple[Callable[[list[Effect]], int], str]] = {
+    "retry": (len, "retry: one effect where nothing outlasts a lease"),
+    "derived": (len, "derived: one effect, because downstream knows the key"),
+    "reconcile": (_in_time, "reconcile: one effect, of those that could be asked for"),
+    "fenced": (len, "fenced: one effect, because downstream refuses old fences"),
+    "manual": (len, "manual: one effect"),
+    "transaction": (len, "transaction: one effect"),
+}
