@@ -29,7 +29,7 @@ from coatcheck.core.serve import (
     first_attempt,
     serve,
 )
-from coatcheck.errors import StoreUnavailable
+from coatcheck.errors import Resumable, StepInDoubt, StoreUnavailable
 
 NOW = 1_700_000_000_000
 LEASE = 60_000
@@ -80,6 +80,15 @@ def test_a_new_key_is_claimed_executed_and_completed():
     complete = flow.send(Ending(Fate.KEEP, b"answer"))
     assert complete == Swap(TICKET.id, claim.record.version, completed(claim.record, b"answer"))
     assert end_of(flow, None) == Executed(claim.record)
+
+
+@pytest.mark.parametrize("recovery", ["retry", "manual"])
+def test_an_error_goes_by_what_is_known_of_the_effect(recovery):
+    """L6: whatever the policy is, where the handler or a step has said it."""
+    for error, state in ((StepInDoubt("charge"), IN_DOUBT), (Resumable("again"), FAILED)):
+        flow, _ = begun(Policy(recovery=recovery))
+        flow.send(None)
+        assert flow.throw(error).record.state == state
 
 
 def test_a_refusal_at_the_door_forgets_only_what_the_first_attempt_asked_for():
