@@ -217,10 +217,8 @@ async def _hang_up(engine: AsyncEngine, work: Work, injector: Injector) -> None:
     REQUESTS.append(asyncio.ensure_future(_ask(app)))
     with suppress(asyncio.CancelledError):
         await REQUESTS[0]
-    deadline = time.monotonic() + WAIT_S_MAX
-    while UNDER_WAY:
-        assert time.monotonic() < deadline, "it never ends"
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(WAIT_S_MAX):
+        await asyncio.gather(*(visit.task for visit in UNDER_WAY if visit.task is not None))
 
 
 def _guarded(engine: AsyncEngine, work: Work) -> Any:

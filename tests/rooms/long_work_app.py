@@ -3,7 +3,7 @@
     WORK_DIRECTORY=… uvicorn long_work_app:asgi_app
     WORK_DIRECTORY=… python long_work_app.py 5      # waitress, on the socket of descriptor 5
 
-`/work` accepts, and then waits for `release-<key>` to appear; `/work/sync` does so in a thread of
+`/jobs` accepts, and then waits for `release-<key>` to appear; `/jobs/sync` does so in a thread of
 FastAPI's. `/broken` accepts and fails. Each execution is a line of `effects`.
 """
 
@@ -25,7 +25,7 @@ from coatcheck.server.fastapi import CurrentOperation, IdempotencyMiddleware, id
 from coatcheck.server.wsgi import IdempotencyMiddleware as WsgiMiddleware
 
 DIRECTORY = Path(os.environ["WORK_DIRECTORY"])
-STORE = f"sqlite:///{DIRECTORY}/work.db"
+STORE = f"sqlite:///{DIRECTORY}/jobs.db"
 RECOVERY = os.environ.get("WORK_RECOVERY", "retry")
 # 20 s: a hundred times what any of these waits takes; past it something hangs, and says so.
 WAIT_S_MAX = 20.0
@@ -61,7 +61,7 @@ async def pid() -> int:
     return os.getpid()
 
 
-@asgi_app.post("/work", status_code=201)
+@asgi_app.post("/jobs", status_code=201)
 @idempotent(in_flight="202", required=True)
 async def work(operation: CurrentOperation) -> dict[str, str]:
     began(operation)
@@ -74,7 +74,7 @@ async def work(operation: CurrentOperation) -> dict[str, str]:
     return {"done": operation.key}
 
 
-@asgi_app.post("/work/sync", status_code=201)
+@asgi_app.post("/jobs/sync", status_code=201)
 @idempotent(required=True)
 def work_sync(operation: CurrentOperation) -> dict[str, str]:
     began(operation)
@@ -104,7 +104,7 @@ def flask_app() -> Flask:
     def pid() -> str:
         return str(os.getpid())
 
-    @app.post("/work")
+    @app.post("/jobs")
     def work() -> tuple[str, int, dict[str, str]]:
         operation = coatcheck.current_operation()
         assert operation is not None

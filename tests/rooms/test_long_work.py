@@ -1159,7 +1159,7 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
 
 def paths_of(server: Server) -> list[str]:
     """Where long work is: in FastAPI also in a handler that is no coroutine."""
-    return ["/work", "/work/sync"] if "uvicorn" in str(server._command) else ["/work"]
+    return ["/jobs", "/jobs/sync"] if "uvicorn" in str(server._command) else ["/jobs"]
 
 
 def test_a_real_server_answers_first_and_the_work_goes_on(server: Server):
@@ -1181,7 +1181,7 @@ def test_more_work_goes_on_than_a_server_has_threads(server: Server):
     """L10: waitress has two of them here, and each serves the next client."""
     server.begin()
     keys = [f"k-{number}" for number in range(6)]
-    firsts = [server.post("/work", key) for key in keys]
+    firsts = [server.post("/jobs", key) for key in keys]
     assert {first.status_code for first in firsts} == {202}
     for key in keys:
         server.release(key)
@@ -1206,7 +1206,7 @@ def test_a_process_that_is_killed_in_accepted_work_leaves_it_to_the_policy(
     """L5, L6, L10: kill -9; who asks sees it interrupted, and a retry goes by the policy."""
     environ = {"WORK_LEASE": "1s", "WORK_RECOVERY": recovery}
     server.begin(**environ)
-    first = server.post("/work", "k-1")
+    first = server.post("/jobs", "k-1")
     assert first.status_code == 202
     assert server.progress(first) == {"fraction": 0.5, "words": "half of it"}
     server.kill()
@@ -1216,7 +1216,7 @@ def test_a_process_that_is_killed_in_accepted_work_leaves_it_to_the_policy(
         members = polled.json()
         assert (members["status"], members["retry"]) == ("interrupted", "same-key")
         assert members["progress"] == {"fraction": 0.5, "words": "half of it"}
-    retried = server.post("/work", "k-1")
+    retried = server.post("/jobs", "k-1")
     if recovery == "manual":
         assert (retried.status_code, retried.json()["code"]) == (409, "outcome-unknown")
         assert server.effects() == ["k-1 1"]

@@ -1,6 +1,7 @@
 """L9: what a transaction of somebody else's connection must withstand, on real databases."""
 
 import asyncio
+import sqlite3
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -262,15 +263,16 @@ def test_a_constraint_that_fails_at_the_commit_is_no_success(shop, open_engine):
 def test_a_connection_that_dies_before_the_commit_is_an_outage(anywhere, open_engine):
     """L9, D2: it cannot be told what became of it, so the client asks again with the same key."""
     engine = open_engine(anywhere)
+    # SQLite is not away: that its connection was closed is the handler's own mistake.
+    is_file = anywhere.kind == "sqlite"
 
     def die(number):
         place(number)
         current_operation().connection.close()
         return number
 
-    with pytest.raises((StoreUnavailable, Exception)) as raised:
+    with pytest.raises(sqlite3.ProgrammingError if is_file else StoreUnavailable):
         engine.transaction("a", die, 1, scope="orders")
-    assert not isinstance(raised.value, AssertionError)
     assert anywhere.orders() == []
     assert anywhere.records() == 0
     assert engine.transaction("a", place, 1, scope="orders") == 1
