@@ -87,7 +87,7 @@ class Operation:
 
     __slots__ = (
         *("_claim", "_hand", "_make_hand", "_secret", "_transaction"),
-        *("client", "is_resumable"),
+        *("client", "has_more_to_say", "is_resumable"),
     )
 
     def __init__(
@@ -106,6 +106,8 @@ class Operation:
         self.client: Client | None = None
         # Whether the handler has said that it may simply run again, however it ends.
         self.is_resumable = False
+        # Whether it has written or said anything, so that its answer alone may not tell its end.
+        self.has_more_to_say = False
 
     def __repr__(self) -> str:
         return f"<Operation {self.reference} {self.label!r} attempt {self.attempt}>"
@@ -204,7 +206,7 @@ class Operation:
 
     def resumable(self) -> None:
         """Declare that the handler may simply run again however it ends, whatever the policy is."""
-        self.is_resumable = True
+        self.is_resumable = self.has_more_to_say = True
 
     # --- when it takes long (L10) ---------------------------------------------------------------
 
@@ -263,6 +265,7 @@ class Operation:
                     "in record mode, while they run"
                 )
             self._hand = self._make_hand()
+            self.has_more_to_say = True
         return self._hand
 
     # --- for others -----------------------------------------------------------------------------
@@ -295,14 +298,9 @@ def current_operation() -> Operation | None:
     return _CURRENT.get()
 
 
-def enter(operation: Operation | None) -> Token[Operation | None]:
-    """Make *operation* the current one of this context, until it is left."""
-    return _CURRENT.set(operation)
-
-
-def leave(entered: Token[Operation | None]) -> None:
-    """Make the one current again that was so before."""
-    _CURRENT.reset(entered)
+# Make an operation the current one of this context, until it is left with what this returns.
+enter: Callable[[Operation | None], Token[Operation | None]] = _CURRENT.set
+leave: Callable[[Token[Operation | None]], None] = _CURRENT.reset
 
 
 @dataclass(frozen=True, slots=True)

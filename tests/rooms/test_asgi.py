@@ -106,6 +106,28 @@ def test_a_base_http_middleware_beside_ours_changes_nothing(guard, engine, where
     run(story())
 
 
+def test_what_somebody_in_front_adds_to_one_replay_is_not_in_the_next(guard):
+    """L12: middleware adds to the list of headers that it is given, and to that very list."""
+    inner = guard(starlette(Endpoint().route()))
+
+    async def in_front(asgi_scope, receive, send) -> None:
+        async def add(message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"].append((b"x-added", b"1"))
+            await send(message)
+
+        await inner(asgi_scope, receive, add)
+
+    async def story() -> None:
+        await post(in_front)
+        for _ in range(3):
+            again = await post(in_front)
+            assert again.is_replay
+            assert again.all("x-added") == ["1"]
+
+    run(story())
+
+
 def test_gzip_inside_is_undone_for_a_client_that_does_not_take_it(guard):
     """L12: stored coded, given back as the retry wants it."""
     app = guard(

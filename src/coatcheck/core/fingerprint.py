@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 from urllib.parse import unquote_to_bytes
 
 from coatcheck.core.canonical import Pointer, canonical_json, parse_pointer
@@ -75,19 +75,13 @@ def fingerprint_of(
         secret: the deployment's; without it, who reads the store can try out short bodies.
         is_retry: the key has come before, so that the same bytes are likely to come again.
     """
-    asked = (method, path, query, content_type, ignore, secret)
-    if not is_retry or headers or not isinstance(body, bytes):
-        return _fingerprint(body, asked, headers)
-    if len(body) + len(path) + len(query) > REMEMBERED_BYTES_MAX:
-        return _fingerprint(body, asked)
-    return _remembered(body, asked)
-
-
-_Asked: TypeAlias = tuple[str, str, bytes, bytes, tuple[Pointer, ...], bytes]
-
-
-def _fingerprint(body: Body, asked: _Asked, headers: Sequence[tuple[bytes, bytes]] = ()) -> bytes:
-    method, path, query, content_type, ignore, secret = asked
+    if (
+        is_retry
+        and not headers
+        and isinstance(body, bytes)
+        and len(body) + len(path) + len(query) <= REMEMBERED_BYTES_MAX
+    ):
+        return _remembered(method, path, query, content_type, body, ignore, secret)
     included = _framed((name.lower(), value) for name, value in headers) if headers else b""
     kind, boundary, as_read, as_bytes = _heads_of(
         content_type, method, path, len(query), len(included)
@@ -100,6 +94,21 @@ def _fingerprint(body: Body, asked: _Asked, headers: Sequence[tuple[bytes, bytes
     if isinstance(content, bytes):
         return digested(_DOMAIN, secret, b"".join((head, query, included, content)))
     return digested_chunks(_DOMAIN, secret, chain((head, query, included), content))
+
+
+@lru_cache(maxsize=REMEMBERED_MAX)
+def _remembered(*request: Any) -> bytes:
+    """A retry sends the same bytes, and they need not be read again."""
+    method, path, query, content_type, body, ignore, secret = request
+    return fingerprint_of(
+        method=method,
+        path=path,
+        query=query,
+        content_type=content_type,
+        body=body,
+        ignore=ignore,
+        secret=secret,
+    )
 
 
 @lru_cache(maxsize=256)  # 256: an API has a few routes that are written to
@@ -118,10 +127,6 @@ def _heads_of(
 
     media = _media_of(content_type)
     return media.kind, media.boundary, head(media.as_read), head(media.as_bytes)
-
-
-# A retry sends the same bytes, and they need not be read again.
-_remembered = lru_cache(maxsize=REMEMBERED_MAX)(_fingerprint)
 
 
 class _Media(NamedTuple):

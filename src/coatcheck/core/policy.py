@@ -110,6 +110,8 @@ class Policy:
     key_name: bytes = field(init=False, repr=False, compare=False)
     replayed_name: bytes = field(init=False, repr=False, compare=False)
     reference_name: bytes = field(init=False, repr=False, compare=False)
+    # An attempt with an unclear end may simply be run again.
+    reruns: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -126,13 +128,9 @@ class Policy:
         set_(self, "key_name", _header_name(self.key_header))
         set_(self, "replayed_name", _header_name(self.replayed_header))
         set_(self, "reference_name", _header_name(self.reference_header))
+        set_(self, "reruns", self.recovery == "retry")
         for check in (_check_choices, _check_times, _check_recovery, _check_limits, _check_names):
             check(self)
-
-    @property
-    def reruns(self) -> bool:
-        """An attempt with an unclear end may simply be run again."""
-        return self.recovery == "retry"
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Policy:

@@ -18,7 +18,8 @@ from hashlib import blake2b, sha1
 # 16 bytes: 128 bits, the width at which nobody meets a collision by chance or by trying.
 ID_BYTES = 16
 
-# 16 hexadecimal characters: tells callers apart in a listing; nothing is ever looked up by it.
+# What a record keeps of a `caller_digest`. 16 hexadecimal characters: tells callers apart in a
+# listing; nothing is ever looked up by it.
 SCOPE_CHARS = 16
 
 # One domain for each use, so that no digest can stand in for another. At most 16 bytes each.
@@ -58,11 +59,6 @@ def caller_digest(*parts: bytes | str, secret: bytes = b"") -> str:
         text = part if isinstance(part, bytes) else part.encode("utf-8", "surrogatepass")
         framed.append(b"%d:%b" % (len(text), text))  # as above: no two lists of parts are one
     return digested(_CALLER_DOMAIN, secret, b"".join(framed)).hex()
-
-
-def scope_of(caller: str) -> str:
-    """The short form of a `caller_digest` that the record keeps for people."""
-    return caller[:SCOPE_CHARS]
 
 
 def derive(id: bytes, name: str, *, life: int, secret: bytes = b"") -> str:

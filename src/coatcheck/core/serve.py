@@ -19,9 +19,11 @@ parked in doubt.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from coatcheck.core.flow import Effect, Flow
 from coatcheck.core.policy import Policy
@@ -56,6 +58,10 @@ class Ticket(NamedTuple):
     label: str = ""
     scope: str = ""
     key: str = ""
+
+
+# Of all its fields in their order; see `new_record`.
+new_ticket: Callable[[tuple[Any, ...]], Ticket] = functools.partial(tuple.__new__, Ticket)
 
 
 class Seen(NamedTuple):
@@ -148,7 +154,7 @@ Verdict: TypeAlias = Replay | Refuse | Wait | TakeOver | Park
 def serve(ticket: Ticket, policy: Policy, *, may_claim: bool = True) -> Flow[Answer]:
     """A guarded request, from claim to answer."""
     claim = first_attempt(ticket, policy, GONE, ticket.now_ms)
-    lost = (yield from Swap(ticket.id, 0, claim)) if may_claim else GONE
+    lost: Record | None = (yield Swap(ticket.id, 0, claim)) if may_claim else GONE
     if lost is not None:
         held = yield from contend(ticket, policy, lost)
         if not isinstance(held, TakeOver):
@@ -159,7 +165,7 @@ def serve(ticket: Ticket, policy: Policy, *, may_claim: bool = True) -> Flow[Ans
             if told.fate is not Fate.RELEASE:  # it happened, or nobody knows: nothing runs
                 return (yield from conclude(claim, told, ticket, policy))
     try:
-        ending = yield from Execute(claim)
+        ending: Ending = yield Execute(claim)
     except Exception as error:
         # Known to have failed, unlike a crash. Whether we can write that down or the lease must
         # run out instead, the handler's own error matters more than ours.
@@ -212,7 +218,7 @@ def settle(claim: Record, ending: Ending) -> Flow[Record | None]:
     parked us in doubt, because our lease ran out; but who executed knows, and ends the doubt.
     """
     while True:
-        lost = yield from Swap(claim.id, claim.version, ended(claim, ending))
+        lost: Record | None = yield Swap(claim.id, claim.version, ended(claim, ending))
         if lost is None or lost.nonce != claim.nonce or lost.state not in (RUNNING, IN_DOUBT):
             return lost
         if lost.state == IN_DOUBT and ending.fate is Fate.DOUBT:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 
 from coatcheck.core.record import Record
 
@@ -26,6 +27,8 @@ class Cache:
         self, *, bytes_max: int = CACHE_BYTES_MAX, records_max: int = CACHE_RECORDS_MAX
     ) -> None:
         self._records: OrderedDict[bytes, Record] = OrderedDict()
+        # Whether a record is here; for the path of a request, where a method takes twice as long.
+        self.knows: Callable[[bytes], bool] = self._records.__contains__
         self._bytes = 0
         # Only for changes: a count that two threads get wrong would be wrong for ever.
         self._mutex = threading.Lock()
@@ -34,9 +37,6 @@ class Cache:
 
     def __len__(self) -> int:
         return len(self._records)
-
-    def __contains__(self, id: bytes) -> bool:
-        return id in self._records
 
     def get(self, id: bytes) -> Record | None:
         """The completed record of *id*, if it is here."""

@@ -24,10 +24,9 @@ from coatcheck.core.record import (
     Record,
     Swap,
     is_same_write,
-    is_window_over,
 )
 from coatcheck.core.replay import Fate, Response, decode_value, encode_response, encode_value
-from coatcheck.core.scope import operation_id, scope_of
+from coatcheck.core.scope import SCOPE_CHARS, operation_id
 from coatcheck.core.serve import (
     Answer,
     Ending,
@@ -36,6 +35,7 @@ from coatcheck.core.serve import (
     Replay,
     Ticket,
     fate_of_error,
+    new_ticket,
     verdict,
 )
 from coatcheck.engine.bell import Doorbell
@@ -115,8 +115,8 @@ class Desk:
 
     def ticket(self, id: bytes, fingerprint: bytes, *, key: str, caller: str, route: str) -> Ticket:
         """A request at the counter, now; *id* is its `operation_id`, made of all the rest."""
-        now_ms, nonce = self.now_ms(), next(self._nonces)
-        return Ticket(id, fingerprint, now_ms, nonce, route, scope_of(caller), key)
+        nonce = next(self._nonces)
+        return new_ticket((id, fingerprint, self.now_ms(), nonce, route, caller[:SCOPE_CHARS], key))
 
     def ticket_of_call(self, key: str, scope: str, call: functools.partial[Any]) -> Ticket:
         """The ticket of a guarded function's call."""
@@ -141,15 +141,15 @@ class Desk:
         """The answer to *ticket*, if memory holds it: the replay of a completed record."""
         record = self.cache.get(ticket.id)
         # After the window another engine may have begun a new life: only the store knows.
-        if record is None or is_window_over(record, ticket.now_ms):
+        if record is None or record.window_until_ms <= ticket.now_ms:
             return None
         decided = verdict(record, ticket, policy, ticket.now_ms)
         return decided if isinstance(decided, (Replay, Refuse)) else None
 
     def may_claim(self, ticket: Ticket, policy: Policy) -> bool:
-        """The caller may use another new key."""
-        keys_max = policy.live_keys_max
-        return keys_max is None or not self._crowd.is_full(ticket.scope, ticket.now_ms, keys_max)
+        """The caller may use another new key, of those that *policy* allows it."""
+        assert policy.live_keys_max is not None
+        return not self._crowd.is_full(ticket.scope, ticket.now_ms, policy.live_keys_max)
 
     def noticed(self, swap: Swap, lost: Record | None) -> Record | None:
         """
@@ -161,7 +161,9 @@ class Desk:
         if record is None or (lost is not None and not is_same_write(lost, record)):
             return lost
         if record.state != RUNNING:
-            _remember(self.cache, self.line, record)
+            if record.response is not None:
+                self.cache.put(record)
+            self.line.tell(record)
         else:
             if self.doorbell.is_idle:  # what is executed here may be waited for elsewhere
                 self.doorbell.listen()

@@ -6,6 +6,7 @@ Both adapters send what is made here and nothing else, so that they say exactly 
 from __future__ import annotations
 
 import logging
+from functools import lru_cache
 from http import HTTPStatus
 
 from coatcheck.core.key import reference_of
@@ -27,6 +28,10 @@ logger = logging.getLogger("coatcheck")
 
 # The store is not there, or what it holds cannot be read: either way nothing may run.
 OUTAGES = (StoreUnavailable, Unreadable)
+
+# 1 024 replays of 2 KiB: what is retried is mostly recent and small.
+REMEMBERED_BYTES_MAX = 2_048
+REMEMBERED_MAX = 1_024
 
 RAN_NOT = "whether this request ran before cannot be told now, so it was not run"
 RAN_UNRECORDED = "this request ran, but its outcome could not be recorded"
@@ -74,17 +79,34 @@ _NO_CONTENT = frozenset({204, 205, 304})
 
 def replayed(replay: Replay, ticket: Ticket, policy: Policy, accept_encoding: bytes) -> Response:
     """The answer on the wire for a replay."""
-    response = for_client(decode_response(replay.response), accept_encoding)
+    names, blob = (policy.replayed_name, policy.reference_name), replay.response
+    make = _remembered if len(blob) <= REMEMBERED_BYTES_MAX else _replayed
+    response = make(blob, replay.record.id, accept_encoding, names)
     if response is None:
         reason = "its response is kept in a content coding that this request does not accept"
         refusal = problem("result-unavailable", key=ticket.key, id=ticket.id, reason=reason)
         return refused(refusal, policy)
+    status, headers, body = response
+    return Response(status, list(headers), body)  # a middleware in front may add to its headers
+
+
+def _replayed(
+    blob: bytes, id: bytes, accept_encoding: bytes, names: tuple[bytes, bytes]
+) -> Response | None:
+    """The replay of *blob*; None if this client does not accept its coding."""
+    response = for_client(decode_response(blob), accept_encoding)
+    if response is None:
+        return None
     headers = list(response.headers)
     if response.status not in _NO_CONTENT:
         headers.append((b"content-length", str(len(response.body)).encode()))
-    headers.append((policy.replayed_name, b"true"))
-    headers.append(reference_header(replay.record.id, policy))
-    return Response(response.status, headers, response.body)
+    headers.append((names[0], b"true"))
+    headers.append((names[1], reference_of(id).encode()))
+    return Response(response.status, tuple(headers), response.body)
+
+
+# Who retries once often retries again.
+_remembered = lru_cache(maxsize=REMEMBERED_MAX)(_replayed)
 
 
 def reference_header(id: bytes, policy: Policy) -> tuple[bytes, bytes]:

@@ -11,6 +11,7 @@ the application does after its last byte (background tasks) goes on as without u
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from coatcheck.core.policy import SAFE_METHODS, Policy
 from coatcheck.core.problem import Problem
@@ -18,7 +19,7 @@ from coatcheck.engine import AsyncEngine
 from coatcheck.errors import Misconfigured
 from coatcheck.server.answers import OUTAGES, refused
 from coatcheck.server.asgi_client import respond
-from coatcheck.server.asgi_input import App, AsgiScope, Receive, Rewound, Send, read, request_of
+from coatcheck.server.asgi_input import App, AsgiScope, Passed, Receive, Send, read, request_of
 from coatcheck.server.asgi_transaction import TransactionVisit
 from coatcheck.server.asgi_visit import Visit, finishing, refuse_unrun
 from coatcheck.server.body import Body
@@ -73,13 +74,13 @@ class IdempotencyMiddleware:
         """Serve one connection; only requests with unsafe methods concern us."""
         if asgi_scope["type"] == "http" and asgi_scope["method"] not in SAFE_METHODS:
             policy, template = self._routes.policy_for(asgi_scope)
-            if policy is not None and (
-                policy.key_name in dict(asgi_scope["headers"])
-                or policy.required
-                or self.counter.has_natural_keys
-            ):
-                await self._guard(asgi_scope, receive, send, policy=policy, template=template)
-                return
+            if policy is not None:
+                fields = dict(asgi_scope["headers"])
+                if policy.key_name in fields or policy.required or self.counter.has_natural_keys:
+                    await self._guard(
+                        asgi_scope, receive, send, fields=fields, policy=policy, template=template
+                    )
+                    return
         elif asgi_scope["type"] == "http" and self._status_path in asgi_scope["path"]:
             await self._tell_status(asgi_scope, receive, send)
             return
@@ -96,13 +97,16 @@ class IdempotencyMiddleware:
         receive: Receive,
         send: Send,
         *,
+        fields: dict[bytes, bytes],
         policy: Policy,
         template: str | None,
     ) -> None:
         """Take the key and the whole body."""
         headers = asgi_scope["headers"]
-        fields = fields_of(headers)
-        key = self.counter.key_of(lines_of(policy.key_name, headers, fields), policy)
+        values: Sequence[bytes] = (fields[policy.key_name],) if policy.key_name in fields else ()
+        if len(fields) != len(headers):  # a name was sent in several lines
+            values, fields = lines_of(policy.key_name, headers), fields_of(headers)
+        key = self.counter.key_of(values, policy)
         if isinstance(key, Problem):
             await respond(send, refused(key, policy))
             return
@@ -134,16 +138,17 @@ class IdempotencyMiddleware:
         if not engine.is_started and not await self._start(request, send, policy):
             return
         ticket = counter.ticket(request, policy, key, template)
-        if counter.is_held_by(request, ticket):
+        if "coatcheck.operation" in request.native and counter.is_held_by(request, ticket):
             await self._pass_or_refuse(request, receive, send, None, policy)
             return
-        answer = engine.desk.recall(ticket, policy)
+        desk = engine.desk
+        answer = desk.recall(ticket, policy) if desk.cache.knows(ticket.id) else None
         if answer is None:
             visit = Visit if policy.mode == "record" else TransactionVisit
             await visit(self, request, receive, send, ticket=ticket, policy=policy).serve()
             return
         request.body.close()
-        engine.desk.tell(ticket, policy, answer)
+        desk.tell(ticket, policy, answer)
         await respond(send, counter.answered(answer, ticket, policy, request))
 
     async def _start(self, request: Request, send: Send, policy: Policy) -> bool:
@@ -167,7 +172,7 @@ class IdempotencyMiddleware:
         """Serve a request that is not for us to guard: as it is, or not at all."""
         try:
             if found is None:
-                await self.app(request.native, Rewound(request.body, receive).receive, send)
+                await self.app(request.native, Passed(request.body, receive).receive, send)
             else:
                 await respond(send, refused(found, policy))
         finally:

@@ -17,7 +17,7 @@ from coatcheck.core.replay import Response
 from coatcheck.engine import AsyncEngine
 from coatcheck.engine.heart import Held
 from coatcheck.engine.resuming import hand_over_async
-from coatcheck.server.asgi_input import App, Send
+from coatcheck.server.asgi_input import App, Rewound, Send
 from coatcheck.server.counter import Counter
 from coatcheck.server.request import Request
 from coatcheck.server.status import patience_of
@@ -34,8 +34,8 @@ class Guard(Protocol):
     counter: Counter
 
 
-class ClientSide:
-    """Whoever waits for the answer of one guarded request."""
+class ClientSide(Rewound):
+    """Whoever waits for the answer of one guarded request, and has said all of it already."""
 
     # Slots, and no defaults in the class: the interpreter is quick at nothing else.
     __slots__ = (
@@ -47,6 +47,8 @@ class ClientSide:
     _loop: asyncio.AbstractEventLoop
 
     def __init__(self, guard: Guard, request: Request, send: Send, policy: Policy) -> None:
+        self._body = request.body
+        self._messages = None
         self.guard = guard
         self._request = request
         self._client_send = send
@@ -62,10 +64,10 @@ class ClientSide:
         self._done: asyncio.Future[None] | None = None  # awaited by whoever began the visit
         self._timer: asyncio.TimerHandle | None = None
 
-    async def _respond(self, response: Response, *, more_body: bool = False) -> None:
+    async def _respond(self, response: Response) -> None:
         """Answer the client, unless it was told to ask later."""
         if not self._is_accepted:
-            await respond(self._client_send, response, more_body=more_body)
+            await respond(self._client_send, response)
 
     async def _be_patient(self, patience_s: int) -> None:
         """Do as the client prefers: tell it to ask later if there is no answer by then."""
@@ -128,8 +130,8 @@ class ClientSide:
         return text
 
 
-async def respond(send: Send, response: Response, *, more_body: bool = False) -> None:
-    """Send *response*; *more_body*: what follows is somebody else's to send."""
+async def respond(send: Send, response: Response) -> None:
+    """Send *response*."""
     status, headers, body = response
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body, "more_body": more_body})
+    await send({"type": "http.response.body", "body": body, "more_body": False})

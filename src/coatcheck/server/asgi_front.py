@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from types import CodeType, FrameType
+from typing import Any
 
 # Servers that let a request go on when its client has gone. By module and name, as all below.
 _SERVERS = frozenset(
@@ -32,23 +33,36 @@ _HARMLESS = frozenset(
     }
 )
 
-# The code of those that were met, by its id: comparing code takes longer than all the rest.
-_harmless_met: dict[int, CodeType] = {}
+# The code of those that were met, by its id, because comparing code takes longer than all the
+# rest: whether it only awaits us. Kept with the code itself, so that no other gets its id.
+_only_awaits: dict[int, bool] = {}
+_met: list[CodeType] = []
 
 
 def may_be_cancelled() -> bool:
     """Somebody who awaits the caller may cancel it while the process lives on."""
-    frame = inspect.currentframe()
-    met = _harmless_met
-    while frame is not None:
+    frame: Any = inspect.currentframe()  # a frame, until there is none: that ends in an error
+    try:
         frame = frame.f_back
-        if frame is not None and id(frame.f_code) not in met:
-            name = _name_of(frame)
-            if name not in _HARMLESS:
-                return name not in _SERVERS
-            met[id(frame.f_code)] = frame.f_code
+        while _only_awaits[id(frame.f_code)]:
+            frame = frame.f_back
+    except KeyError:
+        return _may_be_cancelled_by(frame)
+    except AttributeError:  # nobody is left to ask
+        return True
+    return False
+
+
+def _may_be_cancelled_by(frame: FrameType | None) -> bool:
+    """The same, of somebody who was not met before."""
+    while frame is not None:
+        name = (frame.f_globals.get("__name__"), frame.f_code.co_qualname)
+        is_server = name in _SERVERS
+        if not is_server and name not in _HARMLESS:
+            return True
+        _met.append(frame.f_code)
+        _only_awaits[id(frame.f_code)] = not is_server
+        if is_server:
+            return False
+        frame = frame.f_back
     return True
-
-
-def _name_of(frame: FrameType) -> tuple[object, str]:
-    return frame.f_globals.get("__name__"), frame.f_code.co_qualname

@@ -60,17 +60,18 @@ _NO_MESSAGES: Iterator[tuple[bytes, bool]] = iter(())
 
 
 class Rewound:
-    """A body that was read already, for the application to read again; then what *after* says."""
+    """A body that was read already, for the application to read again."""
 
-    def __init__(self, body: Body, after: Receive) -> None:
+    __slots__ = ("_body", "_messages")
+
+    def __init__(self, body: Body) -> None:
         self._body = body
         self._messages: Iterator[tuple[bytes, bool]] | None = None
-        self._after = after
 
     async def receive(self) -> Message:
         """The next piece of the body."""
         if self._messages is None:
-            whole = self._body.bytes_or_chunks()
+            whole = self._body.bytes_or_chunks() if self._body.whole is None else self._body.whole
             if isinstance(whole, bytes):  # nearly always: one message brings it all
                 self._messages = _NO_MESSAGES
                 return {"type": "http.request", "body": whole, "more_body": False}
@@ -78,6 +79,23 @@ class Rewound:
         for chunk, more_body in self._messages:
             return {"type": "http.request", "body": chunk, "more_body": more_body}
         return await self._after()
+
+    async def _after(self) -> Message:
+        """What comes when all of it was read."""
+        return {"type": "http.disconnect"}
+
+
+class Passed(Rewound):
+    """The same, for a request that is not guarded after all: then the server goes on."""
+
+    __slots__ = ("_receive",)
+
+    def __init__(self, body: Body, receive: Receive) -> None:
+        super().__init__(body)
+        self._receive = receive
+
+    async def _after(self) -> Message:
+        return await self._receive()
 
 
 def hide_short_cuts(asgi_scope: AsgiScope) -> None:

@@ -16,11 +16,10 @@ from coatcheck.server.answers import (
     COMMIT_UNKNOWN,
     OUTAGES,
     is_told_anyway,
-    reference_header,
     refused,
 )
 from coatcheck.server.asgi_client import Guard, respond
-from coatcheck.server.asgi_input import Receive, Rewound, Send, hide_short_cuts
+from coatcheck.server.asgi_input import Receive, Send, hide_short_cuts
 from coatcheck.server.asgi_visit import Visit, refuse_unrun
 from coatcheck.server.request import Request
 
@@ -66,6 +65,7 @@ class TransactionVisit(Visit):
         engine = self.guard.engine
         self._flow, self._within = engine.flow(self._ticket, self._policy), engine.within()
         self._chunks, self._failure, self._is_settled = None, None, False
+        self._messages = None  # the request is read from its beginning
 
     async def _serve_once(self) -> None:
         engine, policy = self.guard.engine, self._policy
@@ -83,9 +83,8 @@ class TransactionVisit(Visit):
         asgi_scope["coatcheck.operation"] = operation
         hide_short_cuts(asgi_scope)
         entered = enter(operation)
-        rewound = Rewound(self._request.body, self._wait_for_end)
         try:
-            await self.guard.app(asgi_scope, rewound.receive, self._take)
+            await self.guard.app(asgi_scope, self.receive, self._take)
             if self._failure is not None:  # it was kept from us on its way out
                 raise self._failure
             if not self._is_settled:
@@ -120,15 +119,11 @@ class TransactionVisit(Visit):
             if is_again or more_body or not is_told_anyway(response, error):
                 self._failure = error
                 raise
-            await self._send_on(response)
+            await self._give(response)
         else:
             assert isinstance(step, Executed)  # nobody can supersede what a transaction holds
             engine.desk.tell(self._ticket, policy, step)
-            self._is_streaming = more_body
-            await self._send_on(response, more_body=more_body)
-        self._end()
-
-    async def _send_on(self, response: Response, *, more_body: bool = False) -> None:
-        status, headers, body = response
-        headers = [*headers, reference_header(self._claim.id, self._policy)]
-        await respond(self._client_send, Response(status, headers, body), more_body=more_body)
+            await self._give(response, more_body=more_body)
+        self._is_over = True
+        if self._over is not None:
+            self._over.set()

@@ -34,7 +34,7 @@ from coatcheck.server.answers import (
 )
 from coatcheck.server.asgi_client import ClientSide, Guard, respond
 from coatcheck.server.asgi_front import may_be_cancelled
-from coatcheck.server.asgi_input import Message, Receive, Rewound, Send, hide_short_cuts
+from coatcheck.server.asgi_input import Message, Receive, Send, hide_short_cuts
 from coatcheck.server.request import Request
 
 # In this process, because an event loop alone does not keep a task alive.
@@ -57,6 +57,10 @@ class Visit(ClientSide):
 
     _claim: Record
     _operation: Operation
+    # What the application has said so far.
+    _status: int
+    _headers: Headers
+    _size: int
     task: asyncio.Task[None] | None
 
     def __init__(
@@ -73,9 +77,6 @@ class Visit(ClientSide):
         self._client_receive = receive
         self._ticket = ticket
         self._flow = guard.engine.flow(ticket, self._patient)
-        # What the application has said so far.
-        self._status = 0
-        self._headers: Headers = ()
         self._chunks: list[bytes] | None = None
         self._is_streaming = False
         # Whether all that we have to say to the client is said.
@@ -94,7 +95,8 @@ class Visit(ClientSide):
                 raise
             logger.error(FAILED_ALONE, exc_info=error)
         finally:
-            self._request.body.close()
+            if self._request.body.whole is None:
+                self._request.body.close()
 
     async def _outlive(self) -> None:
         """Serve in a task of its own: if whoever awaits this is cancelled, it goes on."""
@@ -142,20 +144,18 @@ class Visit(ClientSide):
             await self._answer(step)
             return
         self._claim = claim = step.claim
-        self._held = engine.desk.heart.hold(claim, policy.lease_ms, asyncio.get_running_loop())
+        self._loop = loop = asyncio.get_running_loop()
+        self._held = held = engine.desk.heart.hold(claim, policy.lease_ms, loop)
+        self._operation = operation = engine.operation(held)
+        operation.client = self
         asgi_scope = self._request.native
-        asgi_scope["coatcheck.operation"] = self._operation = operation = engine.operation(
-            self._held
-        )
+        asgi_scope["coatcheck.operation"] = operation
         hide_short_cuts(asgi_scope)
         entered = enter(operation)
-        rewound = Rewound(self._request.body, self._wait_for_end)
         try:
-            self._loop = asyncio.get_running_loop()
-            operation.client = self
             if self._patience_s is not None:
                 await self._be_patient(self._patience_s)
-            await self.guard.app(asgi_scope, rewound.receive, self._take)
+            await self.guard.app(asgi_scope, self.receive, self._take)
             if not self._is_settled:
                 raise RuntimeError("the application ended without a complete response")
         except Exception as error:
@@ -195,7 +195,7 @@ class Visit(ClientSide):
         refusal = problem("outcome-unknown", key=self._ticket.key, id=self._claim.id)
         await self._respond(refused(refusal, self._policy))
 
-    async def _wait_for_end(self) -> Message:
+    async def _after(self) -> Message:
         """Whether the client is still there, if the application asks: until it has its answer."""
         if not self._is_over:
             self._over = self._over or asyncio.Event()
@@ -246,12 +246,14 @@ class Visit(ClientSide):
                 engine.desk.tell(self._ticket, policy, Executed(self._claim))
                 await self._respond(self._accepted())
                 return
+            operation = self._operation
+            if operation.has_more_to_say:
+                ending = judged(operation, ending)
             try:
-                ending = judged(self._operation, ending)
                 step = await engine.advance(self._flow, policy, ending)
             finally:  # not before: who waits here need not look for its end
                 engine.desk.heart.let_go(self._held)
-            if self._operation.is_in_doubt:  # whatever the handler made of it
+            if operation.has_more_to_say and operation.is_in_doubt:  # whatever was made of it
                 await self._refuse_in_doubt()
             elif isinstance(step, Executed):
                 engine.desk.tell(self._ticket, policy, step)
@@ -266,21 +268,21 @@ class Visit(ClientSide):
             else:
                 refusal = problem("store-unavailable", id=self._claim.id, reason=RAN_UNRECORDED)
                 await self._respond(refused(refusal, policy))
-        finally:
-            self._end()
+        finally:  # all is said: whoever asks whether the client is still there may know
+            self._is_over = True
+            if self._over is not None:
+                self._over.set()
 
-    async def _give(self, response: Response, *, more_body: bool) -> None:
-        """Give the client what the application said."""
-        self._is_streaming = more_body and not self._is_accepted
+    async def _give(self, response: Response, *, more_body: bool = False) -> None:
+        """Give the client what the application said, unless it was told to ask later."""
+        if self._is_accepted:
+            return
+        self._is_streaming = more_body
         status, headers, body = response
         headers = [*headers, reference_header(self._claim.id, self._policy)]
-        await self._respond(Response(status, headers, body), more_body=more_body)
-
-    def _end(self) -> None:
-        """All is said: whoever asks whether the client is still there may know."""
-        self._is_over = True
-        if self._over is not None:
-            self._over.set()
+        send = self._client_send
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": more_body})
 
     async def _answer(self, answer: Answer) -> None:
         assert not isinstance(answer, Executed)

@@ -19,17 +19,21 @@ CHUNK_BYTES = 64 * 1024
 class Body:
     """A request body that grows while it is read, and is then given out any number of times."""
 
-    __slots__ = ("__weakref__", "_chunks", "_file", "size")
+    __slots__ = ("__weakref__", "_chunks", "_file", "size", "whole")
 
     def __init__(self, chunk: bytes = b"") -> None:
-        self._chunks = [chunk]
-        self._file: IO[bytes] | None = None
+        # All of it, where it is in memory and in one piece, as most are; then nothing is to close.
+        self.whole: bytes | None = chunk
         self.size = len(chunk)
+        self._file: IO[bytes] | None = None
         if self.size > MEMORY_BYTES_MAX:
+            self._chunks = [chunk]
             self._spool()
 
     def add(self, chunk: bytes) -> None:
         """Take another piece."""
+        if self.whole is not None:
+            self._chunks, self.whole = [self.whole], None
         self.size += len(chunk)
         if self._file is not None:
             self._file.write(chunk)
@@ -39,6 +43,7 @@ class Body:
             self._spool()
 
     def _spool(self) -> None:
+        self.whole = None
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
         self._file.writelines(self._chunks)
         self._chunks.clear()
@@ -49,14 +54,14 @@ class Body:
         """All of it where it is in memory, else piece by piece."""
         if self._file is not None:
             return self.chunks()
-        if len(self._chunks) != 1:
-            self._chunks = [b"".join(self._chunks)]
-        return self._chunks[0]
+        if self.whole is None:
+            self.whole = b"".join(self._chunks)
+        return self.whole
 
     def chunks(self) -> Iterator[bytes]:
         """Piece by piece, from the start."""
         if self._file is None:
-            yield from self._chunks
+            yield from (self._chunks if self.whole is None else (self.whole,))
             return
         self._file.seek(0)
         while chunk := self._file.read(CHUNK_BYTES):

@@ -64,7 +64,7 @@ class Counter:
 
     def ticket(self, request: Request, policy: Policy, key: str, template: str | None) -> Ticket:
         """The ticket of *request*; *template* is its route's, where that is known."""
-        method, path = request.method, request.path
+        method, path, whole = request.method, request.path, request.body.whole
         caller, included = self._caller_of(request)
         if policy.header_names:
             included = [*included, *((n, request.header(n)) for n in policy.header_names)]
@@ -75,11 +75,11 @@ class Counter:
             path=path,
             query=request.query,
             content_type=request.fields.get(b"content-type", b""),
-            body=request.body.bytes_or_chunks(),
+            body=request.body.bytes_or_chunks() if whole is None else whole,
             ignore=policy.pointers,
             headers=included,
             secret=desk.secret,
-            is_retry=id in desk.cache,
+            is_retry=desk.cache.knows(id),
         )
         return desk.ticket(id, fingerprint, key=key, caller=caller, route=route)
 

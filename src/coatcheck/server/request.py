@@ -34,19 +34,13 @@ class Request:
 
 def fields_of(headers: Headers) -> dict[bytes, bytes]:
     """*headers* by name; several lines of one name joined, as RFC 9110 §5.3 does it."""
-    fields = dict(headers)
-    if len(fields) < len(headers):
-        fields.clear()
-        for name, value in headers:
-            before = fields.get(name)
-            fields[name] = value if before is None else b"%b, %b" % (before, value)
+    fields: dict[bytes, bytes] = {}
+    for name, value in headers:
+        before = fields.get(name)
+        fields[name] = value if before is None else b"%b, %b" % (before, value)
     return fields
 
 
-def lines_of(name: bytes, headers: Headers, fields: Mapping[bytes, bytes]) -> Sequence[bytes]:
-    """The value of each line in which *name* was sent; *fields* are the same *headers* by name."""
-    if name not in fields:
-        return ()
-    if len(fields) == len(headers):
-        return (fields[name],)
+def lines_of(name: bytes, headers: Headers) -> Sequence[bytes]:
+    """The value of each line in which *name* was sent."""
     return [value for found, value in headers if found == name]

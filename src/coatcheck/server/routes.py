@@ -116,14 +116,17 @@ class Routes:
 
     def let_pass(self, asgi_scope: MutableMapping[str, Any]) -> None:
         """Nothing of this request is guarded, whatever its route says: its method is a safe one."""
-        if self._marked(asgi_scope) is not None:
+        self._look(asgi_scope)
+        if self._has_marks:
             _WENT_BY.set(_SAFE)
 
     def policy_for(self, asgi_scope: MutableMapping[str, Any]) -> tuple[Policy | None, str | None]:
         """The policy for this request and its route's template; None: it is not guarded."""
         method = asgi_scope["method"]
-        routes = self._marked(asgi_scope)
-        if routes is None:
+        routes: Sequence[Any] = getattr(self._router, "routes", _NO_ROUTES)
+        if routes is not self._known or len(routes) != self._count:
+            routes = self._look(asgi_scope)
+        if not self._has_marks:
             return (self._policy if method in self._policy.methods else None), None
         place = (method, asgi_scope["path"], *self._hosts(asgi_scope))
         found = self._matches.get(place)
@@ -140,8 +143,8 @@ class Routes:
             return []
         return [value.decode("latin-1") for n, value in asgi_scope["headers"] if n == b"host"]
 
-    def _marked(self, asgi_scope: MutableMapping[str, Any]) -> Sequence[Any] | None:
-        """The application's routes; None where none of them is marked, as most are."""
+    def _look(self, asgi_scope: MutableMapping[str, Any]) -> Sequence[Any]:
+        """The application's routes; looked through, where they are others than before."""
         if self._router is None:
             # An application that is wrapped by us has not said yet which one it is.
             app = asgi_scope.get("app", self._app)
@@ -150,7 +153,7 @@ class Routes:
         routes: Sequence[Any] = getattr(self._router, "routes", _NO_ROUTES)
         if routes is not self._known or len(routes) != self._count:
             self._look_through(routes)
-        return routes if self._has_marks else None
+        return routes
 
     def _look_through(self, routes: Sequence[Any]) -> None:
         """Look for marks: at the first request, and again when routes were added."""
