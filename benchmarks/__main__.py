@@ -7,12 +7,14 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import RESULTS, facts
-from benchmarks.questions import NAMES, TIMED, UNTIMED, question
+from benchmarks.questions import NAMES, TIMED, UNTIMED, answer
 from benchmarks.report import Table
 
 
@@ -44,10 +46,10 @@ def _answers(names: Sequence[str], *, quick: bool) -> Iterator[Table]:
     """One table after the other; what is not about time is asked at the same time, at the end."""
     for name in names:
         if name in TIMED:
-            yield question(name).measure(quick=quick)
-    with ThreadPoolExecutor(len(UNTIMED)) as threads:
-        untimed = [name for name in names if name in UNTIMED]
-        yield from threads.map(lambda name: question(name).measure(quick=quick), untimed)
+            yield answer(name, quick=quick)
+    untimed = [name for name in names if name in UNTIMED]
+    with ProcessPoolExecutor(len(UNTIMED), mp_context=get_context("spawn")) as processes:
+        yield from processes.map(partial(answer, quick=quick), untimed)
 
 
 def _arguments() -> argparse.Namespace:

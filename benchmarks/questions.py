@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import time
+from dataclasses import replace
 from typing import Protocol
 
 from benchmarks.report import Table
@@ -24,7 +26,10 @@ class Question(Protocol):
         ...
 
 
-def question(name: str) -> Question:
-    """The module of *name*; imported only when asked, because each brings its own libraries."""
-    module: Question = importlib.import_module(f"benchmarks.{name}")
-    return module
+def answer(name: str, *, quick: bool) -> Table:
+    """The answer to *name*; imported only when asked, because each brings its own libraries."""
+    question: Question = importlib.import_module(f"benchmarks.{name}")
+    started_s = time.monotonic()
+    table = question.measure(quick=quick)
+    took = f"it took {time.monotonic() - started_s:.0f} s to ask"
+    return replace(table, notes=[*table.notes, took])

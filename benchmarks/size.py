@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -28,7 +27,7 @@ from coatcheck import Policy, Response
 from coatcheck.core.flow import Flow
 from coatcheck.core.record import Swap
 from coatcheck.core.replay import Fate, encode_response
-from coatcheck.core.scope import caller_digest, operation_id, scope_of
+from coatcheck.core.scope import SCOPE_CHARS, caller_digest, operation_id
 from coatcheck.core.serve import Answer, Ending, Ticket, serve
 from coatcheck.stores.contract import Store
 from coatcheck.stores.postgres import PostgresStore
@@ -53,7 +52,6 @@ KeyOf: TypeAlias = Callable[[random.Random], str]
 def measure(*, quick: bool) -> Table:
     """The table of this question."""
     many, few, left = (50_000, 10_000, 25_000) if quick else (1_000_000, 50_000, 50_000)
-    started_s = time.monotonic()
     server = Postgres(autovacuum="off", shared_buffers="128MB")
     try:
         weights = {
@@ -74,13 +72,12 @@ def measure(*, quick: bool) -> Table:
             "floor": _weigh_floor(at / "floor.db", few),
         }
     found = {name: Samples((weight,)) for name, weight in weights.items()}
-    took_s = time.monotonic() - started_s
     return Table(
         name="size",
         question="bytes on disk for a record beside its response body",
         rows=_rows(found, many=counted(many), few=counted(few), left=counted(left)),
         notes=[
-            f"beside a body of {len(BODY)} bytes; its headers count as ours; {took_s:.0f} s",
+            f"beside a body of {len(BODY)} bytes; its headers count as ours",
             f"{TOGETHER} claimed and then completed together, where nothing else is said",
             "not UUIDs: 36 other characters, which do not pack",
             "PostgreSQL: when as many were swept as are left, vacuumed as autovacuum would",
@@ -168,7 +165,7 @@ def _flows(key_of: KeyOf) -> Iterator[Flow[Answer]]:
             now_ms,
             source.getrandbits(63),
             label,
-            scope_of(caller),
+            caller[:SCOPE_CHARS],
             key,
         )
         yield serve(ticket, policy, may_claim=True)
