@@ -147,6 +147,65 @@ def test_who_has_waited_long_enough_is_told_that_it_is_running(kind, tmp_path, o
     assert shop.orders() == [1]
 
 
+@pytest.mark.parametrize("kind", ["postgres", "mysql"])
+def test_nobody_waits_too_long_for_who_has_waited_itself(kind, tmp_path, open_engine):
+    """L4: whoever claims after a wait is waited for like one who did not have to."""
+    shop = SHOPS[kind](tmp_path)
+    first, second, third = (open_engine(shop, policy) for policy in (PATIENT, PATIENT, HASTY))
+    began = [threading.Event(), threading.Event()]
+    may_end = [threading.Event(), threading.Event()]
+
+    def fail(number):
+        began[0].set()
+        assert may_end[0].wait(WAIT_S_MAX)
+        raise ValueError("no")
+
+    def slow(number):
+        began[1].set()
+        assert may_end[1].wait(WAIT_S_MAX)
+        return place(number)
+
+    with ThreadPoolExecutor() as threads:
+        one = threads.submit(first.transaction, "a", fail, 1, scope="orders")
+        assert began[0].wait(WAIT_S_MAX)
+        two = threads.submit(second.transaction, "a", slow, 1, scope="orders")
+        until(lambda: shop.ask(WAITING[kind])[0][0] > 0)
+        may_end[0].set()
+        assert began[1].wait(WAIT_S_MAX)
+        three = threads.submit(third.transaction, "a", place, 1, scope="orders")
+        try:
+            with pytest.raises(KeyBusy):
+                three.result(WAIT_S_MAX / 2)
+        finally:
+            may_end[1].set()
+        with pytest.raises(ValueError, match="no"):
+            one.result()
+        assert two.result() == 1
+    assert shop.orders() == [1]
+
+
+def test_two_tables_of_one_database_do_not_wait_for_each_other(shop, open_engine):
+    """S1: records of the same name in two stores are two operations."""
+    shop.ask("create schema other")
+    elsewhere = f"{shop.store}{'&' if '?' in shop.store else '?'}schema=other"
+    first, second = open_engine(shop, PATIENT), Engine(elsewhere, HASTY)
+    began, may_end = threading.Event(), threading.Event()
+
+    def slow(number):
+        began.set()
+        assert may_end.wait(WAIT_S_MAX)
+        return place(number)
+
+    with closing(second), ThreadPoolExecutor() as threads:
+        one = threads.submit(first.transaction, "a", slow, 1, scope="orders")
+        assert began.wait(WAIT_S_MAX)
+        try:
+            assert second.transaction("a", lambda: 2, scope="orders") == 2
+        finally:
+            may_end.set()
+        assert one.result() == 1
+
+
 def test_the_handlers_own_statements_wait_as_they_always_did(shop, open_engine):
     """The limit for the claim's row is taken back by the statement that made the claim."""
 

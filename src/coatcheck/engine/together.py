@@ -6,6 +6,7 @@ there, and what it means when that fails.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from coatcheck.core.record import GONE, Record, Swap
@@ -81,7 +82,7 @@ class Together:
 
     # --- what is written, and what it means when that fails -----------------------------------
 
-    def _statement_of(self, begin: Begin) -> Statement:
+    def _statements_of(self, begin: Begin) -> Iterator[Statement]:
         # Not 0, which means no limit in some places.
         wait_ms = max(1, begin.until_ms - self._desk.now_ms())
         return self.lender.ledger.claim(begin.swap, wait_ms)

@@ -70,7 +70,7 @@ class Transaction(Together):
             try:
                 lent = self._borrow()
                 lent.begin()
-                is_won = lent.write(self._statement_of(begin)) == 1
+                is_won = any(lent.write(saying) == 1 for saying in self._statements_of(begin))
             except CoatcheckError:
                 raise
             except Exception as error:  # noqa: BLE001 - told what it means, or raised

@@ -70,7 +70,9 @@ class AsyncTransaction(Together):
             try:
                 lent = await self._borrow()
                 await lent.begin()
-                is_won = await lent.write(self._statement_of(begin)) == 1
+                is_won = False
+                for saying in self._statements_of(begin):
+                    is_won = is_won or await lent.write(saying) == 1
             except CoatcheckError:
                 raise
             except Exception as error:  # noqa: BLE001 - told what it means, or raised

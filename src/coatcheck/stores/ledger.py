@@ -7,7 +7,7 @@ for that; who sends them is in `coatcheck.lent`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -32,16 +32,17 @@ class Ledger:
 
     Attributes:
         dialect: which database it is.
-        claim: writes a claim, and waits for whoever holds its row at most so many milliseconds;
-            where it wins it affects one row.
-        change: writes the end of a claim that this transaction holds; the same.
+        claim: the statements that write a claim, one after the other until one has affected a row,
+            which is where it wins; they wait for whoever holds its row, but at most so many
+            milliseconds.
+        change: writes the end of a claim that this transaction holds; where it affects one row.
         connect: a connection of the store's own, to be lent where nobody else lends one.
         connect_async: the same for async code.
         is_shelved: connecting takes long enough that connections are kept and used again.
     """
 
     dialect: Dialect
-    claim: Callable[[Swap, int], Statement]
+    claim: Callable[[Swap, int], Iterator[Statement]]
     change: Callable[[Swap], Statement]
     connect: Callable[[], Any]
     connect_async: Callable[[], Any]

@@ -8,6 +8,7 @@ how the driver was told to count.
 from __future__ import annotations
 
 import ssl
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -42,13 +43,14 @@ class _Writing:
         self._insert = f"insert into `{table}` ({', '.join(COLUMNS)}) values ({marks})"
         self._update = f"update `{table}` set {changes} where id = %s and version = %s"
 
-    def claim(self, swap: Swap, wait_ms: int) -> Statement:
+    def claim(self, swap: Swap, wait_ms: int) -> Iterator[Statement]:
         """A claim, which waits in whole seconds; on MySQL as long as its session says."""
         wait = f"/*M! set statement innodb_lock_wait_timeout = {max(1, wait_ms // 1_000):d} for */ "
         if swap.expected:
             text, values = self.change(swap)
-            return Statement(wait + text, values)
-        return Statement(wait + self._insert, self._values_of(swap))
+            yield Statement(wait + text, values)
+        else:
+            yield Statement(wait + self._insert, self._values_of(swap))
 
     def change(self, swap: Swap) -> Statement:
         """A change of what this transaction has written, or of what stands."""

@@ -1,13 +1,15 @@
 """The ledger of the PostgreSQL store: records written in the application's own transaction (L9).
 
-Beside `postgres.py`. A claim waits for whoever holds its row, but not for ever. The limit is set
-and, where the claim was made, taken back by the same statement, so that it costs no round trip and
-the handler's own statements wait as they always did; where it was not made, the transaction is
-rolled back and the limit with it.
+Beside `postgres.py`. Whoever claims holds a lock by the record's name, for as long as its
+transaction is open. Nearly always nobody else has it, and then nothing can be in the way of the
+claim. Else it waits for that lock, but not for ever: the limit is set and, where the claim was
+made, taken back by the same statement, so that the handler's own statements wait as they always
+did; where it was not made, the transaction is rolled back and the limit with it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -17,15 +19,23 @@ from coatcheck.core.record import Record, Swap
 from coatcheck.stores.ledger import Ledger, Statement
 from coatcheck.stores.postgres_rows import Statements, row_of
 
-# Referred to by what it is put before, because PostgreSQL leaves out what nobody refers to.
+# Each is referred to by what it is put before, because PostgreSQL leaves out what nobody refers to.
 _LIMITED = """\
 with limited as materialized (
   select 0 * length(set_config('coatcheck.lock_timeout', current_setting('lock_timeout'), true))
        + 0 * length(set_config('lock_timeout', %s::text, true)) as zero
+), locked as materialized (
+  select 1 as one, pg_advisory_xact_lock({}) from limited where zero = 0
 ) """
 _UNLIMITED = (
     " returning set_config('lock_timeout', current_setting('coatcheck.lock_timeout'), true)"
 )
+# What an end changes of its claim, and where in a row it stands.
+_END = (
+    "version = %s::bigint, state = %s::smallint, age_ms = nullif(%s::bigint, 1),"
+    " lease_until_ms = nullif(%s::bigint, 0), progress = %s::bytea, response = %s::bytea"
+)
+_ENDED = (1, 2, 5, 6, 13, 14)
 
 
 def ledger_for(conninfo: str, statements: Statements, *, compact: bool) -> Ledger:
@@ -47,28 +57,35 @@ class _Writing:
         claim, change = statements.claim_one.decode(), statements.change_one.decode()
         into, _, values = claim.partition(" values (")
         values = values.removesuffix(") on conflict do nothing")
+        table = into.removeprefix("insert into ").partition(" (")[0]
+        # Another table's record of the same name has another lock.
+        quoted = table.replace("'", "''")
+        name = f"%s::bigint # '{quoted}'::regclass::oid::bigint"
+        limited = _LIMITED.format(name)
+        insert = f"{into} select claim.* from (values ({values})) as claim"
         self._compact = compact
-        self._insert = (
-            f"{_LIMITED}{into} select claim.* from (values ({values})) as claim, limited"
-            f" where limited.zero = 0 on conflict do nothing{_UNLIMITED}"
+        self._insert_at_once = (
+            f"{insert} where pg_try_advisory_xact_lock({name}) on conflict do nothing"
         )
-        self._replace = f"{_LIMITED}{change} and (select zero from limited) = 0{_UNLIMITED}"
-        self._update = change
+        self._insert = f"{limited}{insert}, locked on conflict do nothing{_UNLIMITED}"
+        self._replace = f"{limited}{change} and (select one from locked) = 1{_UNLIMITED}"
+        self._end = f"update {table} set {_END} where {change.partition(' where ')[2]}"
 
-    def claim(self, swap: Swap, wait_ms: int) -> Statement:
+    def claim(self, swap: Swap, wait_ms: int) -> Iterator[Statement]:
         """A claim, of a key that is new or of a record that stands."""
-        if swap.expected:
-            return Statement(self._replace, (f"{wait_ms:d}ms", *self._changes_of(swap)))
         row = row_of(_record_of(swap), compact=self._compact)
-        return Statement(self._insert, (f"{wait_ms:d}ms", *row))
+        name = int.from_bytes(swap.id[:8], "big", signed=True)
+        limit = (f"{wait_ms:d}ms", name)
+        if swap.expected:
+            yield Statement(self._replace, (*limit, *row[1:], swap.id, swap.expected))
+            return
+        yield Statement(self._insert_at_once, (*row, name))
+        yield Statement(self._insert, (*limit, *row))
 
     def change(self, swap: Swap) -> Statement:
         """The end of a claim that this transaction has made: nobody else can hold it."""
-        return Statement(self._update, self._changes_of(swap))
-
-    def _changes_of(self, swap: Swap) -> tuple[Any, ...]:
-        row = row_of(_record_of(swap), compact=self._compact)
-        return (*row[1:], swap.id, swap.expected)
+        row = row_of(_record_of(swap), compact=True)
+        return Statement(self._end, (*(row[n] for n in _ENDED), swap.id, swap.expected))
 
 
 def _record_of(swap: Swap) -> Record:

@@ -7,6 +7,7 @@ ever in the way for longer than that takes.
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -35,10 +36,11 @@ def _record_of(swap: Swap) -> Record:
     return swap.record
 
 
-def _claim(swap: Swap, row: rows.Row) -> Statement:
+def _claim(swap: Swap, row: rows.Row) -> Iterator[Statement]:
     if swap.expected:
-        return Statement(rows.REPLACE_ONE, (*row, swap.expected))
-    return Statement(rows.claim_many(1), row)
+        yield Statement(rows.REPLACE_ONE, (*row, swap.expected))
+    else:
+        yield Statement(rows.claim_many(1), row)
 
 
 def _connect_async(path: str, busy_timeout_s: float) -> Any:  # noqa: ANN401 - of a package that may not be here
