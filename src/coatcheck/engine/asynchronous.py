@@ -178,7 +178,7 @@ class AsyncEngine(AsyncDriver):
         case = Case(self.desk, await self._seen(reference), by=by, why=why, abandoned=abandoned)
         flow, policy = case.rerun(), case.policy
         claim = case.claimed(await self.advance(flow, policy))
-        held = self.desk.heart.hold(claim, policy.lease_ms)
+        held = self.desk.heart.hold(claim, policy.lease_ms, asyncio.get_running_loop())
         try:
             result = await self._execute(flow, held, call, case.ticket, policy)
             ending = case.ending_of(result)
@@ -218,7 +218,8 @@ class AsyncEngine(AsyncDriver):
         try:
             answer = await self.advance(flow, policy, as_value=False)
             if isinstance(answer, Execute):
-                held = self.desk.heart.hold(answer.claim, policy.lease_ms)
+                loop = asyncio.get_running_loop()
+                held = self.desk.heart.hold(answer.claim, policy.lease_ms, loop)
                 result = await self._execute(flow, held, call, work.ticket, policy)
                 answer = await self.advance(flow, policy, work.ending_of(result))
         finally:

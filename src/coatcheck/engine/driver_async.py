@@ -225,7 +225,7 @@ class AsyncDriver:
 
     async def _reconcile(self, claim: Record, policy: Policy, *, as_value: bool) -> Ending:
         assert policy.reconcile is not None
-        held = self.heart.hold(claim, policy.lease_ms)
+        held = self.heart.hold(claim, policy.lease_ms, asyncio.get_running_loop())
         try:
             answer = policy.reconcile(Operation(claim, self.desk.secret))
             if inspect.isawaitable(answer):

@@ -20,8 +20,9 @@ from coatcheck.core.policy import Policy
 from coatcheck.core.problem import problem
 from coatcheck.core.record import Record
 from coatcheck.core.replay import Headers, Response, fate_of
-from coatcheck.core.serve import Answer, Ending, Execute, Executed, Ticket
+from coatcheck.core.serve import Answer, Ending, Execute, Executed, Refuse, Replay, Ticket
 from coatcheck.engine.desk import ending_of_error, judged, logger
+from coatcheck.errors import ClaimLost
 from coatcheck.operation import Operation, enter, leave
 from coatcheck.server.answers import (
     OUTAGES,
@@ -172,19 +173,24 @@ class Visit(ClientSide):
         """
         Give the claim back, if the application raised before it had answered.
 
-        True: the client is told that nobody knows what happened, instead of the error.
+        True: the client is told something else than the error: that nobody knows what happened,
+        or, where another attempt has taken over, what that one answered.
         """
         if self._is_settled:
             return False
         self._is_settled = True
         engine, operation = self.guard.engine, self._operation
         engine.desk.tell(self._ticket, self._policy, None)
+        standing: Answer | Execute | None = None
         try:
             with suppress(*OUTAGES):  # the application's own error matters more
                 ending = ending_of_error(operation, error, self._policy)
-                await engine.advance(self._flow, self._policy, ending)
+                standing = await engine.advance(self._flow, self._policy, ending)
         finally:
             engine.desk.heart.let_go(self._held)
+        if isinstance(error, ClaimLost) and isinstance(standing, (Replay, Refuse)):
+            await self._answer(standing)
+            return True
         if not operation.is_in_doubt:
             return False
         logger.error("an operation is in doubt", exc_info=error)

@@ -17,11 +17,11 @@ from coatcheck.core.policy import Policy
 from coatcheck.core.problem import Problem, problem
 from coatcheck.core.record import Record
 from coatcheck.core.replay import Response, fate_of
-from coatcheck.core.serve import Answer, Ending, Execute, Executed, Ticket
+from coatcheck.core.serve import Answer, Ending, Execute, Executed, Refuse, Replay, Ticket
 from coatcheck.engine import Engine
 from coatcheck.engine.desk import ending_of_error, judged, logger
 from coatcheck.engine.resuming import hand_over
-from coatcheck.errors import Misconfigured
+from coatcheck.errors import ClaimLost, Misconfigured
 from coatcheck.operation import enter
 from coatcheck.server.answers import (
     OUTAGES,
@@ -109,7 +109,9 @@ class Visit:
                 chunks = iter(said)
                 is_whole = self._gather(chunks)
             except BaseException as error:
-                self._fail(error, said)
+                standing = self._fail(error, said)
+                if isinstance(error, ClaimLost) and isinstance(standing, (Replay, Refuse)):
+                    return self.answer(standing)
                 if not operation.is_in_doubt:
                     raise
                 logger.error("an operation is in doubt", exc_info=error)
@@ -119,15 +121,16 @@ class Visit:
             self._engine.heart.let_go(held)
             operation.client = None
 
-    def _fail(self, error: BaseException, said: Iterable[bytes]) -> None:
-        """Close what the application has begun to say, and give its claim back."""
+    def _fail(self, error: BaseException, said: Iterable[bytes]) -> Answer | Execute | None:
+        """Close what the application has begun to say, and give its claim back; what stands."""
         with suppress(Exception):  # its first error matters more than this one
             close(said)
         if isinstance(error, Exception):
             self._engine.desk.tell(self._ticket, self._policy, None)
             ending = ending_of_error(self._operation, error, self._policy)
             with suppress(*OUTAGES):  # and more than ours
-                self._engine.advance(self._flow, self._policy, ending)
+                return self._engine.advance(self._flow, self._policy, ending)
+        return None
 
     def _refuse_in_doubt(self, claim: Record) -> Iterable[bytes]:
         return self._refuse(problem("outcome-unknown", key=self._ticket.key, id=claim.id))

@@ -6,6 +6,7 @@ import pytest
 
 from coatcheck import DidNotHappen, Happened, Unknown
 from coatcheck.core.record import COMPLETED, RUNNING, Swap
+from coatcheck.errors import ClaimLost
 
 from .api import Api, until
 from .conftest import OpenApi
@@ -178,6 +179,37 @@ def test_a_zombie_gets_the_answer_that_stands_and_overwrites_nothing(open_api: O
     assert (answer.status, answer.body, answer.is_replay) == (201, b"of the second", True)
     assert quick.records() == [standing]
     assert slow.post().body == b"of the second"
+
+
+def taking_a_late_step(call):
+    """As a handler in a thread does, whatever the adapter is."""
+    lost = []
+
+    def step():
+        try:
+            call.operation.step("late", lambda: pytest.fail("the step has run"))
+        except ClaimLost as error:
+            lost.append(error)
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    thread.join(WAIT_S_MAX)
+    raise lost[0]
+
+
+def test_a_zombie_that_learns_it_at_a_step_gets_the_answer_that_stands(open_api: OpenApi, clock):
+    """L5, L7: what it was told is no error of the handler's."""
+    slow, quick = open_api(), open_api()
+    gate = slow.shop.answers["/orders"] = Gate(taking_a_late_step)
+    quick.shop.answers["/orders"] = says(201, b"of the second")
+    zombie = slow.start_post()
+    gate.wait_until_entered()
+    paused(slow)
+    clock.advance(61)
+    assert quick.post().body == b"of the second"
+    gate.open()
+    answer = zombie.result(20)
+    assert (answer.status, answer.body, answer.is_replay) == (201, b"of the second", True)
 
 
 @pytest.mark.parametrize("status", [201, 500, 429])
