@@ -22,6 +22,7 @@ import psycopg
 
 from coatcheck import (
     AsyncEngine,
+    ClaimLost,
     DidNotHappen,
     Happened,
     KeyBusy,
@@ -64,14 +65,18 @@ class Place(NamedTuple):
     url: str
     ledger: str
 
+    @property
+    def path(self) -> str:
+        """The file of a store on SQLite."""
+        return self.url.removeprefix("sqlite:///").partition("?")[0]
+
     def effects(self, recovery: Recovery) -> int:
         """How often it has happened."""
         if recovery != "transaction":
             path = Path(self.ledger)
             return len(path.read_text().splitlines()) if path.exists() else 0
         if self.url.startswith("sqlite"):
-            path = self.url.removeprefix("sqlite:///").partition("?")[0]
-            with closing(sqlite3.connect(path)) as connection:
+            with closing(sqlite3.connect(self.path)) as connection:
                 return connection.execute("select count(*) from effects").fetchone()[0]
         with psycopg.connect(self.url) as connection:
             return connection.execute("select count(*) from effects").fetchone()[0]
@@ -80,8 +85,7 @@ class Place(NamedTuple):
         """Make the application's own table."""
         table = "create table effects (number integer)"
         if self.url.startswith("sqlite"):
-            path = self.url.removeprefix("sqlite:///").partition("?")[0]
-            with closing(sqlite3.connect(path)) as connection:
+            with closing(sqlite3.connect(self.path)) as connection:
                 connection.execute(table)
         elif self.url.startswith("postgresql"):
             with psycopg.connect(self.url) as connection:
@@ -127,25 +131,35 @@ class Work:
         """Do the one thing that must happen once."""
         operation = current_operation()
         assert operation is not None
-        if self.injector is not None and self.injector.kind != "store":
-            self.injector.reach("after claim")
-            await asyncio.sleep(0)
+        await self.reach("after claim")
         if self.recovery == "steps":
-            step = operation.step("effect", self.happen, at_most_once=True, probe=self.ask)
-            done: str = await step
+            done: str = await operation.step("effect", self.step, at_most_once=True, probe=self.ask)
+            await self.reach("after step")
         elif self.recovery == "transaction":
             await operation.connection.execute("insert into effects values (1)")
-            if self.injector is not None:
-                self.injector.reach("after effect")
+            await self.reach("after effect")
             done = "done"
         else:
             done = self.happen()
+            await asyncio.sleep(0)
+        return done
+
+    async def step(self) -> str:
+        """The same as a step."""
+        await self.reach("in step")
+        done = self.happen()
         await asyncio.sleep(0)
         return done
 
+    async def reach(self, point: crash.Point) -> None:
+        """A point in the handler, where it is not seen in the store; who is cancelled ends here."""
+        if self.injector is not None and self.injector.kind != "store":
+            self.injector.reach(point)
+            await asyncio.sleep(0)
+
 
 class Injector(crash.Injector):
-    """One whose point after the claim is in the store, or else in the handler."""
+    """One whose points are in the store, or else in the handler."""
 
     kind = "store"
 
@@ -178,20 +192,22 @@ def inject(cell: Cell, line: Connection) -> Injector:
 
 def suffer(cell: Cell, place: Place, line: Connection) -> None:
     """The process that meets the fault."""
+    injector = inject(cell, line)
     try:
-        asyncio.run(_suffer(cell, place, inject(cell, line)))
-    except (crash.Injected, asyncio.CancelledError):
-        return
+        asyncio.run(_suffer(cell, place, injector))
+    except (crash.Injected, asyncio.CancelledError, ClaimLost):
+        pass  # of these its client knows; and who was stopped learns that it has lost its claim
     except Exception:  # its client is told of an outage, and asks again
         if not cell.fault.startswith("store"):
             raise
+    assert injector.has_struck, "the point was never reached, and nothing is shown"
 
 
 async def _suffer(cell: Cell, place: Place, injector: Injector) -> None:
     work, store = Work(place, cell.recovery, injector), open_store(place.url)
     if injector.kind == "store":
         store = injector.store(store)
-    else:
+    elif cell.fault != "client gone":
         injector.reach("before claim")
     async with AsyncEngine(ThreadedStore(store), work.policy()) as engine:
         if cell.fault == "client gone":
@@ -214,7 +230,7 @@ def _cancel_request() -> None:
 async def _hang_up(engine: AsyncEngine, work: Work, injector: Injector) -> None:
     """Send a request over ASGI whose client leaves, and stay until its work is done."""
     app = injector.asgi(_guarded(engine, work))
-    REQUESTS.append(asyncio.ensure_future(_ask(app)))
+    REQUESTS.append(asyncio.ensure_future(_ask(app, injector)))
     with suppress(asyncio.CancelledError):
         await REQUESTS[0]
     async with asyncio.timeout(WAIT_S_MAX):
@@ -230,13 +246,16 @@ def _guarded(engine: AsyncEngine, work: Work) -> Any:
     return IdempotencyMiddleware(app, engine=engine)
 
 
-async def _ask(app: Any) -> str:
-    """The body of the answer; a refusal as in a function."""
+async def _ask(app: Any, injector: Injector | None = None) -> str:
+    """The body of the answer; it is claimed when the body of the request is there."""
     said: list[Any] = []
     headers = [(b"idempotency-key", b"k")]
     scope = {"type": "http", "method": "POST", "path": "/", "headers": headers}
 
     async def receive() -> Any:
+        if injector is not None:
+            injector.reach("before claim")
+            await asyncio.sleep(0)
         return {"type": "http.request", "body": b""}
 
     async def send(message: Any) -> None:
@@ -301,6 +320,7 @@ def outcome(cell: Cell, place: Place, trouble: Callable[[Connection], None]) -> 
             os.kill(process.pid, signal.SIGCONT)
         process.join(WAIT_S_MAX)
         assert process.exitcode is not None, "the process never ends"
+        assert process.exitcode == (-signal.SIGKILL if cell.fault == "kill" else 0)
     finally:
         process.kill()
         process.join()

@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI
 from flask import Flask
@@ -48,12 +49,20 @@ def wait_for_release(key: str) -> None:
         time.sleep(0.005)
 
 
+def ask(operation: coatcheck.Operation) -> coatcheck.Happened:
+    """What became of it: somebody else has finished it."""
+    body = json.dumps({"asked about": operation.key}).encode()
+    return coatcheck.Happened(201, [("content-type", "application/json")], body)
+
+
+def policy(**fields: Any) -> coatcheck.Policy:
+    if RECOVERY == "reconcile":
+        fields["reconcile"] = ask
+    return coatcheck.Policy(recovery=RECOVERY, lease=LEASE, **fields)  # type: ignore[arg-type]
+
+
 asgi_app = FastAPI()
-asgi_app.add_middleware(
-    IdempotencyMiddleware,
-    store=STORE,
-    policy=coatcheck.Policy(recovery=RECOVERY, lease=LEASE),
-)
+asgi_app.add_middleware(IdempotencyMiddleware, store=STORE, policy=policy())
 
 
 @asgi_app.get("/pid")
@@ -95,9 +104,7 @@ async def broken(operation: CurrentOperation) -> None:
 def flask_app() -> Flask:
     app = Flask(__name__)
     app.wsgi_app = WsgiMiddleware(  # type: ignore[method-assign]
-        app.wsgi_app,
-        store=STORE,
-        policy=coatcheck.Policy(in_flight="202", recovery=RECOVERY, lease=LEASE),
+        app.wsgi_app, store=STORE, policy=policy(in_flight="202")
     )
 
     @app.get("/pid")

@@ -8,9 +8,10 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from coatcheck import AsyncEngine, Engine, current_operation, open_store
+from coatcheck import AsyncEngine, Engine, KeyRing, current_operation, open_store
 from coatcheck.errors import Misconfigured
 from coatcheck.server.asgi import IdempotencyMiddleware
+from coatcheck.server.wsgi import IdempotencyMiddleware as WsgiMiddleware
 from coatcheck.stores import Query, ThreadedStore
 from coatcheck.verify import crash
 from coatcheck.verify.outcomes import FAULTS, RECOVERIES, outcome_of, table
@@ -39,6 +40,80 @@ def test_the_points_are_reached_in_their_order():
         assert engine.run("k", handle) == "done"
     assert injector.points == [
         *("before claim", "after claim", "after effect", "after step", "after complete"),
+    ]
+
+
+def test_each_step_is_two_points_and_nothing_else_is_one():
+    """L7: notes and renewals are written into the claim as well, and are no steps."""
+    injector = Reached()
+
+    def handle():
+        operation = current_operation()
+        operation.note("about to charge")
+        operation.step("charge", lambda: 1, at_most_once=True)
+        operation.progress(0.5)
+        engine.heart.held[operation._claim.id].lease_ms = 10**9  # so that it is due
+        engine.heart.beat()
+        operation.step("ship", lambda: 2)
+
+    with Engine(injector.store(open_store("memory://"))) as engine:
+        engine.run("k", handle)
+    assert injector.points[2:-1] == ["in step", "after step", "after step"]
+
+
+def test_steps_of_an_attempt_before_are_not_reached_again():
+    """L7: also by an injector that has never seen them."""
+    store, injector, fails = open_store("memory://"), Reached(), [True]
+
+    def handle():
+        current_operation().step("charge", lambda: 1)
+        if fails:
+            fails.pop()
+            raise ZeroDivisionError
+        current_operation().step("ship", lambda: 2)
+
+    with pytest.raises(ZeroDivisionError):
+        Engine(store).run("k", handle, scope="s")
+    with Engine(injector.store(store)) as engine:
+        engine.run("k", handle, scope="s")
+    assert injector.points == ["before claim", "after step", "after complete"]
+
+
+def test_what_is_sealed_is_no_point():
+    """X1, L7: the injector has no keys."""
+    injector = Reached()
+    ring = KeyRing({"1": b"k" * 32})
+    with Engine(injector.store(open_store("memory://")), keyring=ring) as engine:
+        engine.run("k", lambda: current_operation().step("charge", lambda: 1))
+    assert injector.points == ["before claim", "after claim", "after complete"]
+
+
+def test_an_injector_may_let_the_first_ones_pass():
+    """L7: to strike at the third step."""
+    taken, injector = [], crash.Injector("after effect", crash.fail, 3)
+    effect = injector.effect(taken.append)
+    effect(1)
+    effect(2)
+    with pytest.raises(crash.Injected):
+        effect(3)
+    effect(4)
+    assert taken == [1, 2, 3, 4]
+
+
+def test_the_response_is_the_last_point_over_wsgi():
+    injector = Reached()
+
+    def app(_environ, start_response):
+        start_response("200 OK", [("Content-Type", "text/plain")])
+        return [injector.effect(lambda: b"done")()]
+
+    with Engine(injector.store(open_store("memory://"))) as engine:
+        guarded = injector.wsgi(WsgiMiddleware(app, engine=engine))
+        transport = httpx.WSGITransport(guarded)
+        with httpx.Client(transport=transport, base_url="http://shop") as client:
+            assert client.post("/", headers={"Idempotency-Key": "k"}).text == "done"
+    assert injector.points == [
+        *("before claim", "after claim", "after effect", "after complete", "before response"),
     ]
 
 

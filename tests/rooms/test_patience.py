@@ -1,7 +1,12 @@
 """The store vanishes after the claim: the end is tried again, and nothing is done twice (D2, L5)."""
 
+import signal
+import time
+from collections.abc import Iterator
+
 import pytest
 from engines import NOW_MS, WatchedStore
+from servers.redis import Redis
 
 from coatcheck import Policy
 from coatcheck.core.record import COMPLETED, FAILED, RUNNING, Swap, completed, in_doubt, renewed
@@ -50,6 +55,17 @@ def test_pauses_grow_and_end_with_the_budget():
     assert sum(pauses) == pytest.approx(2)
     assert 5 <= len(pauses) <= 8
     assert pauses[0] < 0.1
+
+
+def test_what_the_store_takes_to_fail_counts_as_well():
+    """D2: a store that is frozen takes its whole time-out for each try."""
+    now_s = [100.0]
+    patience = Patience(2, clock=lambda: now_s[0])
+    tries = 1
+    while (pause_s := patience.pause_s(A_SWAP, DEAF)) is not None:
+        now_s[0] += pause_s + 5
+        tries += 1
+    assert tries == 2  # and no third: it is over before that could begin
 
 
 def test_only_writes_that_the_store_did_not_answer_are_tried_again():
@@ -179,3 +195,32 @@ def test_closing_writes_what_can_be_written(guards, store):
     store.is_down = False
     guards.done(engine.close())
     assert store.record.state == COMPLETED
+
+
+# --- a store that is frozen -------------------------------------------------------------------
+
+
+@pytest.fixture
+def server() -> Iterator[Redis]:
+    server = Redis()
+    yield server
+    server.remove()
+
+
+@pytest.mark.parametrize("works", [lambda: "done", lambda: 1 / 0], ids=["returns", "raises"])
+def test_no_caller_hangs_longer_than_its_budget_on_a_frozen_store(guards, server, works):
+    """D2: patience, and the time-out of the tries that may be under way when it is over."""
+    engine = guards.engine(f"{server.fresh_url()}&timeout=500ms", Policy(patience="1s"))
+    begun_s = []
+
+    def work():
+        server.kill(signal.SIGSTOP)
+        begun_s.append(time.monotonic())
+        return works()
+
+    with pytest.raises((StoreUnavailable, ZeroDivisionError)):
+        guards.run(engine, "k", work)
+    taken_s = time.monotonic() - begun_s[0]
+    server.kill(signal.SIGCONT)
+    # 0.5 s each: the first try, the one that is repeated at once, and the last; a second to spare.
+    assert taken_s < 1 + 3 * 0.5 + 1

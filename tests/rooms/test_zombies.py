@@ -60,6 +60,27 @@ def work(line, then):
     return "by the zombie"
 
 
+def execute_until_lost(url, line, _then):
+    """One that has itself cancelled as soon as it has lost its claim, and says whether it was."""
+
+    async def work_async(_order):
+        operation, task = current_operation(), asyncio.current_task()
+        loop = asyncio.get_running_loop()
+        operation.on_lost(lambda: loop.call_soon_threadsafe(task.cancel))
+        line.send(operation.fence)
+        await asyncio.sleep(WAIT_S_MAX)
+        return "never cancelled"
+
+    async def main():
+        async with AsyncEngine(url, POLICY) as engine:
+            return await engine.run("k", work_async, "an order", scope="s")
+
+    try:
+        line.send(asyncio.run(main()))
+    except asyncio.CancelledError:
+        line.send("cancelled")
+
+
 @contextmanager
 def zombie(target, url, then=""):
     """A process that executes until it is stopped; it is gone at the end."""
@@ -112,6 +133,16 @@ def test_a_zombie_learns_before_its_next_step_that_it_has_lost(tmp_path):
     with Engine(url, POLICY) as engine, zombie(execute, url, "step") as (process, line, _):
         assert engine.run("k", lambda order: order, "an order", scope="s") == "an order"
         assert wake(process, line) == "lost"
+
+
+def test_a_zombie_can_be_cancelled_in_the_middle_of_its_work(tmp_path):
+    """L5: its next renewal tells it, although its handler takes no step."""
+    url = url_of("sqlite", tmp_path)
+    with Engine(url, POLICY) as engine, zombie(execute_until_lost, url) as (process, line, _):
+        assert engine.run("k", lambda order: order, "an order", scope="s") == "an order"
+        assert wake(process, line) == "cancelled"
+        (record,) = engine.store.find(Query()).records
+    assert (record.state, record.attempt) == (COMPLETED, 2)
 
 
 def test_a_zombie_that_nobody_has_missed_goes_on_as_before(tmp_path):

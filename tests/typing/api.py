@@ -4,7 +4,7 @@
 # pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false
 # pyright: reportUnknownArgumentType=false
 
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, assert_type
@@ -17,6 +17,7 @@ import coatcheck
 from coatcheck.errors import CoatcheckError, KeyBusy
 from coatcheck.server import asgi, callers, fastapi, starlette, wsgi
 from coatcheck.server.fastapi import CurrentOperation, idempotent
+from coatcheck.verify import crash
 
 
 @dataclass
@@ -44,6 +45,9 @@ coatcheck.Policy(required=True, window="72h", margin=timedelta(hours=1), lease=3
 coatcheck.Policy(methods={"POST", "PUT"}, ignore=["/sent_at"], include_headers=("X-Tenant",))
 coatcheck.Policy(in_flight="409", mismatch=409, keep="all", on_expired="refuse")
 coatcheck.Policy(keep=lambda response: response.status < 300)
+coatcheck.Policy(patience="5s", unrecorded="answer")
+coatcheck.Policy(mode="transaction", transaction_retries=3)
+coatcheck.Policy(recovery="manual", in_flight="202")
 assert_type(coatcheck.Policy.preset("stripe"), coatcheck.Policy)
 assert_type(coatcheck.Policy.preset("payments", window="7d"), coatcheck.Policy)
 
@@ -59,7 +63,16 @@ def ask_provider(
     return coatcheck.Happened(status=201, headers=[("content-type", "text/plain")], body=b"done")
 
 
+async def ask_provider_async(operation: coatcheck.Operation) -> coatcheck.Happened:
+    """It may be async, and sees what was noted."""
+    for note in operation.notes:
+        assert_type(note.at_ms, int)
+        assert_type(note.attempt, int)
+    return coatcheck.Happened(value={"charge": operation.fence})
+
+
 coatcheck.Policy(recovery="reconcile", reconcile=ask_provider)
+coatcheck.Policy.preset("payments", reconcile=ask_provider_async)
 
 # ----------------------------------------------------------------------------------- functions
 
@@ -89,6 +102,123 @@ async def with_async_engine(order: Order) -> None:
             return await place_async(order)
 
         assert_type(await guarded(order=order), int)
+
+
+# -------------------------------------------------------------------- what a handler writes down
+
+
+def take_steps(operation: coatcheck.Operation, order: Order) -> int:
+    """In sync code."""
+    operation.note({"about to charge": order.cents})
+    charged: int = operation.step("charge", place, order, at_most_once=True, probe=ask_provider)
+    operation.step("ship", lambda: b"shipped")
+    operation.progress(0.5, "half of it")
+    operation.progress(words="packing")
+    assert_type(operation.steps, Sequence[str])
+    return charged
+
+
+async def take_steps_async(operation: coatcheck.Operation, order: Order) -> int:
+    """The same words with `await`."""
+    await operation.note("about to charge")
+    charged: int = await operation.step("charge", place_async, order, probe=ask_provider_async)
+    await operation.progress(1)
+    return charged
+
+
+def know_the_claim(operation: coatcheck.Operation) -> None:
+    """Who it is, whether it is still ours, and what others may be given."""
+    assert_type(operation.fence, int)
+    assert_type(operation.derive("charge"), str)
+    assert_type(operation.is_lost, bool)
+    assert_type(operation.is_in_doubt, bool)
+    operation.on_lost(lambda: None)
+    operation.resumable()
+    assert_type(operation.reference, str)
+    assert_type(operation.key, str)
+    assert_type(operation.label, str)
+    assert_type(operation.attempt, int)
+    if operation.is_lost:
+        raise coatcheck.Resumable("nothing has been sent yet")
+
+
+def handle_trouble(error: CoatcheckError) -> str:
+    """What can go wrong in the middle."""
+    if isinstance(error, coatcheck.ClaimLost | coatcheck.StepInDoubt | coatcheck.StepsChanged):
+        return str(error)
+    if isinstance(error, coatcheck.NotResolved) and error.record is not None:
+        return str(error.record.state)
+    return ""
+
+
+# ------------------------------------------------------------------------------------ in doubt
+
+
+def decide(engine: coatcheck.Engine, order: Order) -> None:
+    """As a person has found out."""
+    happened = coatcheck.Happened(status=201, body=b"charged")
+    record = engine.resolve("7D3F-92AB-1C4E", happened, by="ada", why="in the bank list")
+    assert_type(record, coatcheck.Record)
+    engine.resolve(record.id, coatcheck.DidNotHappen(), by="ada", why="not there", abandoned=True)
+    assert_type(engine.rerun("7D3F-92AB-1C4E", place, order, by="ada", why="it was lost"), int)
+    engine.resolve("7D3F", coatcheck.Unknown(), by="ada", why="?")  # type: ignore[arg-type]  # nothing to decide
+
+
+async def decide_async(engine: coatcheck.AsyncEngine, order: Order) -> None:
+    """The same words with `await`."""
+    happened = coatcheck.Happened(value=7)
+    record = await engine.resolve("7D3F-92AB-1C4E", happened, by="ada", why="in the bank list")
+    assert_type(record, coatcheck.Record)
+    rerun = engine.rerun(record.id, place_async, order, by="ada", why="it was lost")
+    assert_type(await rerun, int)
+
+
+# ------------------------------------------------------------------- long work and transactions
+
+
+async def answer_first(operation: coatcheck.Operation, queue: list[str]) -> None:
+    """The client is told to ask later; the work goes on here, or elsewhere."""
+    await operation.accept()
+    queue.append(await operation.hand_over(lease="10m"))
+
+
+def answer_first_over_wsgi(operation: coatcheck.Operation, queue: list[str]) -> None:
+    """The same in a thread."""
+    operation.accept()
+    queue.append(operation.hand_over(timedelta(minutes=10)))
+
+
+def work_off(engine: coatcheck.Engine, handed: str, order: Order) -> None:
+    """What was handed over ends as the response of its request."""
+    response = engine.resume(handed, place, order, policy=coatcheck.Policy(recovery="manual"))
+    assert_type(response, coatcheck.Response)
+    assert_type(response.status, int)
+
+
+async def work_off_async(engine: coatcheck.AsyncEngine, handed: str, order: Order) -> None:
+    """The same words with `await`."""
+    assert_type(await engine.resume(handed, place_async, order), coatcheck.Response)
+
+
+def commit_at_once(engine: coatcheck.Engine, order: Order, connection: object) -> None:
+    """What the function writes and its record are one commit."""
+    paid = engine.transaction("order-42", place, order, connection=connection, scope="orders")
+    assert_type(paid, int)
+
+
+async def commit_at_once_async(engine: coatcheck.AsyncEngine, order: Order) -> None:
+    """The same words with `await`."""
+    assert_type(await engine.transaction("order-42", place_async, order), int)
+
+
+# ------------------------------------------------------------------------------ faults on purpose
+
+injector = crash.Injector("after step", crash.kill, number=2)
+coatcheck.Engine(injector.store(coatcheck.open_store("memory://")), recover_every_s=None)
+assert_type(injector.effect(place)(Order("42", 100)), int)
+
+
+# ---------------------------------------------------------------------------------- operators
 
 
 def observe(decision: coatcheck.Decision) -> None:
@@ -129,7 +259,9 @@ asgi.IdempotencyMiddleware(guarded_asgi, engine=coatcheck.AsyncEngine("memory://
 asgi.IdempotencyMiddleware(
     asgi_app, store="memory://", policy="stripe", caller=callers.user, key=lambda r: r.path
 )
+injector.asgi(guarded_asgi)
 guarded_wsgi = wsgi.IdempotencyMiddleware(wsgi_app, store="sqlite:///orders.db")
+injector.wsgi(guarded_wsgi)
 wsgi.IdempotencyMiddleware(guarded_wsgi, engine=coatcheck.Engine("memory://"))
 wsgi.IdempotencyMiddleware(wsgi_app, store="memory://", caller=callers.client_address(proxies=1))
 

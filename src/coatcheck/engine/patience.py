@@ -8,6 +8,8 @@ tried again and again, for as long as its client can be kept waiting; then the h
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Callable
 from typing import Any
 
 from coatcheck.core.flow import Effect
@@ -22,12 +24,17 @@ class Patience:
     """
     How often one effect is tried again; made when the first write has failed.
 
+    A store that is frozen takes its whole time-out to fail. So the tries count as the pauses do,
+    and whoever waits waits for *left_s*, and for the one that is under way then.
+
     Args:
         left_s: how long may be waited in all.
     """
 
-    def __init__(self, left_s: float) -> None:
+    def __init__(self, left_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._left_s = left_s
+        self._clock = clock
+        self._until_s = clock() + left_s
         self._pause_s = PAUSE_FIRST_S
         self._is_second = False
 
@@ -38,7 +45,7 @@ class Patience:
         if failure.is_ambiguous and not self._is_second:
             self._is_second = True
             return 0.0
-        if self._left_s <= 0:
+        if self._left_s <= 0 or self._clock() >= self._until_s:
             return None
         jitter = random.uniform(0.8, 1.2)  # noqa: S311 - no secret
         pause_s = min(self._pause_s * jitter, self._left_s)

@@ -3,10 +3,10 @@
     injector = crash.Injector("after effect", crash.kill)
     engine = Engine(injector.store(open_store(url)))
     charge = injector.effect(charge)  # in the handler
-    app = injector.asgi(app)  # outermost
+    app = injector.asgi(app)  # or .wsgi(app), outermost
 
 It stands around the store, the effect and the application, so that what is tested is what runs in
-production. Each injector strikes once, at the first operation that reaches its point.
+production. Each injector strikes once.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import functools
 import inspect
 import signal
 import threading
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, get_args
 
+from coatcheck.core.progress import Step, progress_of
 from coatcheck.core.record import COMPLETED, RUNNING, Record, Swap
 from coatcheck.errors import Misconfigured
 from coatcheck.stores import Finding, Page, Query, Store
@@ -29,6 +30,7 @@ T = TypeVar("T")
 Point: TypeAlias = Literal[
     "before claim",
     "after claim",
+    "in step",
     "after effect",
     "after step",
     "after complete",
@@ -38,6 +40,7 @@ POINTS: tuple[Point, ...] = get_args(Point)
 
 Message: TypeAlias = MutableMapping[str, Any]
 AsgiApp: TypeAlias = Callable[..., Awaitable[None]]
+WsgiApp: TypeAlias = Callable[..., Iterable[bytes]]
 
 
 class Injected(Exception):
@@ -66,18 +69,24 @@ def fail() -> None:
 
 class Injector:
     """
-    Strikes once, with *fault*, where the first operation reaches *point*.
+    Strikes once, with *fault*, where an operation reaches *point*.
+
+    A step is seen in the store: "in step" is when it is written down that it begins (one that may
+    happen at most once, or has a probe), "after step" when its result is. So with a key ring they
+    are not seen: what is sealed cannot be read.
 
     Args:
         point: one of `POINTS`.
         fault: what happens there: `kill`, `freeze`, `fail`, or any function.
+        number: which of the times that the point is reached: 3 for the third step.
     """
 
-    def __init__(self, point: Point, fault: Callable[[], object]) -> None:
+    def __init__(self, point: Point, fault: Callable[[], object], number: int = 1) -> None:
         if point not in POINTS:
             raise Misconfigured(f"there is no point {point!r}; there are: {', '.join(POINTS)}")
         self.point = point
         self._fault = fault
+        self._left = number
         self._mutex = threading.Lock()
         self.has_struck = False
 
@@ -86,7 +95,8 @@ class Injector:
         if point != self.point:
             return
         with self._mutex:
-            if self.has_struck:
+            self._left -= 1
+            if self._left != 0:
                 return
             self.has_struck = True
         self._fault()
@@ -128,6 +138,18 @@ class Injector:
 
         return around
 
+    def wsgi(self, app: WsgiApp) -> WsgiApp:
+        """*app*, middleware and all, with the point before its response leaves."""
+
+        def around(environ: Any, start_response: Any) -> Iterable[bytes]:  # noqa: ANN401 - WSGI's own
+            def started(*said: Any) -> Any:  # noqa: ANN401 - as above
+                self.reach("before response")
+                return start_response(*said)
+
+            return app(environ, started)
+
+        return around
+
 
 class _Around:
     """A store, with points before and after what it writes."""
@@ -135,6 +157,7 @@ class _Around:
     def __init__(self, store: Store, injector: Injector) -> None:
         self._store = store
         self._reach = injector.reach
+        self._steps: dict[bytes, frozenset[Step]] = {}  # of each operation that runs
 
     def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
         """Write, and reach the points on the way."""
@@ -152,10 +175,21 @@ class _Around:
             return
         if _is_claim(swap):
             self._reach("after claim")
-        elif record.state == COMPLETED:
+        if record.state == RUNNING:
+            self._reach_steps(record)
+            return
+        self._steps.pop(record.id, None)
+        if record.state == COMPLETED:
             self._reach("after complete")
-        elif record.state == RUNNING and record.progress is not None:
-            self._reach("after step")
+
+    def _reach_steps(self, record: Record) -> None:
+        """Reach the points of a step, if *record* tells of one that was not there before."""
+        steps = _steps_of(record)
+        before = self._steps.get(record.id, steps)
+        self._steps[record.id] = steps
+        values = [step.value for step in steps - before]
+        if values:
+            self._reach("in step" if None in values else "after step")
 
     def get(self, ids: Sequence[bytes]) -> Sequence[Record | None]:
         """The records that stand."""
@@ -186,3 +220,10 @@ def _is_claim(swap: Swap) -> bool:
     """A new claim: the first writes of an attempt have neither a step nor a longer lease yet."""
     record = swap.record
     return record is not None and record.state == RUNNING and swap.expected == 0
+
+
+def _steps_of(record: Record) -> frozenset[Step]:
+    try:
+        return frozenset(progress_of(record).steps)
+    except ValueError:  # sealed
+        return frozenset()

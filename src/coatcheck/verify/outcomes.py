@@ -58,26 +58,28 @@ _DIFFERS: Mapping[tuple[Fault, Point], Mapping[Recovery, Outcome]] = {
     ("freeze", "after claim"): {"retry": TWO, "reconcile": TWO},
     ("freeze", "after effect"): {"retry": TWO},
     # It has written down that it begins, and sleeps in between: only a fence would keep it.
-    ("freeze", "after step"): {"steps": TWO},
+    ("freeze", "in step"): {"steps": TWO},
     ("exception", "after claim"): {"manual": Outcome(0, "in doubt")},
     ("exception", "after effect"): {"retry": TWO, "manual": Outcome(1, "in doubt")},
     ("cancellation", "after claim"): {"manual": Outcome(0, "in doubt")},
     ("cancellation", "after effect"): {"retry": TWO, "manual": Outcome(1, "in doubt")},
 }
-# A handler can only raise or be cancelled while it runs; and before the claim a store that is away
-# means that nothing runs.
-_IN_HANDLER: tuple[Point, ...] = ("after claim", "after effect")
+_IN_STEPS: tuple[Point, ...] = ("in step", "after step")
+# A handler can only raise or be cancelled while it runs.
+_IN_HANDLER: tuple[Point, ...] = ("after claim", "in step", "after effect", "after step")
+_POINTS: Mapping[Fault, tuple[Point, ...]] = {
+    "exception": _IN_HANDLER,
+    "cancellation": _IN_HANDLER,
+    # Of the completion a client never knows, before its response comes.
+    "client gone": ("before claim", *_IN_HANDLER, "before response"),
+}
 
 
 def outcome_of(fault: Fault, point: Point, recovery: Recovery) -> Outcome | None:
     """What becomes of it; None where there is no such thing."""
-    if fault == "client gone":
-        points: tuple[Point, ...] = (*_IN_HANDLER, "before response")
-    else:
-        points = POINTS if fault in ("kill", "freeze") else _IN_HANDLER
-    if point not in points:
+    if point not in _POINTS.get(fault, POINTS):
         return None
-    if point == "after step" and recovery != "steps":
+    if point in _IN_STEPS and recovery != "steps":
         return None
     return {**_ALL_ONE, **_DIFFERS.get((fault, point), {})}[recovery]
 

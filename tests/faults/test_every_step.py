@@ -1,0 +1,99 @@
+"""A handler of three steps whose process dies in or after each of them: none happens twice (L7).
+
+Each step is a line of a file outside of the system. A step that may happen at most once is asked
+about where an attempt died in it; what its probe tells is what the file says.
+"""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from cells import LEASE, PROCESSES, WAIT_S_MAX
+from test_matrix import STORES, place_of
+
+from coatcheck import AsyncEngine, DidNotHappen, Happened, Policy, current_operation, open_store
+from coatcheck.stores import ThreadedStore
+from coatcheck.verify import crash
+
+STEPS = ("reserve", "charge", "ship")
+# Who waits for the lease of the dead gets the claim.
+POLICY = Policy(lease=LEASE, wait="20s")
+
+
+class Downstream:
+    """Does what it is asked for, and knows what it has done."""
+
+    def __init__(self, ledger):
+        self._ledger = Path(ledger)
+
+    def done(self):
+        return self._ledger.read_text().split() if self._ledger.exists() else []
+
+    def do(self, name):
+        with self._ledger.open("a") as file:
+            file.write(f"{name}\n")
+        return f"{name}, done"
+
+    def probe(self, name):
+        def ask(_operation):
+            return Happened(value=f"{name}, done") if name in self.done() else DidNotHappen()
+
+        return ask
+
+
+def order(downstream, do):
+    """The handler; whom it asks to *do* it is no part of what it is asked for."""
+
+    async def handle():
+        operation = current_operation()
+        return [
+            await operation.step(name, do, name, at_most_once=True, probe=downstream.probe(name))
+            for name in STEPS
+        ]
+
+    return handle
+
+
+def die(place, point, number):
+    """The process that is killed, the *number*-th time that it reaches *point*."""
+    injector = crash.Injector(point, crash.kill, number)
+    downstream = Downstream(place.ledger)
+    store = ThreadedStore(injector.store(open_store(place.url)))
+
+    async def main():
+        async with AsyncEngine(store, POLICY) as engine:
+            await engine.run("k", order(downstream, injector.effect(downstream.do)), scope="s")
+
+    asyncio.run(main())
+
+
+def retried(place):
+    downstream = Downstream(place.ledger)
+
+    async def main():
+        async with AsyncEngine(place.url, POLICY) as engine:
+            return await engine.run("k", order(downstream, downstream.do), scope="s")
+
+    return asyncio.run(main())
+
+
+def stores():
+    return STORES if os.environ.get("COATCHECK_FAULTS") == "all" else ("sqlite",)
+
+
+@pytest.mark.parametrize("store", stores())
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("point", ["in step", "after effect", "after step"])
+def test_whichever_step_a_process_dies_in_each_happens_once(point, number, store, tmp_path):
+    """L5, L7: and in their order."""
+    place = place_of(store, tmp_path)
+    process = PROCESSES.Process(target=die, args=(place, point, number))
+    process.start()
+    process.join(WAIT_S_MAX)
+    assert process.exitcode == -signal.SIGKILL
+    done = number - (point == "in step")
+    assert Downstream(place.ledger).done() == list(STEPS[:done])
+    assert retried(place) == [f"{name}, done" for name in STEPS]
+    assert Downstream(place.ledger).done() == list(STEPS)
