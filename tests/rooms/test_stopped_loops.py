@@ -39,7 +39,7 @@ def test_a_stopped_event_loop_of_a_worker_is_noticed(how):
 
     async def work():
         loop.call_soon(loop.stop)
-        await asyncio.sleep(3_600)
+        await asyncio.Event().wait()
 
     if how == "resume":
         store._records[claim.id] = claim
