@@ -11,6 +11,7 @@ from coatcheck.core.hand_over import (
     sealed,
 )
 from coatcheck.core.policy import Policy
+from coatcheck.core.progress import NOTHING, Step, noted, progress_of
 from coatcheck.core.record import (
     COMPLETED,
     FAILED,
@@ -35,6 +36,7 @@ from coatcheck.core.serve import (
     Seen,
     Ticket,
     Watch,
+    ended,
     first_attempt,
     next_attempt,
     serve,
@@ -151,10 +153,20 @@ def test_whoever_swaps_the_nonce_executes_and_its_end_counts():
 def test_a_note_of_the_handler_between_looking_and_taking_changes_nothing():
     """L7: it is the same claim still."""
     flow, _swap = begun()
-    noted = CLAIM._replace(version=CLAIM.version + 1, progress=b"{}")
-    again = flow.send(noted)
-    assert (again.expected, again.record.progress) == (noted.version, b"{}")
+    later = CLAIM._replace(version=CLAIM.version + 1, progress=b"{}")
+    again = flow.send(later)
+    assert (again.expected, again.record.progress) == (later.version, b"{}")
     assert flow.send(None) == Execute(again.record)
+
+
+def test_the_steps_of_the_handler_are_its_own():
+    """L7: the worker gets their results, and need not ask for them."""
+    done = Step("reserve", 1, b"\x02{}")
+    standing = noted(CLAIM, NOTHING.with_step(done))
+    flow, swap = begun(standing)
+    progress = progress_of(swap.record)
+    assert (progress.steps, progress.handed) == ((done,), ("reserve",))
+    assert flow.send(None) == Execute(swap.record)
 
 
 def test_what_was_never_begun_can_be_taken_after_its_lease():
@@ -164,6 +176,16 @@ def test_what_was_never_begun_can_be_taken_after_its_lease():
     flow, swap = begun(policy=manual, ticket=late)
     assert flow.send(None) == Execute(swap.record)
     assert swap.record.attempt == 1
+
+
+def test_nothing_is_done_for_a_request_that_was_refused_after_all():
+    """F1, L10: it would belong to no request, and any other with that key would get its answer."""
+    refused = ended(CLAIM, Ending(Fate.FORGET))
+    told = end_of(resume(HANDED, TICKET._replace(fingerprint=b""), POLICY, refused))
+    assert isinstance(told, Refuse)
+    assert told.problem.code == "key-invalid"
+    flow, _swap = begun()
+    assert end_of(flow, refused).problem.code == "key-invalid"
 
 
 def test_whoever_comes_second_is_told_that_it_is_busy():

@@ -3,7 +3,7 @@
 import pytest
 
 from coatcheck.core.policy import Policy
-from coatcheck.core.progress import NOTHING, Note, Resolution, encoded, progress_of
+from coatcheck.core.progress import NOTHING, Note, Resolution, Step, encoded, progress_of
 from coatcheck.core.record import (
     COMPLETED,
     FAILED,
@@ -85,6 +85,19 @@ def test_what_is_not_in_doubt_is_not_decided_about(decide, standing, abandoned):
         else rerun(seen, BY_ADA, TICKET, POLICY, abandoned=abandoned)
     )
     assert begun(flow) == Stands(standing)
+
+
+def test_a_person_who_says_it_did_not_happen_frees_the_steps_that_were_begun():
+    """L6, L7: else they would be in doubt again at the next attempt; what is done stays done."""
+    done, begun_only = Step("reserve", 1, b"\x02{}"), Step("charge", 1)
+    noted = encoded(NOTHING.with_step(done).with_step(begun_only))
+    seen = Seen(DOUBT._replace(progress=noted), NOW)
+    freed = begun(resolve(seen, DID_NOT, BY_ADA)).record
+    assert progress_of(freed).steps == (done,)
+    again = begun(rerun(seen, BY_ADA, TICKET, POLICY)).record
+    assert progress_of(again).steps == (done,)
+    kept = begun(resolve(seen, HAPPENED, BY_ADA)).record
+    assert progress_of(kept).steps == (done, begun_only)
 
 
 def test_who_decides_too_late_changes_nothing_and_is_told_what_stands():

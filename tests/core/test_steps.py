@@ -49,6 +49,7 @@ def test_progress_comes_back_as_it_was_written():
         notes=(Note(NOW, 1, {"about": "to charge"}), Note(NOW + 1, 2, "again")),
         report=Report(0.5, "half"),
         resolutions=(Resolution(NOW, "failed", "ann", "asked the bank"),),
+        handed=("charge",),
     )
     record = CLAIM._replace(progress=encoded(progress))
     assert progress_of(record) == progress
@@ -199,6 +200,12 @@ def test_a_step_that_was_renamed_fails_before_it_runs():
 def test_a_new_step_after_those_that_are_known_is_taken():
     plan = Plan("ship", asked=frozenset({"charge"}))
     assert next(take(claim_with(DONE), plan)) == Run("ship")
+
+
+def test_the_steps_of_who_handed_the_work_over_are_not_asked_for_again():
+    """L7, L10: a worker's steps are others than those of the handler."""
+    claim = noted(CLAIM, Progress(steps=(DONE,), handed=("charge",)))
+    assert next(take(claim, Plan("ship"))) == Run("ship")
 
 
 def test_a_step_that_was_under_way_beside_a_finished_one_is_known():

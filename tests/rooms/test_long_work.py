@@ -526,6 +526,35 @@ def test_a_worker_reports_its_progress_and_takes_steps(api: Api, queue: Queue, r
     assert seen[0]["progress"] == {"fraction": 0.5, "words": "half"}
 
 
+def test_a_worker_takes_its_own_steps_after_those_of_the_handler(api: Api, queue: Queue, resume):
+    """L7, L10: also where a worker has failed between two of them."""
+    handing_over(api, queue)
+    hand_over, fails, taken = api.shop.answers["/orders"], [True], []
+
+    def reserve(call: Call) -> Said:
+        assert call.operation is not None
+        call.operation.step("reserve", lambda: taken.append("reserve"))
+        return hand_over(call)
+
+    def work() -> str:
+        operation = coatcheck.current_operation()
+        assert operation is not None
+        in_a_thread(lambda: operation.step("charge", lambda: taken.append("charge")))
+        if fails.pop():
+            raise ZeroDivisionError
+        in_a_thread(lambda: operation.step("ship", lambda: taken.append("ship")))
+        return "shipped"
+
+    api.shop.answers["/orders"] = reserve
+    api.post()
+    text = queue.take()
+    with pytest.raises(ZeroDivisionError):
+        resume(text, work)
+    fails.append(False)
+    assert resume(text, work).body == b'"shipped"'
+    assert taken == ["reserve", "charge", "ship"]
+
+
 def in_a_thread(call: Callable[[], Any]) -> Any:
     """What *call* returns, where no event loop runs: the async engine is sync there."""
     with ThreadPoolExecutor(1) as threads:
@@ -1199,7 +1228,7 @@ def test_work_that_fails_after_the_answer_leaves_the_connection_in_order(server:
     assert "after the client has been answered" in server.log()
 
 
-@pytest.mark.parametrize("recovery", ["retry", "manual"])
+@pytest.mark.parametrize("recovery", ["retry", "reconcile", "manual"])
 def test_a_process_that_is_killed_in_accepted_work_leaves_it_to_the_policy(
     server: Server, recovery: str
 ):
@@ -1212,13 +1241,18 @@ def test_a_process_that_is_killed_in_accepted_work_leaves_it_to_the_policy(
     server.kill()
     server.begin(**environ)
     polled = server.poll(first.headers["Location"])
-    if polled.status_code == 200:  # else it was parked by itself already
+    if polled.status_code == 200:  # else it has settled by itself already
         members = polled.json()
         assert (members["status"], members["retry"]) == ("interrupted", "same-key")
         assert members["progress"] == {"fraction": 0.5, "words": "half of it"}
     retried = server.post("/jobs", "k-1")
     if recovery == "manual":
         assert (retried.status_code, retried.json()["code"]) == (409, "outcome-unknown")
+        assert server.effects() == ["k-1 1"]
+        return
+    if recovery == "reconcile":
+        assert (retried.status_code, retried.json()) == (201, {"asked about": "k-1"})
+        assert server.client.get(first.headers["Location"]).json() == {"asked about": "k-1"}
         assert server.effects() == ["k-1 1"]
         return
     assert (retried.status_code, retried.json()["attempt"]) == (202, 2)

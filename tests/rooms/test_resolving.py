@@ -27,7 +27,7 @@ from coatcheck.core.progress import progress_of
 from coatcheck.core.record import COMPLETED, FAILED, IN_DOUBT, RUNNING, Record, Swap
 from coatcheck.core.replay import decode_response
 from coatcheck.engine.resolving import BY_CHARS_MAX, WHY_CHARS_MAX
-from coatcheck.errors import Resumable
+from coatcheck.errors import Resumable, StepInDoubt
 
 LEASE_S = 60
 MANUAL = Policy(recovery="manual")
@@ -104,6 +104,49 @@ def test_what_did_not_happen_runs_with_the_next_retry(guards, engine):
     assert guards.run(engine, "k", handler, scope="charges") == "charged"
     assert handler.calls == 1
     assert standing(engine).attempt == 2
+
+
+def stepped(guards, charges, error=None):
+    """A handler whose only step may happen at most once, and fails with *error* if it is given."""
+
+    def charge():
+        charges.append(1)
+        if error is not None:
+            raise error
+        return len(charges)
+
+    def handle():
+        return current_operation().step("charge", charge, at_most_once=True)
+
+    return guards.flavoured(handle)
+
+
+def put_step_in_doubt(guards, engine, charges):
+    failing = stepped(guards, charges, TimeoutError())
+    with pytest.raises(TimeoutError):
+        guards.done(engine.run("k", failing, scope="charges", policy=Policy()))
+    with pytest.raises(StepInDoubt):
+        guards.done(engine.run("k", failing, scope="charges", policy=Policy()))
+    assert (standing(engine).state, charges) == (IN_DOUBT, [1])
+    return standing(engine).id
+
+
+def test_a_step_that_a_person_says_did_not_happen_is_taken(guards, engine):
+    """L6, L7: else the next attempt would be in doubt again, and so on for ever."""
+    charges = []
+    id = put_step_in_doubt(guards, engine, charges)
+    guards.done(engine.resolve(id, DidNotHappen(), **BY_ADA))
+    again = engine.run("k", stepped(guards, charges), scope="charges", policy=Policy())
+    assert guards.done(again) == 2
+    assert charges == [1, 1]
+
+
+def test_a_step_in_doubt_is_taken_when_a_person_runs_it_again(guards, engine):
+    """L6, L7."""
+    charges = []
+    id = put_step_in_doubt(guards, engine, charges)
+    assert guards.done(engine.rerun(id, stepped(guards, charges), **BY_ADA)) == 2
+    assert charges == [1, 1]
 
 
 def test_the_record_says_who_decided_when_and_why(guards, engine, clock, caplog):

@@ -199,6 +199,65 @@ def test_a_probe_is_asked_what_became_of_it(guards, engine, told, charges):
     assert (asked, attempt, shop.charges) == ([2], 2, charges)
 
 
+@pytest.mark.parametrize(("probe", "charges"), [(None, 1), (lambda _: DidNotHappen(), 2)])
+def test_a_step_that_raised_is_in_doubt_for_the_same_attempt_as_well(
+    guards, engine, store, probe, charges
+):
+    """L6: a handler that catches the error and takes the step again does not run it again."""
+    shop = Shop(guards.is_async, at_most_once=True, probe=probe)
+    shop.fails_in = "charge"
+
+    def insist():
+        with pytest.raises(TimeoutError):
+            current_operation().step("charge", shop.charge, **shop.options)
+        shop.fails_in = ""
+        return current_operation().step("charge", shop.charge, **shop.options)
+
+    async def insist_async():
+        with pytest.raises(TimeoutError):
+            await current_operation().step("charge", shop.charge, **shop.options)
+        shop.fails_in = ""
+        return await current_operation().step("charge", shop.charge, **shop.options)
+
+    handler = insist_async if guards.is_async else insist
+    if probe is None:
+        with pytest.raises(StepInDoubt):
+            guards.done(engine.run("order", handler, scope="shop"))
+        assert store.record.state == IN_DOUBT
+    else:
+        assert guards.done(engine.run("order", handler, scope="shop")) == {"charge": 2}
+    assert shop.charges == charges
+
+
+def test_a_renewal_that_is_heard_of_late_does_not_hide_what_was_begun(guards, engine, store):
+    """L6: the heart wrote first, and learns of it when the step has been begun on top of that."""
+    shop = Shop(guards.is_async, at_most_once=True)
+    shop.fails_in = "charge"
+
+    def begin():
+        (held,) = engine.heart.held.values()
+        return held, held.claim
+
+    def insist():
+        held, renewed = begin()
+        with pytest.raises(TimeoutError):
+            current_operation().step("charge", shop.charge, at_most_once=True)
+        held.claim = renewed
+        return current_operation().step("charge", shop.charge, at_most_once=True)
+
+    async def insist_async():
+        held, renewed = begin()
+        with pytest.raises(TimeoutError):
+            await current_operation().step("charge", shop.charge, at_most_once=True)
+        held.claim = renewed
+        return await current_operation().step("charge", shop.charge, at_most_once=True)
+
+    handler = insist_async if guards.is_async else insist
+    with pytest.raises(StepInDoubt):
+        guards.done(engine.run("order", handler, scope="shop"))
+    assert (store.record.state, shop.charges) == (IN_DOUBT, 1)
+
+
 def test_a_probe_that_does_not_know_parks_it(guards, engine, store):
     """L6."""
     shop = Shop(guards.is_async, probe=lambda _operation: Unknown())

@@ -24,7 +24,9 @@ class Effect(NamedTuple):
 
     response: bytes
     attempt: int
-    is_late: bool  # a later attempt had asked already whether it happened
+    is_late: (
+        bool  # somebody had asked already whether it happened, and a later attempt relies on it
+    )
 
 
 def life_of(record: Record) -> Life:
@@ -43,8 +45,9 @@ class Downstream:
         self._fence_of: dict[bytes, int] = {}
         self._answer_to: dict[str, bytes] = {}
         self._asked_by: dict[Life, int] = {}
+        self._asked_ms: dict[Life, float] = {}
 
-    def charge(self, claim: Record, key: str, response: bytes) -> bytes | None:
+    def charge(self, claim: Record, key: str, response: bytes, sent_ms: float) -> bytes | None:
         """Do it, for the attempt that *claim* names. The answer; None: it is refused."""
         if self._fences and not self._is_newest(claim):
             self._world.happened("downstream", "refuses an old fence", claim)
@@ -54,13 +57,15 @@ class Downstream:
             if known is not response:
                 self._world.happened("downstream", "knows that key", claim)
                 return known
-        self.add(claim, response)
+        self.add(claim, response, sent_ms)
         return response
 
-    def add(self, claim: Record, response: bytes) -> None:
-        """It has happened."""
+    def add(self, claim: Record, response: bytes, sent_ms: float | None = None) -> None:
+        """It has happened; it was on its way since *sent_ms*, or not at all."""
         life = life_of(claim)
         is_late = self._asked_by.get(life, 0) > claim.attempt
+        if sent_ms is not None and self._asked_ms.get(life, 0) > sent_ms:
+            is_late = True
         self.effects[life].append(Effect(response, claim.attempt, is_late))
         self._world.happened("downstream", "a late effect" if is_late else "an effect", claim)
 
@@ -68,6 +73,7 @@ class Downstream:
         """What happened in this life, asked by the attempt that *claim* names; None: nothing."""
         life = life_of(claim)
         self._asked_by[life] = max(claim.attempt, self._asked_by.get(life, 0))
+        self._asked_ms[life] = self._world.now_ms
         if self._fences:
             self._is_newest(claim)
         return self.effects[life][0].response if life in self.effects else None

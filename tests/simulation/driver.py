@@ -13,12 +13,18 @@ from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from coatcheck.core.flow import Effect, Flow
-from coatcheck.core.record import RUNNING, Record, Swap
+from coatcheck.core.hand_over import Handed, resume
+from coatcheck.core.policy import changed
+from coatcheck.core.progress import Resolution
+from coatcheck.core.record import RUNNING, Record, Swap, is_lease_over
 from coatcheck.core.recover import recover
+from coatcheck.core.replay import Fate
+from coatcheck.core.resolve import Resolved, Stands, rerun, resolve
 from coatcheck.core.serve import (
     Answer,
     Ending,
     Execute,
+    Executed,
     Reconcile,
     Refuse,
     Seen,
@@ -27,11 +33,13 @@ from coatcheck.core.serve import (
     serve,
 )
 from coatcheck.core.transact import IN_TRANSACTION, transact
-from coatcheck.engine.desk import Desk
+from coatcheck.engine.desk import Desk, ending_of_error, judged
 from coatcheck.engine.patience import Patience
-from coatcheck.errors import StoreUnavailable
+from coatcheck.errors import ClaimLost, StepInDoubt, StoreUnavailable
+from coatcheck.operation import Operation
 
 from .handlers import HandlerError
+from .hands import SimulatedClient, SimulatedHand
 from .transactions import SimulatedTransaction
 from .world import Pause, Resume
 
@@ -48,18 +56,30 @@ POLL_GROWTH = 1.6
 # More than any visit needs: one that goes round and round without a pause would stop the world.
 EFFECTS_MAX = 1_000
 
+# What a handler may raise.
+ERRORS = (HandlerError, ClaimLost, StepInDoubt, StoreUnavailable)
+
+
+class HandedOver(Exception):
+    """The handler has handed its claim over: its client is told to ask later."""
+
 
 class Visit:
-    """One request in one process."""
+    """One request in one process; or one delivery of its work, or a person's decision about it."""
 
-    def __init__(self, process: Process, id: bytes, fingerprint: bytes) -> None:
+    def __init__(
+        self, process: Process, id: bytes, fingerprint: bytes, *, is_person: bool = False
+    ) -> None:
         world = process.world
         self.process = process
         self.nonce = world.random.getrandbits(62)
         self.ticket = Ticket(id, fingerprint, process.clock.now_ms(), self.nonce)
         self.policy = process.setting.policy
+        self.is_person = is_person
+        self.is_work = False
         self.claim: Record | None = None  # what it executed, and how that ended
         self.ending: Ending | None = None
+        self._error: Exception | None = None  # of its handler
         self._desk = cast("Any", process)  # which has the cache and the heart of a desk
         self._held: Held | None = None
         self._together = SimulatedTransaction(self) if self.policy.mode == "transaction" else None
@@ -69,30 +89,81 @@ class Visit:
 
     def run(self) -> Generator[Pause, Any, Answer | None]:
         """The answer; None: an error."""
-        process, world = self.process, self.process.world
-        answer: Answer | None = Desk.recall(self._desk, self.ticket, self.policy)
-        if answer is None:
-            begin = serve if self.policy.mode == "record" else transact
-            may_claim = not world.chance(process.setting.store.weather.crowded)
-            world.happened(self, "begins")
-            try:
-                answer = yield from self._drive(
-                    begin(self.ticket, self.policy, may_claim=may_claim)
-                )
-            except (StoreUnavailable, HandlerError) as error:
-                world.happened(self, "ends in an error", str(error))
-            finally:
-                if self._held is not None:
-                    process.let_go(self._held)
-                if self._together is not None:
-                    self._together.abandon()
-        else:
+        world = self.process.world
+        known = Desk.recall(self._desk, self.ticket, self.policy)
+        if known is not None:
             world.happened(self, "recalls")
-        if answer is not None:
-            process.setting.rules.answered(self, answer, process.setting.store.get(self.ticket.id))
-            what = answer.problem.code if isinstance(answer, Refuse) else type(answer).__name__
-            world.happened(self, f"is told: {what}")
+            return self._answered(known)
+        begin = serve if self.policy.mode == "record" else transact
+        may_claim = not world.chance(self.process.setting.store.weather.crowded)
+        world.happened(self, "begins")
+        answer = yield from self._executed(begin(self.ticket, self.policy, may_claim=may_claim))
+        return self._answered(answer)
+
+    def work(self, handed: Handed) -> Generator[Pause, Any, Answer | None]:
+        """Do what was *handed* over; `Engine.resume`. The answer; None: an error."""
+        self.is_work = True
+        try:
+            standing = yield from self.standing(handed.id)
+        except StoreUnavailable:
+            return None
+        self.ticket = self.ticket._replace(fingerprint=standing.fingerprint)
+        self.process.world.happened(self, "takes up work")
+        flow = resume(handed, self.ticket, self.policy, standing)
+        return self._answered((yield from self._executed(flow)))
+
+    def _executed(self, flow: Flow[R]) -> Generator[Pause, Any, R | None]:
+        """Drive *flow*, which may execute; None: an error, or it comes later."""
+        answer: R | None = None
+        try:
+            answer = yield from self._drive(flow)
+        except HandedOver:
+            self.process.world.happened(self, "is told: Accepted")
+        except (StoreUnavailable, HandlerError) as error:
+            self._error = self._error or error
+        finally:
+            if self._held is not None:
+                self.process.let_go(self._held)
+            if self._together is not None:
+                self._together.abandon()
+        if self._error is not None:
+            self.process.world.happened(self, "ends in an error", str(self._error))
+            return None
         return answer
+
+    def _answered(self, answer: Answer | None) -> Answer | None:
+        if answer is not None:
+            setting = self.process.setting
+            setting.rules.answered(self, answer, setting.store.get(self.ticket.id))
+            what = answer.problem.code if isinstance(answer, Refuse) else type(answer).__name__
+            self.process.world.happened(self, f"is told: {what}")
+        return answer
+
+    # --- as a person --------------------------------------------------------------------------
+
+    def resolve(
+        self, seen: Seen, ending: Ending, *, abandoned: bool
+    ) -> Generator[Pause, Any, None]:
+        """Say what became of what was *seen*; raises where the store does not answer."""
+        outcome = "happened" if ending.fate is Fate.KEEP else "did not happen"
+        why = Resolution(seen.now_ms, outcome, str(self), "asked downstream")
+        told = yield from self._drive(resolve(seen, ending, why, abandoned=abandoned))
+        is_done = isinstance(told, Resolved)
+        self.process.world.happened(self, "decides" if is_done else "decides too late", outcome)
+
+    def rerun(self, seen: Seen, *, abandoned: bool) -> Generator[Pause, Any, None]:
+        """Run what was *seen* again, now."""
+        self.policy = changed(self.policy, {"recovery": "manual", "reconcile": None})
+        self.ticket = self.ticket._replace(fingerprint=seen.record.fingerprint)
+        why = Resolution(seen.now_ms, "run again", str(self), "downstream knows nothing of it")
+        flow = rerun(seen, why, self.ticket, self.policy, abandoned=abandoned)
+        told = yield from self._executed(flow)
+        if isinstance(told, Executed):
+            self._answered(told)
+        elif isinstance(told, Stands):
+            self.process.world.happened(self, "decides too late", "run again")
+
+    # --- nobody waits for it ------------------------------------------------------------------
 
     def recover(self) -> Generator[Pause, Any, None]:
         """Settle what nobody may come back for; raises where the store does not answer."""
@@ -127,7 +198,8 @@ class Visit:
         self.process.world.broken("every visit comes to its end")
 
     def _patience(self) -> Patience:
-        return Patience(self.policy.patience_ms / 1_000 if self.ending is not None else 0)
+        left_s = self.policy.patience_ms / 1_000 if self.ending is not None else 0
+        return Patience(left_s, self.process.local_s)
 
     def _perform(self, effect: Effect[Any]) -> Generator[Pause, Any, Any]:
         if isinstance(effect, Swap):
@@ -158,15 +230,37 @@ class Visit:
     def _execute(self, claim: Record) -> Generator[Pause, Any, Ending]:
         setting = self.process.setting
         self.claim = claim
-        setting.rules.begun(claim)
+        setting.rules.begun(claim, is_work=self.is_work)
         self.process.world.happened(self, "executes", claim)
         setting.strike(self.process)
         if self._together is None:
-            self._held = self.process.hold(claim)
-            self.ending = yield from setting.handlers.execute(claim)
+            self.ending = yield from self._handled(claim)
         else:
             self.ending = yield from setting.handlers.execute(claim, self._together.charge)
         return self.ending
+
+    def _handled(self, claim: Record) -> Generator[Pause, Any, Ending]:
+        """`Engine._execute`, and what an adapter makes of its operation."""
+        held = self._held = self.process.hold(claim)
+        operation = Operation(claim, hand=functools.partial(SimulatedHand, self, held))
+        client = operation.client = SimulatedClient(self, held)
+        try:
+            ending = yield from self.process.setting.handle(self, claim, operation)
+        except ERRORS as error:
+            self._error = error
+            return ending_of_error(operation, error, self.policy)
+        if client.is_handed_over and ending.fate is Fate.KEEP:
+            raise HandedOver
+        return judged(operation, ending)
+
+    def is_known_lost(self) -> bool:
+        """Its lease is over, as it knows itself, and somebody else has its claim."""
+        held, setting = self._held, self.process.setting
+        assert held is not None
+        is_over = is_lease_over(held.claim, self.process.now_ms())
+        standing = setting.store.get(held.claim.id)
+        is_ours = standing.nonce == held.claim.nonce and standing.state == RUNNING
+        return is_over and not is_ours
 
     def _reconcile(self, claim: Record) -> Generator[Pause, Any, Ending]:
         held = self.process.hold(claim)

@@ -1,8 +1,8 @@
 """The handlers: what applications do when they are executed, and when they are asked.
 
 A handler thinks, has its effect downstream, thinks again and answers. It may fail before, saying
-so, or in the middle of it; and what it sent may arrive long after it has failed, or died. A step
-that is remembered would be one more thing to do between the thoughts of `execute`.
+so, or in the middle of it; and what it sent may arrive long after it has failed, or died. Those
+with steps are in `stepping`, and those that hand over in `long_work`.
 """
 
 from __future__ import annotations
@@ -49,32 +49,38 @@ class Handlers:
     def execute(self, claim: Record, charge: Charge | None = None) -> Ended:
         """Run the handler for *claim*, with its effect by *charge*."""
         world, weather = self.world, self.weather
-        yield self._thought_ms()
-        if world.chance(weather.fails_early):
-            world.happened("handler", "refuses", claim)
-            return self._answered(world.random.choice((429, 401)), b"not now")
+        if (refusal := (yield from self.begin(claim))) is not None:
+            return refusal
         fails_late = world.chance(weather.fails_late)
         if fails_late and world.chance(0.3):
             raise HandlerError("before its effect, but who knows")
         response = b"by %d for %s" % (claim.nonce, claim.fingerprint)
-        response = yield from (charge or self._charge)(claim, response)
-        yield self._thought_ms()
+        response = yield from (charge or self.charge)(claim, response)
+        yield self.thought_ms()
         if fails_late:
             world.happened("handler", "fails", claim)
             if world.chance(0.5):
                 raise HandlerError("after its effect")
-            return self._answered(503, b"sorry")
+            return self.answered(503, b"sorry")
         if world.chance(weather.not_kept):
             return Ending(Fate.KEEP, None)
-        return self._answered(201, response)
+        return self.answered(201, response)
+
+    def begin(self, claim: Record) -> Generator[Pause, Any, Ending | None]:
+        """Think, and perhaps refuse, before anything has happened."""
+        yield self.thought_ms()
+        if not self.world.chance(self.weather.fails_early):
+            return None
+        self.world.happened("handler", "refuses", claim)
+        return self.answered(self.world.random.choice((429, 401)), b"not now")
 
     def reconcile(self, claim: Record) -> Ended:
         """Ask downstream what became of the attempt before *claim*."""
         world = self.world
         world.happened("reconciler", "is asked", claim)
-        yield self._delay_ms()
+        yield self.delay_ms()
         response = self.downstream.ask(claim)
-        yield self._delay_ms()
+        yield self.delay_ms()
         if world.chance(self.weather.fails_late):
             world.happened("reconciler", "does not know", claim)
             return Ending(Fate.DOUBT)
@@ -84,18 +90,21 @@ class Handlers:
         world.happened("reconciler", "says yes", claim)
         return Ending(Fate.KEEP, response)
 
-    def _charge(self, claim: Record, response: bytes) -> Generator[Pause, Any, bytes]:
-        answer: bytes | None = yield functools.partial(self._send, claim, response)
+    def charge(
+        self, claim: Record, response: bytes, ledger: Downstream | None = None
+    ) -> Generator[Pause, Any, bytes]:
+        """Have an effect downstream, or in the *ledger* of a step."""
+        ledger = ledger or self.downstream
+        answer: bytes | None = yield functools.partial(self._send, ledger, claim, response)
         if answer is None:
             raise HandlerError("downstream has refused")
         return answer
 
-    def _send(self, claim: Record, response: bytes, resume: Resume) -> None:
+    def _send(self, ledger: Downstream, claim: Record, response: bytes, resume: Resume) -> None:
         world, weather = self.world, self.weather
         name = "charge" if self.broken.keys_are_derived else f"charge {claim.attempt}"
-        act = functools.partial(
-            self.downstream.charge, claim, Operation(claim).derive(name), response
-        )
+        key = Operation(claim).derive(name)
+        act = functools.partial(ledger.charge, claim, key, response, world.now_ms)
         if world.chance(weather.fails_late / 2):  # it arrives late, or never
             world.happened("downstream", "does not answer", claim)
             if world.chance(0.7):
@@ -103,19 +112,22 @@ class Handlers:
                 world.later(late_ms, act)
             world.later(weather.timeout_ms, resume, None, HandlerError("no answer"))
         else:
-            world.later(self._delay_ms(), self._arrive, act, resume)
+            world.later(self.delay_ms(), self._arrive, act, resume)
 
     def _arrive(self, act: Callable[[], bytes | None], resume: Resume) -> None:
-        self.world.later(self._delay_ms(), resume, act())
+        self.world.later(self.delay_ms(), resume, act())
 
-    def _answered(self, status: int, body: bytes) -> Ending:
+    def answered(self, status: int, body: bytes) -> Ending:
+        """How an execution ended that has answered."""
         fate = fate_of(Response(status, (), body), self.policy.keep, reruns=self.policy.reruns)
         return Ending(fate, body)
 
-    def _thought_ms(self) -> float:
+    def thought_ms(self) -> float:
+        """How long a handler thinks."""
         if self.world.chance(SHORT_SHARE):
-            return self._delay_ms()
+            return self.delay_ms()
         return self.world.between(0, LONG_LEASES_MAX * self.policy.lease_ms)
 
-    def _delay_ms(self) -> float:
+    def delay_ms(self) -> float:
+        """How long a message to downstream takes, or its answer."""
         return self.weather.latency_ms * self.world.between(0.5, 2)

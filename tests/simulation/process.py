@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
+from coatcheck.core.hand_over import opened
 from coatcheck.core.policy import Policy
 from coatcheck.core.record import (
     IN_DOUBT,
@@ -23,12 +24,13 @@ from coatcheck.core.record import (
     is_same_write,
     renewed,
 )
-from coatcheck.core.serve import Answer
+from coatcheck.core.serve import Answer, Ending
 from coatcheck.engine.cache import Cache
 from coatcheck.engine.clock import LOOK_EVERY_MS
 from coatcheck.engine.heart import BEATS_PER_LEASE, Held
 from coatcheck.engine.waiting import Line
 from coatcheck.errors import StoreUnavailable
+from coatcheck.operation import Operation
 
 from .database import Database
 from .driver import Visit
@@ -55,6 +57,8 @@ class Setting:
     rules: Rules
     broken: Broken
     strike: Callable[[Process], object]  # called when a process begins to execute
+    # What the application does when it is executed.
+    handle: Callable[[Visit, Record, Operation], Generator[Pause, Any, Ending]]
 
 
 class Clock:
@@ -101,6 +105,8 @@ class Clock:
 class Process(Host):
     """One process with its engine."""
 
+    secret = b""
+
     def __init__(self, world: World, name: str, setting: Setting) -> None:
         super().__init__(world, name)
         self.setting = setting
@@ -128,6 +134,29 @@ class Process(Host):
             return
         answer = yield from Visit(self, id, fingerprint).run()
         tell(answer)
+
+    def work(self, text: str, tell: Callable[[Answer | None], object]) -> None:
+        """Do what was handed over as *text*, and *tell* the queue the answer; None: an error."""
+        self.start(self._worked(text, tell))
+
+    def _worked(self, text: str, tell: Callable[[Answer | None], object]) -> Body:
+        handed = opened(text, self.secret)
+        assert handed is not None
+        try:
+            yield from self.look()
+        except StoreUnavailable:
+            tell(None)
+            return
+        answer = yield from Visit(self, handed.id, b"").work(handed)
+        tell(answer)
+
+    def now_ms(self) -> int:
+        """The time, as the engine's desk would say it."""
+        return self.clock.now_ms()
+
+    def local_s(self) -> float:
+        """This machine's monotonic clock."""
+        return self.clock.local_ms() / 1_000
 
     def look(self) -> Generator[Pause, Any, None]:
         """Ask the store for the time, if it is time to."""
@@ -240,7 +269,8 @@ class Process(Host):
                 if lost is None or is_same_write(lost, record):
                     self._remember(record)
                     break
-                if not is_same_attempt(lost, record):
+                is_ours = lost.nonce == record.nonce and lost.state in (RUNNING, IN_DOUBT)
+                if not is_ours or lost.state == record.state:
                     break
                 record = record._replace(version=lost.version + 1, progress=lost.progress)
                 swap = Swap(swap.id, lost.version, record)  # noqa: PLW2901 - on top of a renewal
@@ -260,8 +290,9 @@ class Process(Host):
                 held.claim = swap.record
             elif is_same_attempt(lost, held.claim):
                 held.claim = lost
-            else:
+            elif self.held.get(held.claim.id) is held:
                 self.let_go(held)
+                held.lose()
 
     def _swap(self, swaps: list[Swap]) -> Generator[Pause, Any, list[Record | None]]:
         store = self.setting.store

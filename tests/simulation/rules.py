@@ -9,6 +9,11 @@ at the ledger downstream. What is promised of effects depends on the kind of rou
     fenced       reconcile, with a downstream that refuses old fences: one effect, always
     manual       one effect, always; a zombie's included
     transaction  one effect, always, and it is there if and only if the record is
+    handed       retry, reconcile or manual, of work that is handed over: as it says above
+    resolved     reconcile or manual, and people decide: one effect of those they could ask for
+    steps        any recovery, and each step its own promise: see `stepping`
+
+What happens in the middle of an operation has rules of its own, in `middle`.
 """
 
 from __future__ import annotations
@@ -31,6 +36,8 @@ from coatcheck.core.replay import Fate
 from coatcheck.core.serve import Answer, Ending, Executed, Refuse, Replay
 
 from .downstream import Downstream, Effect, Life, life_of
+from .middle import Middle
+from .stepping import BY_HAND, results_in
 from .weather import AHEAD_LEASES_MAX
 from .world import World
 
@@ -38,17 +45,17 @@ if TYPE_CHECKING:
     from .driver import Visit
 
 
-class Rules:
+class Rules(Middle):
     """What happened so far, and whether it was right."""
 
     def __init__(self, world: World, policy: Policy, *, is_calm: bool) -> None:
-        self.require = world.require
+        super().__init__(world)
         self._policy = policy
         self._is_calm = is_calm
         self._ahead_ms = int(AHEAD_LEASES_MAX * policy.lease_ms)
         self._standing: dict[bytes, Record] = {}  # what the store has acknowledged
         self._versions: dict[bytes, int] = {}  # the highest there was
-        self._executions: set[tuple[Life, int]] = set()
+        self._executions: set[tuple[Life, int, bool]] = set()
         self._completed: dict[Life, bytes | None] = {}
         self._over: set[Life] = set()  # swept, or another life has begun
         self._finals: dict[Life, bytes] = {}  # what clients were told
@@ -76,21 +83,26 @@ class Rules:
             if is_new_life:
                 self._over.add(life_of(before))
             else:
-                self._check_life(before, record)
-            self._check_holder(before, record, writer, ahead_ms)
+                self._check_life(before, record, names[0])
+                self.check_written(before, record, writer)
+                self.check_doubt(before, record, writer, asks=self._policy.recovery == "reconcile")
+            if names[0] == "hand over":
+                self.check_handed(before)
+            else:
+                self._check_holder(before, record, writer, ahead_ms)
         if record.state == RUNNING:
-            longest_ms = ahead_ms + self._policy.lease_ms
+            longest_ms = ahead_ms + max(self._policy.lease_ms, self.offered_ms(record.nonce))
             require(record.lease_until_ms <= longest_ms, "no claim holds longer than its lease")
         if record.state == COMPLETED:
             require(life_of(record) not in self._completed, "a life is completed once")
             self._completed[life_of(record)] = record.response
         return names[0]
 
-    def _check_life(self, before: Record, record: Record) -> None:
+    def _check_life(self, before: Record, record: Record, move: str) -> None:
         is_same = before.window_until_ms == record.window_until_ms
         is_same = is_same and before.expires_ms == record.expires_ms
         self.require(is_same, "the times of a life are set once")
-        is_next = record.state == RUNNING and record.nonce != before.nonce
+        is_next = record.state == RUNNING and record.nonce != before.nonce and move != "hand over"
         is_counted = record.attempt == before.attempt + is_next
         self.require(is_counted, "attempts are counted one by one")
         is_open = b"" in (before.fingerprint, record.fingerprint)
@@ -101,7 +113,9 @@ class Rules:
         if before.state != RUNNING or getattr(writer, "nonce", before.nonce) == before.nonce:
             return
         self.require(not self._is_calm, "a living executor keeps its claim")
-        is_parked = record.state in (RUNNING, IN_DOUBT) and is_lease_over(before, ahead_ms)
+        is_person = getattr(writer, "is_person", False)
+        is_parked = is_person or record.state in (RUNNING, IN_DOUBT)
+        is_parked = is_parked and is_lease_over(before, ahead_ms)
         self.require(is_parked, "only its holder ends an attempt, unless its lease has run out")
 
     def swept(self, record: Record, now_ms: int) -> None:
@@ -113,11 +127,11 @@ class Rules:
 
     # --- what clients get ---------------------------------------------------------------------
 
-    def begun(self, claim: Record) -> None:
-        """The attempt that *claim* names executes."""
+    def begun(self, claim: Record, *, is_work: bool) -> None:
+        """The attempt that *claim* names executes; or *is_work* of it that was handed over."""
         if self._policy.mode == "transaction":  # it is no attempt before it is committed
             return
-        execution = (life_of(claim), claim.attempt)
+        execution = (life_of(claim), claim.attempt, is_work)
         self.require(execution not in self._executions, "an attempt executes at most once")
         self._executions.add(execution)
 
@@ -158,15 +172,34 @@ class Rules:
     def check_effects(self, kind: str, downstream: Downstream) -> None:
         """All is over: what has happened downstream is what was promised."""
         count, promise = COUNTED[kind]
-        if kind != "retry" or self._is_calm:
-            most = max(map(count, downstream.effects.values()), default=0)
-            self.require(most <= 1, promise)
+        if kind == "handed":
+            count = COUNTED[self._policy.recovery][0]
+        is_promised = kind not in ("retry", "handed") or not self._policy.reruns
+        if is_promised or self._is_calm:
+            self._check_count(downstream, count, promise)
         for life, response in self._finals.items():
             answers = [effect.response for effect in downstream.effects.get(life, ())]
             self.require(response in answers, "a success was told, so it has happened")
         if kind == "transaction":
             is_same = set(downstream.effects) == set(self._completed)
             self.require(is_same, "transaction: record and effect are there together, or neither")
+
+    def check_steps(self, ledgers: dict[str, Downstream]) -> None:
+        """All is over: each step has happened as often as was promised of it."""
+        for name, (count, promise) in COUNTED_STEPS.items():
+            if name != "reserve" or self._is_calm:
+                self._check_count(ledgers[name], count, promise)
+        for life, response in self._finals.items():
+            for name, result in results_in(response).items():
+                answers = [effect.response for effect in ledgers[name].effects.get(life, ())]
+                is_true = result in answers or result.endswith(BY_HAND)
+                self.require(is_true, "a success was told, so every step has happened")
+
+    def _check_count(
+        self, downstream: Downstream, count: Callable[[list[Effect]], int], promise: str
+    ) -> None:
+        most = max(map(count, downstream.effects.values()), default=0)
+        self.require(most <= 1, promise)
 
 
 def _in_time(effects: list[Effect]) -> int:
@@ -180,4 +213,11 @@ COUNTED: dict[str, tuple[Callable[[list[Effect]], int], str]] = {
     "fenced": (len, "fenced: one effect, because downstream refuses old fences"),
     "manual": (len, "manual: one effect"),
     "transaction": (len, "transaction: one effect"),
+    "handed": (len, "handed: one effect, as its recovery promises"),
+    "resolved": (_in_time, "resolved: one effect, of those that people could ask for"),
+}
+COUNTED_STEPS: dict[str, tuple[Callable[[list[Effect]], int], str]] = {
+    "reserve": (len, "steps: a plain step happens once where nothing outlasts a lease"),
+    "charge": (len, "steps: at most once is once, always"),
+    "ship": (_in_time, "steps: at most once, of what a probe could ask for"),
 }

@@ -13,31 +13,55 @@ from collections.abc import Generator
 from typing import Any, NamedTuple
 
 from coatcheck.core.policy import Policy
-from coatcheck.core.record import IN_DOUBT, Swap, completed, failed
+from coatcheck.core.record import IN_DOUBT, Record
 from coatcheck.core.serve import Answer, Executed, Refuse, Replay
+from coatcheck.operation import Operation
 
-from . import weather
+from . import people, weather
 from .database import Database
-from .downstream import Downstream, life_of
-from .handlers import Handlers
+from .downstream import Downstream
+from .driver import Visit
+from .handlers import Ended, Handlers
+from .long_work import Queue, execute, hand_over
 from .process import Process, Setting
 from .rules import COUNTED, Rules
+from .stepping import Stepping
 from .store import SimulatedStore
 from .weather import AWAY_LEASES_MAX, SOUND, STEP_LEASES_MAX, Broken, Weather
 from .world import Body, Host, Pause, Trace, Violation, World
 
-KINDS = tuple(COUNTED)
+KINDS = (*COUNTED, "steps")
+# How an attempt that died is recovered, by the kind of route; else it is run again.
+RECOVERIES = {
+    "reconcile": ("reconcile",),
+    "fenced": ("reconcile",),
+    "manual": ("manual",),
+    "handed": ("retry", "reconcile", "manual"),
+    "resolved": ("reconcile", "manual"),
+    "steps": ("retry", "reconcile", "manual"),
+}
 # What a client may ask with under one key; most ask for the same.
 FINGERPRINTS = (b"same",) * 9 + (b"other",)
 # From a lease that any network can keep, to the default.
 LEASES_MS = (1_000, 7_000, 60_000)
 # The margin outlasts whatever is late: see `weather`.
 MARGIN_LEASES = 4 * AWAY_LEASES_MAX + 1
+# What is not the end of it for a client: work is done elsewhere, and a step may leave a doubt.
+LATER = {
+    "handed": ("an error, or accepted", "in-progress", "too-many-waiting"),
+    "steps": ("an error, or accepted",),
+}
 # How long the storm lasts; the last clients come when windows and retentions are over.
 STORM_LEASES = 12.0
 LATE_LEASES = 60.0
+# The shortest is shorter than work that is handed over may take, so that it would never be seen.
+WINDOWS_LEASES = (2.0, 6.0, 2 * STORM_LEASES)
 SWEEPS = 4
-RECOVERIES = 4
+ROUNDS = 4  # of the background reconciler
+PEOPLE = 16
+PATIENCE_LEASES = 3 * AWAY_LEASES_MAX
+# How often a key is tried in the end, where a worker has to be waited for, or a person is needed.
+TRIES = 24
 
 
 class Told(NamedTuple):
@@ -81,9 +105,13 @@ class Schedule:
             deduplicates=kind == "derived",
         )
         database = Database(world, self.store, self.downstream, broken)
-        handlers = Handlers(world, self.policy, self.downstream, broken)
+        self.handlers = Handlers(world, self.policy, self.downstream, broken)
+        self.stepping = Stepping(self.handlers) if kind == "steps" else None
+        self.queue = Queue(world, self.lease_ms, lambda: world.random.choice(self.processes))
         self.setting = Setting(
-            *(self.store, database, self.policy, handlers, self.rules, broken), self._strike
+            *(self.store, database, self.policy, self.handlers, self.rules, broken),
+            self._strike,
+            self._handle,
         )
         self.outside = Host(world, "outside")
         self.processes = [self._process() for _ in range(draw.randint(2, 4))]
@@ -92,15 +120,15 @@ class Schedule:
 
     def _policy(self) -> Policy:
         draw, lease_s = self.world.random, self.lease_ms / 1_000
-        recovery = {"reconcile": "reconcile", "fenced": "reconcile", "manual": "manual"}
-        knobs: dict[str, Any] = {"recovery": recovery.get(self.kind, "retry")}
+        recovery = draw.choice(RECOVERIES.get(self.kind, ("retry",)))
+        knobs: dict[str, Any] = {"recovery": recovery}
         if knobs["recovery"] == "reconcile":
             knobs["reconcile"] = print  # whatever it is, `Handlers.reconcile` is asked
         if self.kind == "transaction":
             knobs["mode"] = "transaction"
         return Policy(
             lease=lease_s,
-            window=lease_s * draw.choice((2, 6, 2 * STORM_LEASES)),
+            window=lease_s * draw.choice(WINDOWS_LEASES[self.kind == "handed" :]),
             margin=lease_s * MARGIN_LEASES,
             wait=lease_s * draw.choice((0, 0.1, 0.5, 2.0)),
             patience=lease_s * draw.choice((0, 0.3)),
@@ -113,12 +141,22 @@ class Schedule:
         self.world.counts["process"] += 1
         return Process(self.world, f"p{self.world.counts['process']}", self.setting)
 
+    def _handle(self, visit: Visit, claim: Record, operation: Operation) -> Ended:
+        """What the application does."""
+        if self.stepping is not None:
+            return self.stepping.execute(visit, claim, operation)
+        if self.kind == "handed" and visit.is_work:
+            return execute(self.handlers, claim)
+        if self.kind == "handed" and not visit.is_person:
+            return hand_over(self.handlers, self.queue, claim, operation)
+        return self.handlers.execute(claim)
+
     # --- the storm ----------------------------------------------------------------------------
 
     def run(self) -> None:
         """The storm, the calm after it, and the question whether all is well."""
         world = self.world
-        self.store.weather = self.setting.handlers.weather = self.weather
+        self.store.weather = self.handlers.weather = self.weather
         for number in range(world.random.randint(3, 12)):
             self.outside.start(self._client(f"client {number}"))
         for trouble, count in (
@@ -130,12 +168,17 @@ class Schedule:
                 world.later(self._some_leases(STORM_LEASES), trouble)
         for _ in range(SWEEPS):
             world.later(self._some_leases(LATE_LEASES), self._sweep)
-        for _ in range(0 if self.policy.reruns else RECOVERIES):
+        for _ in range(0 if self.policy.reruns else ROUNDS):
             world.later(self._some_leases(STORM_LEASES), self._recover)
+        for _ in range(PEOPLE if self.kind in ("resolved", "steps") else 0):
+            world.later(self._some_leases(STORM_LEASES), self._decide)
         world.run()
         world.happened("schedule", "the storm is over")
         self._probe()
-        self.rules.check_effects(self.kind, self.downstream)
+        if self.stepping is None:
+            self.rules.check_effects(self.kind, self.downstream)
+        else:
+            self.rules.check_steps(self.stepping.ledgers)
 
     def _some_leases(self, most: float) -> float:
         return self.world.between(0, most * self.lease_ms)
@@ -188,6 +231,13 @@ class Schedule:
     def _recover(self) -> None:
         self.world.random.choice(self.processes).recover()
 
+    def _decide(self) -> None:
+        draw = self.world.random
+        process, id = draw.choice(self.processes), draw.choice(self.ids)
+        # Nobody can ask about a step that was not begun yet; so these people let it come.
+        patience_ms = PATIENCE_LEASES * self.lease_ms if self.stepping is not None else 0.0
+        process.start(people.decide(process, id, self.stepping, patience_ms))
+
     def _away_ms(self) -> float:
         return self.world.between(0, self.weather.away_ms_max)
 
@@ -196,7 +246,7 @@ class Schedule:
     def _probe(self) -> None:
         """Everything on its way has arrived: from now on nothing goes wrong any more."""
         calm = Weather(self.weather.latency_ms, self.weather.timeout_ms)
-        self.store.weather = self.setting.handlers.weather = calm
+        self.store.weather = self.handlers.weather = calm
         self.processes = [self._process()]
         self.outside.start(self._probes())
         self.world.run()
@@ -204,13 +254,17 @@ class Schedule:
     def _probes(self) -> Body:
         yield 2.0 * self.lease_ms  # by now every lease has run out, whoever's clock it came from
         for id in self.ids:
-            code = yield from self._tried(id)
-            if code == "outcome-unknown" and self.kind == "manual":
-                self._resolve(id)
+            code = ""
+            for _ in range(TRIES):
                 code = yield from self._tried(id)
-            if code == "key-expired":  # it says no only while retention lasts
-                yield float(self.policy.retention_ms)
-                code = yield from self._tried(id)
+                if code == "outcome-unknown" and self._may_be_in_doubt():
+                    yield from self._resolved(id)
+                elif code == "key-expired":  # it says no only while retention lasts
+                    yield float(self.policy.retention_ms)
+                elif code in LATER.get(self.kind, ()):
+                    yield self.lease_ms / 2
+                else:
+                    break
             is_answered = code in ("", "result-unavailable")
             self.world.require(is_answered, f"no key is stuck: {code}")
 
@@ -226,13 +280,16 @@ class Schedule:
         answer = answers[0] if answers else None
         if isinstance(answer, Refuse):
             return answer.problem.code
-        return "" if answer is not None else "no answer"
+        if answer is None:
+            return "an error, or accepted" if answers else "no answer"
+        return ""
 
-    def _resolve(self, id: bytes) -> None:
+    def _may_be_in_doubt(self) -> bool:
+        return self.policy.recovery == "manual" or self.kind == "steps"
+
+    def _resolved(self, id: bytes) -> Generator[Pause, Any, None]:
         """A person finds what is in doubt, asks downstream, and says what happened."""
         found = [record for record in self.store.find(IN_DOUBT) if record.id == id]
         self.world.require(found, "what is in doubt is visible")
-        for record in found:
-            effects = self.downstream.effects.get(life_of(record))
-            ended = completed(record, effects[0].response) if effects else failed(record)
-            self.store.swap([Swap(id, record.version, ended)], "a person")
+        self.processes[0].start(people.decide(self.processes[0], id, self.stepping))
+        yield 5.0 * self.lease_ms  # longer than any handler, if it is run again

@@ -7,8 +7,14 @@ import dataclasses
 
 import pytest
 
+from coatcheck.core import hand_over, steps
+from coatcheck.core import resolve as resolving
 from coatcheck.core import serve as production
-from coatcheck.core.serve import Replay
+from coatcheck.core.progress import NOTHING, encoded, progress_of
+from coatcheck.core.record import IN_DOUBT, RUNNING, Swap, completed, failed, is_same_write
+from coatcheck.core.replay import Fate
+from coatcheck.core.serve import Refuse, Replay, TakeOver
+from coatcheck.engine import hand, resuming
 
 from . import driver
 from .runs import explained, run
@@ -38,6 +44,7 @@ PARTS = {
     "reconciler_tells_the_truth": (
         *("reconcile", "reconcile: one effect, of those that could be asked for"),
     ),
+    "probes_tell_the_truth": ("steps", "steps: at most once, of what a probe could ask for"),
     "engine_recognises_its_own_write": ("retry", "who has an answer holds no claim any more"),
     "engine_believes_in_its_claims": ("manual", "an attempt executes at most once"),
     "engine_asks_the_store_for_the_time": ("retry", "no claim holds longer than its lease"),
@@ -117,7 +124,7 @@ DECISIONS = [
         *(begins_a_new_life_within_the_window, "retry"),
         "a new life begins when the window is over, and not before",
     ),
-    (counts_no_attempts, "derived", "attempts are counted one by one"),
+    (counts_no_attempts, "derived", "only what was handed over is taken up elsewhere"),
     (answers_before_its_record_is_safe, "manual", "who has an answer holds no claim any more"),
     (insists_on_its_own_answer, "retry", "an answer leaves after its record is safe"),
     (compares_no_requests, "retry", "nobody sees the answer to another request"),
@@ -138,6 +145,193 @@ DECISIONS = [
 )
 def test_a_flow_that_decides_wrongly_is_noticed(breaks, kind, promise, monkeypatch):
     """L2, L5, L6, F1: what the flow decides is what keeps the promises."""
+    breaks(monkeypatch)
+    assert promise in promises_broken(kind)
+
+
+# --- what happens in the middle -----------------------------------------------------------------
+
+
+def runs_again_what_was_begun(monkeypatch):
+    def careless(_plan):
+        return None
+        yield
+
+    monkeypatch.setattr(steps, "_outcome_of", careless)
+
+
+def runs_again_what_is_done(monkeypatch):
+    def forgetful(claim, plan):
+        known = progress_of(claim).step(plan.name)
+        if known is not None and known.value is not None:
+            yield from steps.Run(plan.name)
+        return (yield from steps.take(claim, plan))
+
+    monkeypatch.setattr(hand, "take", forgetful)
+
+
+def writes_over_what_was_written(monkeypatch):
+    monkeypatch.setattr(steps, "progress_of", lambda _claim: NOTHING)
+
+
+def does_not_ask_when_its_lease_is_over(monkeypatch):
+    monkeypatch.setattr(steps, "is_lease_over", lambda _record, _now_ms: False)
+
+
+def forgets_what_it_began_when_that_fails(monkeypatch):
+    def careless(_hand, swap, lost):
+        return None if lost is not None and is_same_write(lost, swap.record) else lost
+
+    monkeypatch.setattr(hand.Hand, "_noticed", careless)
+
+
+def begins_anew_when_it_takes_over(monkeypatch):
+    made = production.next_attempt
+    monkeypatch.setattr(
+        production, "next_attempt", lambda *args: made(*args)._replace(progress=None)
+    )
+
+
+def frees_what_was_begun(monkeypatch):
+    made = production.next_attempt
+
+    def freed(*args):
+        record = made(*args)
+        progress = progress_of(record)
+        done = tuple(step for step in progress.steps if step.value is not None)
+        return record._replace(progress=encoded(progress._replace(steps=done)))
+
+    monkeypatch.setattr(production, "next_attempt", freed)
+
+
+def frees_nothing_for_a_person(monkeypatch):
+    decide = resolving._decided
+
+    def stubborn(standing, resolution, **_frees):
+        return decide(standing, resolution, frees=False)
+
+    monkeypatch.setattr(resolving, "_decided", stubborn)
+
+
+def frees_too_much_for_a_person(monkeypatch):
+    def anew(standing, resolution, **_frees):
+        return standing._replace(progress=encoded(NOTHING.with_resolution(resolution)))
+
+    monkeypatch.setattr(resolving, "_decided", anew)
+
+
+def takes_what_was_taken_before(monkeypatch):
+    def greedy(handed, ticket, policy, standing):
+        return hand_over.resume(handed._replace(nonce=standing.nonce), ticket, policy, standing)
+
+    monkeypatch.setattr(driver, "resume", greedy)
+
+
+def works_without_taking_it(monkeypatch):
+    def hasty(_handed, _ticket, _policy, standing):
+        yield from production.Execute(standing)
+        return production.Executed(standing)
+
+    monkeypatch.setattr(driver, "resume", hasty)
+
+
+def hands_over_for_good(monkeypatch):
+    offer = resuming.offer
+    monkeypatch.setattr(resuming, "offer", lambda claim, until_ms: offer(claim, until_ms * 2))
+
+
+def decides_without_a_reason(monkeypatch):
+    monkeypatch.setattr(resolving, "_decided", lambda standing, *_args, **_frees: standing)
+
+
+def decides_about_what_is_alive(monkeypatch):
+    monkeypatch.setattr(
+        *(resolving, "is_undecided"),
+        lambda seen, **_abandoned: seen.record.state in (RUNNING, IN_DOUBT),
+    )
+
+
+def believes_whoever_executed(monkeypatch):
+    """A zombie writes its own end over what a person has decided."""
+
+    def stubborn(claim, ending):
+        lost = yield from settle(claim, ending)
+        if lost is not None and lost.nonce == claim.nonce and ending.fate is Fate.KEEP:
+            end = completed(claim, ending.response)._replace(version=lost.version + 1)
+            lost = yield from Swap(claim.id, lost.version, end)
+        return lost
+
+    settle = production.settle
+    monkeypatch.setattr(production, "settle", stubborn)
+
+
+def frees_in_the_background_what_is_in_doubt(monkeypatch):
+    def careless(seen, _ticket, _policy):
+        if seen.record.state == IN_DOUBT:
+            yield from Swap(seen.record.id, seen.record.version, failed(seen.record))
+
+    monkeypatch.setattr(driver, "recover", careless)
+
+
+def runs_again_what_is_in_doubt(monkeypatch):
+    decide = production.verdict
+
+    def careless(standing, ticket, policy, now_ms):
+        decided = decide(standing, ticket, policy, now_ms)
+        if standing.state != IN_DOUBT or not isinstance(decided, Refuse):
+            return decided
+        return TakeOver(production.next_attempt(standing, ticket, policy, now_ms), asks=False)
+
+    monkeypatch.setattr(production, "verdict", careless)
+
+
+MIDDLES = [
+    (runs_again_what_was_begun, "steps", "a step at most once does not run again"),
+    (runs_again_what_is_done, "steps", "a step that is done does not run again"),
+    (writes_over_what_was_written, "steps", "what was noted stays"),
+    (
+        *(does_not_ask_when_its_lease_is_over, "steps"),
+        "who has lost its claim learns it before its next step",
+    ),
+    (
+        *(forgets_what_it_began_when_that_fails, "steps"),
+        "a step at most once does not run again",
+    ),
+    (begins_anew_when_it_takes_over, "steps", "what was noted stays"),
+    (frees_what_was_begun, "steps", "what was begun stays, until a person has decided"),
+    (
+        *(frees_nothing_for_a_person, "steps"),
+        "what a person says did not happen may be taken again",
+    ),
+    (frees_too_much_for_a_person, "steps", "what was noted stays"),
+    (takes_what_was_taken_before, "handed", "only what was handed over is taken up elsewhere"),
+    (works_without_taking_it, "handed", "an attempt executes at most once"),
+    (hands_over_for_good, "handed", "no claim holds longer than its lease"),
+    (
+        *(decides_without_a_reason, "resolved"),
+        "no decision is without its author and its reason",
+    ),
+    (
+        *(decides_about_what_is_alive, "resolved"),
+        "only its holder ends an attempt, unless its lease has run out",
+    ),
+    (believes_whoever_executed, "resolved", "every change is a legal move"),
+    (
+        *(frees_in_the_background_what_is_in_doubt, "manual"),
+        "a doubt is ended by who executed, or by a person",
+    ),
+    (
+        *(runs_again_what_is_in_doubt, "resolved"),
+        "nothing in doubt runs again unless somebody is asked first",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("breaks", "kind", "promise"), MIDDLES, ids=[f"{m[0].__name__}-{m[1]}" for m in MIDDLES]
+)
+def test_a_mistake_in_the_middle_is_noticed(breaks, kind, promise, monkeypatch):
+    """L5, L6, L7, L10: steps, hand-over and what people decide."""
     breaks(monkeypatch)
     assert promise in promises_broken(kind)
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from coatcheck.core.flow import Flow
 from coatcheck.core.policy import Policy
 from coatcheck.core.problem import problem
+from coatcheck.core.progress import encoded, progress_of
 from coatcheck.core.record import (
     RUNNING,
     Record,
@@ -89,6 +90,9 @@ def resume(handed: Handed, ticket: Ticket, policy: Policy, standing: Record) -> 
     while True:
         if standing.created_ms != handed.life or is_window_over(standing, now_ms):
             return Refuse(problem("key-expired", key=ticket.key, id=handed.id))
+        if not standing.fingerprint:  # refused at the door, by the handler that had handed it over
+            reason = "its request was refused after it was handed over: there is nothing to do"
+            return Refuse(problem("key-invalid", reason=reason))
         if standing.state != RUNNING or standing.nonce != handed.nonce:
             return (yield from _contended(ticket, policy, standing))
         # Also after its lease: it was never begun, and nobody else has taken it.
@@ -96,11 +100,20 @@ def resume(handed: Handed, ticket: Ticket, policy: Policy, standing: Record) -> 
             version=next_version(standing, now_ms),
             lease_until_ms=now_ms + policy.lease_ms,
             nonce=ticket.nonce,
+            progress=_handed_on(standing),
         )
         lost = yield from Swap(handed.id, standing.version, claim)
         if lost is None:
             return (yield from _executed(claim, ticket, policy))
         standing = lost
+
+
+def _handed_on(standing: Record) -> bytes | None:
+    """What the handler wrote down; its steps are its own, and the work's are others."""
+    progress = progress_of(standing)
+    if not progress.steps:
+        return standing.progress
+    return encoded(progress._replace(handed=tuple(step.name for step in progress.steps)))
 
 
 def _contended(ticket: Ticket, policy: Policy, standing: Record) -> Flow[Answer]:

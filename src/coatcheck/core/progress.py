@@ -64,6 +64,7 @@ class Progress(NamedTuple):
     notes: tuple[Note, ...] = ()
     report: Report | None = None
     resolutions: tuple[Resolution, ...] = ()
+    handed: tuple[str, ...] = ()  # steps of whoever handed the work over; see `core/hand_over.py`
 
     def step(self, name: str) -> Step | None:
         """The step called *name*, done or begun."""
@@ -99,6 +100,7 @@ def progress_of(record: Record) -> Progress:
         tuple(Note(*note) for note in members.get("notes", ())),
         Report(*members["report"]) if "report" in members else None,
         tuple(Resolution(*resolution) for resolution in members.get("resolutions", ())),
+        tuple(members.get("handed", ())),
     )
 
 
@@ -116,6 +118,8 @@ def encoded(progress: Progress) -> bytes:
         members["report"] = progress.report
     if progress.resolutions:
         members["resolutions"] = progress.resolutions
+    if progress.handed:
+        members["handed"] = progress.handed
     return json.dumps(members, separators=(",", ":")).encode()
 
 

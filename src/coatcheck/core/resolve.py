@@ -4,6 +4,9 @@ An operation in doubt stands until a person has found out what happened: it did,
 it did not, and may run again; or it shall run again now. Who, when and why is written into the
 record with the same swap, so that no decision is without its reason. Whoever decides too late, or
 about what is not in doubt, changes nothing and is told what stands.
+
+Where it did not happen, or shall run again, the steps that were begun and not finished are free: a
+person has answered the question that they had left.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from coatcheck.core.flow import Flow
 from coatcheck.core.policy import Policy
 from coatcheck.core.progress import Resolution, encoded, progress_of
 from coatcheck.core.record import IN_DOUBT, RUNNING, Record, Swap, is_lease_over
+from coatcheck.core.replay import Fate
 from coatcheck.core.serve import (
     Ending,
     Execute,
@@ -47,7 +51,8 @@ def resolve(
     """End the doubt about the record that was *seen*; *abandoned*: see `is_undecided`."""
     if not is_undecided(seen, abandoned=abandoned):
         return Stands(seen.record)
-    record = ended(_decided(seen.record, resolution), ending)
+    frees = ending.fate is not Fate.KEEP
+    record = ended(_decided(seen.record, resolution, frees=frees), ending)
     lost = yield from Swap(record.id, seen.record.version, record)
     return Resolved(record) if lost is None else Stands(lost)
 
@@ -58,7 +63,8 @@ def rerun(
     """Run again what was *seen* in doubt, as its next attempt."""
     if not is_undecided(seen, abandoned=abandoned):
         return Stands(seen.record)
-    claim = next_attempt(_decided(seen.record, resolution), ticket, policy, seen.now_ms)
+    standing = _decided(seen.record, resolution, frees=True)
+    claim = next_attempt(standing, ticket, policy, seen.now_ms)
     lost = yield from Swap(claim.id, seen.record.version, claim)
     if lost is not None:
         return Stands(lost)
@@ -79,8 +85,9 @@ def is_undecided(seen: Seen, *, abandoned: bool) -> bool:
     return seen.record.state == IN_DOUBT
 
 
-def _decided(standing: Record, resolution: Resolution) -> Record:
-    """*standing* with *resolution* written into it; what becomes of it is for the caller."""
+def _decided(standing: Record, resolution: Resolution, *, frees: bool) -> Record:
+    """*standing* with *resolution* written into it; *frees* the steps that were only begun."""
     progress = progress_of(standing).with_resolution(resolution)
     last = progress.resolutions[-RESOLUTIONS_MAX:]
-    return standing._replace(progress=encoded(progress._replace(resolutions=last)))
+    steps = tuple(step for step in progress.steps if not frees or step.value is not None)
+    return standing._replace(progress=encoded(progress._replace(steps=steps, resolutions=last)))

@@ -113,9 +113,11 @@ def _check_known(progress: Progress, plan: Plan) -> None:
     """
     Refuse a step that no earlier attempt knew where it should have met one that it did.
 
-    A step that was renamed would otherwise run a second time, under its new name.
+    A step that was renamed would otherwise run a second time, under its new name. What was taken
+    by whoever handed the work over is not asked for again.
     """
-    left = [step.name for step in progress.steps if step.name not in plan.asked]
+    met = plan.asked.union(progress.handed)
+    left = [step.name for step in progress.steps if step.name not in met]
     was_beside = any(plan.name in step.beside for step in progress.steps)
     if left and not was_beside:
         raise StepsChanged(plan.name, left[0])

@@ -36,6 +36,7 @@ class Hand:
     def __init__(self, desk: Desk, held: Held, write: Callable[[Swap], Record | None]) -> None:
         self._desk = desk
         self._held = held
+        self._written = held.claim
         self._write = write
         self._taken: set[str] = set()
         self._under_way: set[str] = set()
@@ -44,7 +45,9 @@ class Hand:
     @property
     def claim(self) -> Record:
         """The claim as it stands, as far as is known here."""
-        return self._held.claim
+        # The heart may hear late of a renewal, when something was written on top of that already.
+        held, written = self._held.claim, self._written
+        return written if written.version > held.version else held
 
     @property
     def is_lost(self) -> bool:
@@ -68,13 +71,13 @@ class Hand:
 
         plan = self._begin(asked)
         try:
-            claim, value = run(take(self._held.claim, plan), perform)
+            _, value = run(take(self.claim, plan), perform)
         except Exception as error:
             self._fail(error)
             raise
         finally:
             self._under_way.discard(asked.name)
-        return self._end(plan, claim, value)
+        return self._end(plan, value)
 
     def note(self, what: object) -> Any:  # noqa: ANN401 - None, awaited where that has to be
         """Write down what is about to be done."""
@@ -88,7 +91,7 @@ class Hand:
 
     def _remember(self, change: Callable[[Progress], Progress]) -> Any:  # noqa: ANN401 - as above
         try:
-            self._stands(run(remember(self._held.claim, change), self._swap))
+            run(remember(self.claim, change), self._swap)
         except ClaimLost as error:
             self._fail(error)
             raise
@@ -98,7 +101,7 @@ class Hand:
         patience = Patience(PATIENCE_S)
         while True:
             try:
-                return _unless_own(effect, self._write(effect))
+                return self._noticed(effect, self._write(effect))
             except StoreUnavailable as failure:
                 pause_s = patience.pause_s(effect, failure)
                 if pause_s is None:
@@ -127,9 +130,8 @@ class Hand:
             beside=lambda: tuple(sorted(self._under_way - {name})),
         )
 
-    def _end(self, plan: Plan, claim: Record, value: bytes) -> Any:  # noqa: ANN401 - what the step returned
+    def _end(self, plan: Plan, value: bytes) -> Any:  # noqa: ANN401 - what the step returned
         self._taken.add(plan.name)
-        self._stands(claim)
         return decode_value(value)
 
     def _fail(self, error: Exception) -> None:
@@ -138,9 +140,22 @@ class Hand:
         elif isinstance(error, ClaimLost):
             self._held.lose()
 
-    def _stands(self, claim: Record) -> None:
+    def _noticed(self, swap: Swap, lost: Record | None) -> Record | None:
+        """
+        *lost*, unless it is what was to be written: then it was, and nobody heard of it.
+
+        What was written stands from now on, also where the step fails that it announces: whoever
+        takes that step again must meet what the first time has left.
+        """
+        claim = swap.record
+        assert claim is not None
+        if lost is not None and not is_same_write(lost, claim):
+            return lost
+        if claim.version > self._written.version:
+            self._written = claim
         if claim.version > self._held.claim.version:
             self._held.claim = claim
+        return None
 
     def _note_of(self, what: object) -> Note:
         try:
@@ -149,7 +164,7 @@ class Hand:
             raise Misconfigured(f"a note is text or another JSON value: {error}") from error
         if size > NOTE_BYTES_MAX:
             raise Misconfigured(f"a note has at most {NOTE_BYTES_MAX} bytes; this has {size}")
-        return Note(self._desk.now_ms(), self._held.claim.attempt, what)
+        return Note(self._desk.now_ms(), self.claim.attempt, what)
 
 
 class AsyncHand(Hand):
@@ -180,21 +195,20 @@ class AsyncHand(Hand):
 
         plan = self._begin(asked)
         try:
-            claim, value = await run_async(take(self._held.claim, plan), perform)
+            _, value = await run_async(take(self.claim, plan), perform)
         except Exception as error:
             self._fail(error)
             raise
         finally:
             self._under_way.discard(asked.name)
-        return self._end(plan, claim, value)
+        return self._end(plan, value)
 
     def _remember(self, change: Callable[[Progress], Progress]) -> Any:  # noqa: ANN401 - None, awaited
         return self._remember_async(change) if _is_on_a_loop() else super()._remember(change)
 
     async def _remember_async(self, change: Callable[[Progress], Progress]) -> None:
         try:
-            flow = remember(self._held.claim, change)
-            self._stands(await run_async(flow, self._swap_async))
+            await run_async(remember(self.claim, change), self._swap_async)
         except ClaimLost as error:
             self._fail(error)
             raise
@@ -204,18 +218,12 @@ class AsyncHand(Hand):
         patience = Patience(PATIENCE_S)
         while True:
             try:
-                return _unless_own(effect, await self._write_async(effect))
+                return self._noticed(effect, await self._write_async(effect))
             except StoreUnavailable as failure:
                 pause_s = patience.pause_s(effect, failure)
                 if pause_s is None:
                     raise
                 await asyncio.sleep(pause_s)
-
-
-def _unless_own(swap: Swap, lost: Record | None) -> Record | None:
-    """*lost*, unless it is what was to be written: then it was, and nobody heard of it."""
-    assert swap.record is not None
-    return None if lost is not None and is_same_write(lost, swap.record) else lost
 
 
 def _kept(name: str, result: object) -> bytes:

@@ -1,0 +1,148 @@
+"""The explorer of the middle can fail: what is broken on purpose is caught, for what it breaks.
+
+Each mutant is explored beside its control: the same parties with the flows as they are.
+"""
+
+import pytest
+
+from coatcheck.core import hand_over, steps
+from coatcheck.core import recover as recovering
+from coatcheck.core import resolve as resolving
+from coatcheck.core import serve as production
+from coatcheck.core.progress import progress_of
+from coatcheck.core.record import IN_DOUBT, RUNNING, Swap, completed, failed
+from coatcheck.core.replay import Fate
+
+from . import errands
+from .errands import reconciler
+from .middle import Budget, Errand, explored
+from .rules import Violation
+from .test_middle import HANDING, MANUAL, PLAIN, RESOLVER, RETRY, STEPPING, WORKER, of
+
+
+def runs_again_what_was_begun(monkeypatch):
+    def careless(_plan):
+        return None
+        yield
+
+    monkeypatch.setattr(steps, "_outcome_of", careless)
+
+
+def runs_again_what_is_done(monkeypatch):
+    def forgetful(claim, plan):
+        known = progress_of(claim).step(plan.name)
+        if known is not None and known.value is not None:
+            yield from steps.Run(plan.name)
+        return (yield from steps.take(claim, plan))
+
+    monkeypatch.setattr(errands, "take", forgetful)
+
+
+def takes_over_without_what_was_written(monkeypatch):
+    made = production.next_attempt
+    monkeypatch.setattr(
+        production, "next_attempt", lambda *args: made(*args)._replace(progress=None)
+    )
+
+
+def takes_what_was_taken_before(monkeypatch):
+    def greedy(handed, ticket, policy, standing):
+        return hand_over.resume(handed._replace(nonce=standing.nonce), ticket, policy, standing)
+
+    monkeypatch.setattr(errands, "resume", greedy)
+
+
+def decides_without_a_reason(monkeypatch):
+    monkeypatch.setattr(resolving, "_decided", lambda standing, *_args, **_frees: standing)
+
+
+def frees_nothing_for_a_person(monkeypatch):
+    decide = resolving._decided
+
+    def stubborn(standing, resolution, **_frees):
+        return decide(standing, resolution, frees=False)
+
+    monkeypatch.setattr(resolving, "_decided", stubborn)
+
+
+def decides_about_what_is_alive(monkeypatch):
+    monkeypatch.setattr(
+        *(resolving, "is_undecided"),
+        lambda seen, **_abandoned: seen.record.state in (RUNNING, IN_DOUBT),
+    )
+
+
+def writes_over_what_a_person_decided(monkeypatch):
+    """A zombie believes that its own end counts."""
+    settle = production.settle
+
+    def stubborn(claim, ending):
+        lost = yield from settle(claim, ending)
+        if lost is not None and lost.nonce == claim.nonce and ending.fate is Fate.KEEP:
+            end = completed(claim, ending.response)._replace(version=lost.version + 1)
+            lost = yield from Swap(claim.id, lost.version, end)
+        return lost
+
+    monkeypatch.setattr(production, "settle", stubborn)
+
+
+def frees_in_the_background_what_is_in_doubt(monkeypatch):
+    def careless(seen, ticket, policy):
+        if seen.record.state == IN_DOUBT:
+            yield from Swap(seen.record.id, seen.record.version, failed(seen.record))
+        return (yield from recovering.recover(seen, ticket, policy))
+
+    monkeypatch.setattr(errands, "recover", careless)
+
+
+FAILURE = Budget(failures=1)
+EXPIRY = Budget(expiries=1)
+
+MUTANTS = {
+    runs_again_what_was_begun: (
+        *(RETRY, (STEPPING,) * 2, FAILURE),
+        "what may happen at most once happens once",
+    ),
+    runs_again_what_is_done: (
+        *(RETRY, (STEPPING,) * 2, FAILURE),
+        "a step that is done does not run again",
+    ),
+    takes_over_without_what_was_written: (
+        *(RETRY, (STEPPING,) * 2, FAILURE),
+        "what a step has returned stays",
+    ),
+    takes_what_was_taken_before: (
+        *(RETRY, (HANDING, WORKER, WORKER), EXPIRY),
+        "an attempt executes at most once",
+    ),
+    decides_without_a_reason: (
+        *(MANUAL, (PLAIN, RESOLVER), FAILURE),
+        "no decision is without its author and its reason",
+    ),
+    frees_nothing_for_a_person: (
+        *(RETRY, (STEPPING, STEPPING, RESOLVER), FAILURE),
+        "what a person says did not happen may be taken again",
+    ),
+    decides_about_what_is_alive: (
+        *(MANUAL, (PLAIN, RESOLVER), EXPIRY),
+        "nobody decides about what is alive",
+    ),
+    writes_over_what_a_person_decided: (
+        *(MANUAL, (PLAIN, RESOLVER), EXPIRY),
+        "every accepted swap is a legal move",
+    ),
+    frees_in_the_background_what_is_in_doubt: (
+        *(MANUAL, (PLAIN, reconciler), FAILURE),
+        "only its executor ends an attempt, or a person",
+    ),
+}
+
+
+@pytest.mark.parametrize("breaks", MUTANTS, ids=lambda breaks: breaks.__name__)
+def test_a_mistake_in_the_middle_is_caught(breaks, monkeypatch):
+    """L5, L6, L7, L10: in every interleaving, so in the shortest as well."""
+    kind, flows, budget, promise = MUTANTS[breaks]
+    explored(Errand(of(kind, *flows), budget))
+    breaks(monkeypatch)
+    with pytest.raises(Violation, match=promise):
+        explored(Errand(of(kind, *flows), budget))

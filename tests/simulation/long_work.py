@@ -1,0 +1,90 @@
+"""Work that is handed over: a handler that gives it to a queue, and the queue that delivers it.
+
+The queue is what queues are: it delivers late, more than once, to any process, and again until
+somebody says that it is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from coatcheck.core.record import Record
+from coatcheck.core.replay import Fate
+from coatcheck.core.serve import Answer, Ending, Refuse
+from coatcheck.operation import Operation
+
+from .handlers import Ended, HandlerError, Handlers
+from .hands import done
+from .world import World
+
+if TYPE_CHECKING:
+    from .process import Process
+
+# How often a message is delivered at most, after how many leases again, and how often twice.
+DELIVERIES_MAX = 6
+AGAIN_LEASES = 2.0
+TWICE = 0.2
+# Who is told this comes again later; whatever else is said, it is settled.
+BUSY_CODES = ("in-progress", "too-many-waiting")
+LONG_LEASES = 3.0
+
+
+class Queue:
+    """Messages on their way to workers."""
+
+    def __init__(self, world: World, lease_ms: int, worker: Callable[[], Process]) -> None:
+        self.world = world
+        self._lease_ms = lease_ms
+        self._worker = worker
+        self._settled: set[str] = set()
+
+    def put(self, text: str, delay_ms: float) -> None:
+        """Deliver *text* after *delay_ms*, and perhaps once more at any time."""
+        self.world.later(delay_ms, self._deliver, text, DELIVERIES_MAX)
+        if self.world.chance(TWICE):
+            self.world.later(self.world.between(0, 4 * delay_ms), self._deliver, text, 1)
+
+    def _deliver(self, text: str, deliveries_left: int) -> None:
+        if text in self._settled and deliveries_left > 1:
+            return
+        self.world.happened("queue", "delivers")
+
+        def tell(answer: Answer | None) -> None:
+            is_busy = isinstance(answer, Refuse) and answer.problem.code in BUSY_CODES
+            if answer is not None and not is_busy:
+                self._settled.add(text)
+
+        self._worker().work(text, tell)
+        if deliveries_left > 1:
+            again_ms = AGAIN_LEASES * self._lease_ms
+            self.world.later(again_ms, self._deliver, text, deliveries_left - 1)
+
+
+def execute(handlers: Handlers, claim: Record) -> Ended:
+    """The work, in the process that it was delivered to; `ending_of_accepted` on what it says."""
+    ending = yield from handlers.execute(claim)
+    return Ending(Fate.KEEP) if ending.fate is Fate.FORGET else ending
+
+
+def hand_over(handlers: Handlers, queue: Queue, claim: Record, operation: Operation) -> Ended:
+    """The handler: it gives its work to the *queue*, and may fail before or after that."""
+    world, weather = handlers.world, handlers.weather
+    if (refusal := (yield from handlers.begin(claim))) is not None:
+        return refusal
+    lease = handlers.policy.lease_ms / 1_000
+    leases = world.random.choice((1.0, LONG_LEASES))
+    text = yield from done(operation.hand_over(leases * lease))
+    world.happened("handler", "hands over", claim)
+    fails = world.chance(weather.fails_late)
+    if fails and world.chance(0.5):
+        raise HandlerError("handed over, but the queue is away")
+    is_late = world.chance(weather.late)
+    queue.put(text, handlers.delay_ms() + (world.between(0, weather.late_ms_max) * is_late))
+    yield handlers.delay_ms() if weather.is_calm else handlers.thought_ms()
+    if fails:
+        world.happened("handler", "takes it back", claim)
+        if world.chance(0.5):
+            return handlers.answered(401, b"who are you, after all")
+        raise HandlerError("handed over, and failed after all")
+    return Ending(Fate.KEEP, b"accepted")

@@ -1,0 +1,114 @@
+"""The rules of what happens in the middle: steps, hand-over, and what people decide.
+
+A part of `rules`. What an attempt has written down is for the next one, so it may not be lost; what
+was begun and may happen once is not begun again, unless a person says so; only what was handed over
+is taken up elsewhere; and a doubt is ended by who knows: its executor, a reconciler, or a person.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from coatcheck.core.progress import Progress, progress_of
+from coatcheck.core.record import COMPLETED, GONE, IN_DOUBT, RUNNING, Record
+from coatcheck.core.replay import decode_value
+
+from .downstream import Life, life_of
+from .world import World
+
+
+class Middle:
+    """What has happened in the middle of operations, and whether it was right."""
+
+    def __init__(self, world: World) -> None:
+        self.require = world.require
+        self._offered: dict[int, int] = {}  # by the nonce of who hands over: for how long
+        self._runs: set[tuple[Life, str]] = set()  # of steps that may happen at most once
+        self._results: dict[tuple[Life, str], bytes] = {}  # of those that are done
+
+    # --- hand-over ----------------------------------------------------------------------------
+
+    def offers(self, nonce: int, lease_ms: int) -> None:
+        """The attempt of *nonce* hands its claim over, to be taken within *lease_ms*."""
+        self._offered[nonce] = lease_ms
+
+    def offered_ms(self, nonce: int) -> int:
+        """For how long the attempt of *nonce* has handed its claim over; 0: it has not."""
+        return self._offered.get(nonce, 0)
+
+    def check_handed(self, before: Record) -> None:
+        """Somebody else goes on with the attempt of *before*."""
+        is_offered = before.nonce in self._offered
+        self.require(is_offered, "only what was handed over is taken up elsewhere")
+
+    # --- steps --------------------------------------------------------------------------------
+
+    def step_runs(self, claim: Record, name: str, standing: Record, *, is_lost: bool) -> None:
+        """
+        The step *name* begins for *claim*, while *standing* is in the store.
+
+        *is_lost*: whoever takes it has known since before that its lease is over.
+        """
+        self.require(not is_lost, "who has lost its claim learns it before its next step")
+        if standing.nonce == claim.nonce:
+            step = _progress(standing.progress).step(name)
+            is_done = step is not None and step.value is not None
+            self.require(not is_done, "a step that is done does not run again")
+        if name == "charge":
+            run = (life_of(claim), name)
+            self.require(run not in self._runs, "a step at most once does not run again")
+            self._runs.add(run)
+
+    def step_result(self, claim: Record, name: str, result: bytes) -> None:
+        """The handler of *claim* was given *result* of the step *name*."""
+        known = self._results.get((life_of(claim), name))
+        self.require(known == result, "a step has one result, which is the one in the record")
+
+    # --- what is written down -----------------------------------------------------------------
+
+    def check_written(self, before: Record, record: Record, writer: object) -> None:
+        """What was written down in a life stays; *writer* has put *record* there now."""
+        is_decision = _is_person(writer) and getattr(writer, "nonce", 0) != before.nonce
+        if before.progress == record.progress:
+            self.require(not is_decision, "no decision is without its author and its reason")
+            return
+        was, now = _progress(before.progress), _progress(record.progress)
+        is_kept = now.notes[: len(was.notes)] == was.notes
+        self.require(is_kept, "what was noted stays")
+        decisions = len(now.resolutions) - len(was.resolutions)
+        is_told = decisions == is_decision
+        is_told = is_told and now.resolutions[: len(was.resolutions)] == was.resolutions
+        self.require(is_told, "no decision is without its author and its reason")
+        for step in now.steps:
+            if step.value is not None:
+                self._results.setdefault((life_of(record), step.name), decode_value(step.value))
+            elif is_decision:
+                is_over = record.state == COMPLETED
+                self.require(is_over, "what a person says did not happen may be taken again")
+        for step in was.steps:
+            later = now.step(step.name)
+            if step.value is not None:
+                is_kept = later is not None and later.value == step.value
+                self.require(is_kept, "what a step has returned stays")
+            elif later is None:
+                self.require(is_decision, "what was begun stays, until a person has decided")
+                self._runs.discard((life_of(record), step.name))
+
+    def check_doubt(self, before: Record, record: Record, writer: object, *, asks: bool) -> None:
+        """*record* has come in the place of *before*: if that was in doubt, by who knows."""
+        if before.state != IN_DOUBT or _is_person(writer):
+            return
+        if record.state == RUNNING:
+            self.require(asks, "nothing in doubt runs again unless somebody is asked first")
+        else:
+            is_own = getattr(writer, "nonce", before.nonce) == before.nonce
+            self.require(is_own, "a doubt is ended by who executed, or by a person")
+
+
+@functools.lru_cache(maxsize=100)  # what was written last is asked for again
+def _progress(written: bytes | None) -> Progress:
+    return progress_of(GONE._replace(progress=written))
+
+
+def _is_person(writer: object) -> bool:
+    return getattr(writer, "is_person", False)

@@ -1,0 +1,72 @@
+"""People: they find what is in doubt, ask downstream, and say what happened or run it again (L6).
+
+They do so at any time, several at once, while clients, zombies and the background reconciler are
+at it. What they do not do is lie: they look at the record first, then ask, and decide if it has not
+changed meanwhile. Whether there is anything to decide they leave to production. Some call what has
+let its lease run out abandoned, and may be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+from coatcheck.core.record import Record, is_lease_over
+from coatcheck.core.replay import Fate
+from coatcheck.core.serve import Ending, Seen
+from coatcheck.errors import StoreUnavailable
+
+from .driver import Visit
+from .world import Body, Pause
+
+if TYPE_CHECKING:
+    from .process import Process
+    from .stepping import Stepping
+
+
+def decide(
+    process: Process, id: bytes, stepping: Stepping | None = None, patience_ms: float = 0.0
+) -> Body:
+    """
+    One person looks at *id*, at the console of *process*, and decides about it.
+
+    With *patience_ms* everything that is still on its way arrives before downstream is asked.
+    """
+    try:
+        yield from process.look()
+        visit = Visit(process, id, b"", is_person=True)
+        standing = yield from visit.standing(id)
+        yield patience_ms
+        if not standing.version:
+            return
+        ending = yield from _found_out(process, standing, stepping)
+        again = yield from visit.standing(id)
+        if again.version == standing.version:
+            yield from _decided(visit, Seen(again, process.now_ms()), ending)
+    except StoreUnavailable:
+        process.world.happened("a person", "cannot decide now")
+
+
+def _found_out(
+    process: Process, record: Record, stepping: Stepping | None
+) -> Generator[Pause, Any, Ending | None]:
+    """What became of the attempts so far, as far as downstream knows; None: nobody has asked."""
+    handlers = process.setting.handlers
+    if not is_lease_over(record, process.now_ms()):
+        return None
+    if stepping is not None:
+        return stepping.found(record)
+    yield handlers.delay_ms()
+    response = handlers.downstream.ask(record._replace(attempt=record.attempt + 1))
+    yield handlers.delay_ms()
+    return Ending(Fate.RELEASE) if response is None else Ending(Fate.KEEP, response)
+
+
+def _decided(visit: Visit, seen: Seen, found: Ending | None) -> Generator[Pause, Any, None]:
+    world = visit.process.world
+    abandoned = found is not None and world.chance(0.5)
+    ending = found or Ending(Fate.RELEASE)
+    if ending.fate is Fate.RELEASE and world.chance(0.4):
+        yield from visit.rerun(seen, abandoned=abandoned)
+    else:
+        yield from visit.resolve(seen, ending, abandoned=abandoned)
