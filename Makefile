@@ -30,7 +30,7 @@ test: check $(VENV)/.servers ## everything that must hold before a commit: check
 simulate: $(VENV)/.test ## 100 000 random schedules of the whole protocol (ARGS="--seed 7": one, with its trace)
 	cd tests && ../$(BIN)/python -m simulation $(ARGS)
 
-test-faults: $(VENV)/.test $(VENV)/.servers ## every fault at every point under every recovery (two minutes)
+test-faults: $(VENV)/.test $(VENV)/.servers ## every fault at every point under every recovery (four minutes)
 	COATCHECK_FAULTS=all $(PYTEST) tests/faults $(ARGS)
 
 check: $(VENV)/.test ## lint, format, types, who imports whom, spelling

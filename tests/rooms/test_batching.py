@@ -696,6 +696,31 @@ def test_a_threaded_store_works_on_in_a_forked_child():
     assert done.returncode == 0, done.stderr.decode()
 
 
+# As when another thread of the parent was asking for something at that very moment.
+FORKED_WHILE_ASKED = """
+import os
+from coatcheck.stores import ThreadedStore
+from coatcheck.stores.memory import MemoryStore
+
+store = ThreadedStore(MemoryStore())
+store._queue._mutex.acquire()
+child = os.fork()
+if child:
+    store._queue._mutex.release()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+
+def test_a_child_that_was_forked_while_its_parent_asked_can_end():
+    """D2: it lets go of what it has inherited, and not of a lock that nobody will release."""
+    command = [sys.executable, "-c", FORKED_WHILE_ASKED]
+    environment = {"PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run(
+        command, env=environment, timeout=3 * TIMEOUT_S, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+
+
 def test_a_lost_acknowledgement_stays_ambiguous_for_each_of_its_batch():
     """L1: an engine that is told so tries again; one that is not would refuse what happened."""
 

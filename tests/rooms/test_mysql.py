@@ -595,7 +595,7 @@ def test_a_connection_that_was_closed_while_nobody_used_it_is_replaced(store, ur
     with somebody_else(url) as root:
         for (number,) in connection_of(store):
             ask(root, f"kill connection {number}")
-            eventually(store._writer._session.is_stale)
+            eventually(store._writer._lines[0]._session.is_stale)
     assert store.swap([claim()]) == [claim_of()]
 
 

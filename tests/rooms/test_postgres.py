@@ -1,7 +1,11 @@
 """PostgreSQL: what only this store can do wrong, on real servers that are killed and promoted."""
 
+import asyncio
 import multiprocessing
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,15 +15,16 @@ from uuid import UUID
 
 import psycopg
 import pytest
+import uvloop
 from laws.records import ID, NOW_MS, RETENTION_MS, claim_of, id_of
 from servers import START_S_MAX
 from servers.pgbouncer import Pgbouncer
 from servers.postgres import Postgres, postgres
 
-from coatcheck import Engine, Misconfigured, StoreUnavailable
+from coatcheck import AsyncEngine, Engine, Misconfigured, StoreUnavailable
 from coatcheck.core.record import Swap, completed
-from coatcheck.stores import Query, open_store
-from coatcheck.stores.postgres_link import Connection
+from coatcheck.stores import Query, open_async_store, open_store, postgres_link
+from coatcheck.stores.looped import LoopedStore
 from coatcheck.stores.postgres_rows import row_of, statements_for
 
 NUMBERS = count()
@@ -74,38 +79,69 @@ def complete(record, response=b"done"):
 # --- one statement, one round trip ---------------------------------------------------------------
 
 
-def test_a_batch_is_one_statement_also_where_some_of_it_lost(store, monkeypatch):
+@pytest.fixture
+def said(monkeypatch):
+    """What is said to the server from now on."""
+    said = []
+    send = postgres_link._send
+    monkeypatch.setattr(
+        postgres_link, "_send", lambda connection, say: said.append(say) or send(connection, say)
+    )
+    return said
+
+
+def name_of(say):
+    return say.statement.name.decode().removeprefix("coatcheck_")
+
+
+def test_a_batch_is_one_statement_also_where_some_of_it_lost(store, said):
     """L5: the same round trip brings the record that stands."""
     store.swap([claim(id, nonce=7) for id in MANY[:5]])
-    said = []
-    execute = Connection.execute
-    monkeypatch.setattr(
-        Connection, "execute", lambda *args, **kw: said.append(args[1]) or execute(*args, **kw)
-    )
     answers = store.swap([claim(id, nonce=8) for id in MANY])
-    assert len(said) == 1
     assert [answer and answer.nonce for answer in answers] == [7] * 5 + [None] * 15
+    changes = store.swap([complete(claim_of(id, nonce=7)) for id in MANY[:6]])
+    assert [change and change.nonce for change in changes] == [None] * 6
+    late = [complete(claim_of(id, nonce=7), b"late") for id in MANY[5:7]]
+    mixed = store.swap([claim(MANY[0]), claim(id_of(99)), *late])
+    assert [other and other.version for other in mixed] == [
+        completed(claim_of(), b"").version,
+        None,
+        completed(claim_of(), b"").version,
+        None,
+    ]
+    names = [name_of(say) for say in said]
+    assert names == ["claim_many", "claim_many", "change_many", "swap_many"]
 
 
 def test_what_is_said_often_is_prepared(store):
     store.swap([claim()])
     with store._writer as connection:
-        assert connection.prepare_threshold == 0
+        assert connection.prepares
         names = connection.execute("select statement from pg_prepared_statements").fetchall()
     assert any("insert into" in name for (name,) in names)
 
 
-def test_a_single_swap_that_wins_is_one_plain_statement(store, monkeypatch):
-    said = []
-    execute = Connection.execute
-    monkeypatch.setattr(
-        Connection, "execute", lambda *args, **kw: said.append(args[1]) or execute(*args, **kw)
-    )
+def test_a_single_swap_that_wins_is_one_plain_statement(store, said):
     assert store.swap([claim()]) == [None]
     assert store.swap([complete(claim_of())]) == [None]
-    # Once, when it connects, it asks who is there, and says how it wants its rows found.
-    assert said[0] == b"select pg_backend_pid()"
-    assert [text.split()[0] for text in said[1:]] == [b"set", b"insert", b"update"]
+    assert [name_of(say) for say in said] == ["claim_one", "change_one"]
+    assert store.swap([claim()]) == [completed(claim_of(), b"done")]
+    assert [name_of(say) for say in said[2:]] == ["claim_one", "read_many"]
+
+
+def test_texts_that_postgresql_cannot_hold_come_back_as_they_were(store):
+    """D1: alone and in company, beside those that it can."""
+    texts = ["plain", "", "\0", "\ud800", "\x1bescape", "grün", "a\x1bb"]
+    records = [
+        claim_of(id_of(number))._replace(label=text, scope=text, key=text)
+        for number, text in enumerate(texts, 1)
+    ]
+    alone, together = records[:3], records[3:]
+    for record in alone:
+        assert store.swap([Swap(record.id, 0, record)]) == [None]
+    assert store.swap([Swap(record.id, 0, record) for record in together]) == [None] * 4
+    assert store.get([record.id for record in records]) == records
+    assert store.swap([Swap(record.id, 0, record) for record in records]) == records
 
 
 def test_who_loses_against_a_claim_younger_than_its_statement_gets_that_claim(store, url):
@@ -209,7 +245,7 @@ def test_a_compact_store_keeps_no_text_and_nothing_that_is_usual(url):
 def test_an_id_that_is_no_digest_is_refused_and_its_company_is_not(store):
     with pytest.raises(ValueError, match="16"):
         store.swap([claim(), claim(b"short")])
-    with pytest.raises(psycopg.DataError):
+    with pytest.raises(ValueError, match="16"):
         store.swap([claim(b"short")])
     assert store.get([ID]) == [None]
 
@@ -365,7 +401,7 @@ def test_it_works_behind_pgbouncer_in_transaction_mode(url):
             store.now_ms()
             store.swap([claim(id_of(next(NUMBERS) + 100_000))])
             with store._writer as connection:
-                assert connection.prepare_threshold is None
+                assert not connection.prepares
         with ThreadPoolExecutor(4) as threads:
             ids = [id_of(number) for number in range(200)]
             answers = list(
@@ -380,6 +416,330 @@ def test_it_works_behind_pgbouncer_in_transaction_mode(url):
         for store in stores:
             store.close()
         bouncer.remove()
+
+
+def test_a_statement_that_the_server_has_forgotten_is_prepared_again(store):
+    """D2: or no longer fits its table; a new connection knows better."""
+    store.swap([claim()])
+    with store._writer as connection:
+        connection.execute(b"deallocate all")
+    with pytest.raises(StoreUnavailable, match="does not exist"):
+        store.swap([claim(MANY[1])])
+    assert store.swap([claim(MANY[1])]) == [None]
+
+
+# --- event loops -------------------------------------------------------------------------------
+
+
+class Loop:
+    """A store on an event loop of its own, which runs while it is asked for something."""
+
+    def __init__(self, url, new_loop=asyncio.new_event_loop):
+        self.store = open_async_store(url)
+        self.runner = asyncio.Runner(loop_factory=new_loop)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_error):
+        self.runner.run(self.store.close())
+        self.runner.close()
+
+    def swap(self, *swaps):
+        return list(self.runner.run(self._swap(swaps)))
+
+    async def _swap(self, swaps):
+        async with asyncio.timeout(START_S_MAX):
+            return await self.store.swap(swaps)
+
+    def swap_apart(self, swaps):
+        """Each a call of its own, all at once; what became of them."""
+
+        async def calls():
+            asked = [self.store.swap([swap]) for swap in swaps]
+            async with asyncio.timeout(START_S_MAX):
+                return await asyncio.gather(*asked, return_exceptions=True)
+
+        return self.runner.run(calls())
+
+    def get(self, *ids):
+        return list(self.runner.run(self.store.get(ids)))
+
+    @property
+    def connections(self):
+        (way,) = self.store._ways.values()
+        return [line._connection for line in (*way._wire._writers, way._wire._reader)]
+
+
+@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def new_loop(request):
+    return request.param
+
+
+@pytest.fixture
+def loop(url, new_loop):
+    with Loop(url, new_loop) as loop:
+        yield loop
+
+
+def test_an_event_loop_reaches_the_server_without_a_thread(loop, said):
+    """L1, L5: grouped, on two connections, and each group is one statement."""
+    assert isinstance(loop.store, LoopedStore)
+    assert loop.swap_apart([claim(id) for id in MANY]) == [[None]] * len(MANY)
+    assert loop.swap(claim(nonce=2), claim(id_of(99))) == [claim_of(), None]
+    assert loop.get(*MANY) == [claim_of(id) for id in MANY]
+    writers = [connection for connection in loop.connections[:2] if connection]
+    assert len(said) < len(MANY) / 2
+    assert all(connection.prepares for connection in writers)
+    assert loop.store._threaded._queue._thread is None
+
+
+def test_a_batch_larger_than_a_socket_takes_at_once_arrives(loop):
+    """L1: what does not fit is sent when there is room."""
+    large = [completed(claim_of(id), bytes(1_000_000)) for id in MANY]
+    assert loop.swap(*(Swap(record.id, 0, record) for record in large)) == [None] * len(MANY)
+    assert loop.get(*MANY) == large
+
+
+def test_a_connection_that_the_server_ends_while_nobody_waits_is_replaced(loop, url):
+    """D2: nobody notices."""
+    loop.swap(claim())
+    pids = [connection.info.backend_pid for connection in loop.connections if connection]
+    with session(url, autocommit=True) as other:
+        for pid in pids:
+            other.execute("select pg_terminate_backend(%s)", (pid,))
+    eventually(lambda: loop.runner.run(asyncio.sleep(0)) or not any(loop.connections))
+    assert loop.swap(complete(claim_of())) == [None]
+
+
+def test_a_loop_finds_a_server_that_was_restarted(own):
+    """D2: down is said so, and nothing of ours has to be restarted."""
+    with Loop(own.url) as loop:
+        assert loop.swap(claim()) == [None]
+        own.stop()
+        for _ in range(2):
+            with pytest.raises(StoreUnavailable):
+                loop.swap(complete(claim_of()))
+        with pytest.raises(StoreUnavailable):
+            loop.get(ID)
+        own.start()
+        assert loop.get(ID) == [claim_of()]
+        assert loop.swap(complete(claim_of())) == [None]
+
+
+def test_what_a_loop_was_told_is_there_after_kill_9(own):
+    """D1: and who fails meanwhile is told so, and may try again."""
+    acknowledged, failed = [], []
+
+    async def write(store, numbers):
+        for number in numbers:
+            try:
+                await store.swap([claim(id_of(number))])
+                acknowledged.append(number)
+            except StoreUnavailable:
+                failed.append(number)
+
+    async def writers(store):
+        async with asyncio.timeout(START_S_MAX):
+            await asyncio.gather(*(write(store, range(n, 4_000, 32)) for n in range(32)))
+
+    with Loop(own.url) as loop, ThreadPoolExecutor(1) as threads:
+        writing = threads.submit(loop.runner.run, writers(loop.store))
+        eventually(lambda: len(acknowledged) > 50)
+        own.kill()
+        writing.result(START_S_MAX)
+        assert failed
+        own.start()
+        standing = loop.get(*(id_of(number) for number in acknowledged))
+        assert standing == [claim_of(id_of(number)) for number in acknowledged]
+        for number in failed[:20]:
+            (lost,) = loop.swap(claim(id_of(number)))
+            assert lost is None or lost == claim_of(id_of(number))
+
+
+def test_a_loop_that_was_held_up_does_not_take_its_own_absence_for_the_servers(url, new_loop):
+    """D2: a handler that blocks the loop for longer than the server may take is no outage."""
+
+    async def hold_up(store):
+        asked = store.swap([claim(MANY[1])])
+        threading.Event().wait(1)
+        return await asked
+
+    with Loop(f"{url}&timeout=300ms", new_loop) as loop:
+        loop.swap(claim())
+        assert list(loop.runner.run(hold_up(loop.store))) == [None]
+
+
+def test_a_loop_waits_for_a_frozen_server_as_long_as_was_said(url, new_loop):
+    """D2: and the write may have been made; the loop itself goes on."""
+    with Loop(f"{url}&timeout=300ms", new_loop) as loop:
+        loop.swap(claim())
+        frozen = [connection.info.backend_pid for connection in loop.connections if connection]
+        for pid in frozen:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            with pytest.raises(StoreUnavailable, match="does not answer") as caught:
+                loop.swap(complete(claim_of()))
+            assert caught.value.is_ambiguous
+            assert 0.3 <= time.monotonic() - began < 5
+            # On a new connection, whatever has become of the old one.
+            (lost,) = loop.swap(complete(claim_of()))
+            assert lost is None or lost == completed(claim_of(), b"done")
+        finally:
+            for pid in frozen:
+                os.kill(pid, signal.SIGCONT)
+
+
+def test_a_loop_tries_again_after_a_deadlock(url):
+    """L5: PostgreSQL ends one of the two; it must not look like an outage."""
+    sooner = f"{url}&options=-c%20deadlock_timeout%3D2s"
+    with Loop(sooner) as loop, session(url) as other, ThreadPoolExecutor(2) as threads:
+        loop.swap(*(claim(id) for id in MANY))
+        other.execute("set deadlock_timeout = '60s'")
+        other.execute(
+            "update coatcheck_records set label = 'x' where id = %s", (UUID(bytes=MANY[-1]),)
+        )
+        asked = threads.submit(loop.swap, *(complete(claim_of(id)) for id in MANY))
+        eventually(lambda: waiting_sessions(url))
+        locked = "select id from coatcheck_records where id = %s for update"
+        others = threads.submit(other.execute, locked, (UUID(bytes=MANY[0]),))
+        others.result(START_S_MAX)
+        other.commit()
+        assert asked.result(START_S_MAX) == [None] * len(MANY)
+
+
+def test_a_bad_record_of_a_loop_fails_alone(loop):
+    """D2: whether we or the server find it bad."""
+    empty = claim(b"")
+    answers = loop.swap_apart([claim(), claim(b"short"), empty, claim(MANY[1])])
+    assert answers[0] == answers[3] == [None]
+    assert isinstance(answers[1], ValueError)
+    assert isinstance(answers[2], psycopg.IntegrityError)
+
+
+def test_a_loop_drops_a_server_that_only_reads(own):
+    """D3: a claim on a standby would be a claim on nothing."""
+    with Loop(own.url) as loop:
+        loop.swap(claim())
+        with psycopg.connect(own.url, autocommit=True) as other:
+            other.execute("alter system set default_transaction_read_only = on")
+            other.execute("select pg_reload_conf()")
+        with pytest.raises(StoreUnavailable) as caught:
+            eventually(lambda: loop.swap(claim(id_of(next(NUMBERS)))) == [])
+        assert not caught.value.is_ambiguous
+        assert loop.connections[0] is None
+
+
+def test_a_loop_works_behind_pgbouncer_in_transaction_mode(url):
+    """D1: nothing is prepared there."""
+    bouncer = Pgbouncer(postgres(), sessions=2)
+    try:
+        with Loop(f"{bouncer.url}?{url.partition('?')[2]}") as loop:
+            ids = [id_of(number) for number in range(200)]
+            answers = loop.swap_apart([claim(id) for id in ids] * 2)
+            assert [a for (a,) in answers].count(None) == 200
+            assert loop.get(*ids) == [claim_of(id) for id in ids]
+            assert not any(connection.prepares for connection in loop.connections if connection)
+    finally:
+        bouncer.remove()
+
+
+def test_a_loop_that_ends_leaves_no_connection_behind(url):
+    """D4: also where nobody has closed the store."""
+    store = open_async_store(f"{url}&application_name=left_behind")
+
+    async def use():
+        assert list(await store.swap([claim(id_of(next(NUMBERS)))])) == [None]
+
+    with session(url, autocommit=True) as other:
+        ours = "select count(*) from pg_stat_activity where application_name = 'left_behind'"
+        (before,) = other.execute(ours).fetchone()
+        for _ in range(3):
+            asyncio.run(use())
+        eventually(lambda: other.execute(ours).fetchone() == (before,))
+        asyncio.run(store.close())
+        eventually(lambda: other.execute(ours).fetchone() == (0,))
+
+
+FORKED = """
+import asyncio, os, sys
+from coatcheck import AsyncEngine
+
+engine = AsyncEngine(sys.argv[1])
+
+async def place():
+    return os.getpid()
+
+def use(key):
+    return asyncio.run(engine.run(key, place))
+
+kept = asyncio.new_event_loop()
+assert kept.run_until_complete(engine.run("before", place)) == os.getpid()
+child = os.fork()
+if child == 0:
+    assert use("child") == os.getpid()
+    assert use("before") == os.getppid()
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert kept.run_until_complete(engine.run("parent", place)) == os.getpid()
+assert kept.run_until_complete(engine.run("child", place)) == child
+kept.run_until_complete(engine.close())
+kept.close()
+"""
+
+
+def test_a_forked_child_leaves_the_connections_of_its_parents_loop_alone(url):
+    """L1, D4: both work on."""
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED, url]
+    done = subprocess.run(command, timeout=START_S_MAX, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_an_async_engine_survives_a_server_that_is_killed_and_one_that_is_frozen(own):
+    """L1, D1, D2: whoever was refused asks again, and every key has run once or is in doubt."""
+    ran = []
+
+    async def place(number):
+        ran.append(number)
+        return {"order": number}
+
+    async def ask(engine, number):
+        try:
+            return await engine.run(f"order-{number}", place, number)
+        except StoreUnavailable:
+            return None
+
+    async def scene():
+        async with AsyncEngine(f"{own.url}?timeout=500ms") as engine:
+            first = await asyncio.gather(*(ask(engine, number) for number in range(50)))
+            assert first == [{"order": number} for number in range(50)]
+            pids = await asyncio.to_thread(backends)
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            frozen = await asyncio.gather(*(ask(engine, number) for number in range(50, 60)))
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+            own.kill()
+            killed = await asyncio.gather(*(ask(engine, number) for number in range(60, 70)))
+            await asyncio.to_thread(own.start)
+            assert killed == [None] * 10
+            again = await asyncio.gather(*(ask(engine, number) for number in range(50)))
+            assert again == first
+            fresh = await asyncio.gather(*(ask(engine, number) for number in range(70, 90)))
+            assert fresh == [{"order": number} for number in range(70, 90)]
+            return frozen
+
+    def backends():
+        with psycopg.connect(own.url) as other:
+            named = "select pid from pg_stat_activity where application_name = 'coatcheck'"
+            return [pid for (pid,) in other.execute(named).fetchall()]
+
+    frozen = asyncio.run(scene())
+    assert [answer for answer in frozen if answer] == [
+        {"order": number} for number, answer in enumerate(frozen, 50) if answer
+    ]
+    assert len(set(ran)) == len(ran)
 
 
 # --- the schema --------------------------------------------------------------------------------

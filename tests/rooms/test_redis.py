@@ -1,5 +1,6 @@
 """What is particular to Redis: URLs, values, what it can forget, its faults, and its three shapes."""
 
+import asyncio
 import os
 import re
 import signal
@@ -9,15 +10,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 from hypothesis import given
 from hypothesis import strategies as st
 from laws import batches, contention, lifetimes, reads, swaps, sweeps
@@ -25,15 +21,18 @@ from laws.drivers import SyncDriver
 from laws.effects import LAWS
 from laws.kinds import KINDS
 from laws.records import claim_of, id_of
+from redis_scenes import WiredStore, change, claim, claims, fake, sign_oneself
 from servers import free_port
 from servers.redis import Cluster, Redis, SentinelSet, redis_server, until
 
 from coatcheck.core.record import GONE, Record, Swap, completed, renewed
 from coatcheck.errors import Misconfigured, StoreUnavailable
-from coatcheck.stores import Batcher, open_store
+from coatcheck.stores import Batcher, open_async_store, open_store
 from coatcheck.stores import redis_values as values
 from coatcheck.stores.contract import Query, Store
 from coatcheck.stores.redis_cluster import slot_of
+from coatcheck.stores.redis_flow import Flows
+from coatcheck.stores.redis_replies import Refusal
 from coatcheck.stores.redis_url import Address, target_and_options
 
 # 30 s: nothing here takes a tenth of it, also on a busy machine.
@@ -42,9 +41,15 @@ TIMEOUT_S = 30
 PARTS = (swaps, batches, reads, sweeps, contention, lifetimes)
 
 
+@pytest.fixture(params=[open_store, WiredStore], ids=["line", "wire"])
+def opened(request) -> Callable[[str], Store]:
+    """Opens a store that is asked from threads, or from an event loop."""
+    return request.param
+
+
 @pytest.fixture
-def store() -> Iterator[Store]:
-    with closing(open_store(redis_server().fresh_url())) as store:
+def store(opened) -> Iterator[Store]:
+    with closing(opened(redis_server().fresh_url())) as store:
         yield store
 
 
@@ -54,18 +59,6 @@ def server() -> Iterator[Redis]:
     server = Redis()
     yield server
     server.remove()
-
-
-def claim(record: Record) -> Swap:
-    return Swap(record.id, 0, record)
-
-
-def change(before: Record, after: Record | None) -> Swap:
-    return Swap(before.id, before.version, after)
-
-
-def claims(start: int, count: int) -> list[Record]:
-    return [claim_of(id_of(number)) for number in range(start, start + count)]
 
 
 def refused(store: Store, swaps: Sequence[Swap]) -> StoreUnavailable:
@@ -154,10 +147,10 @@ def test_stores_with_different_prefixes_do_not_see_each_other():
         store.close()
 
 
-def test_a_compact_store_keeps_only_digests():
+def test_a_compact_store_keeps_only_digests(opened):
     """D1, S2: what people read is nowhere in the database."""
     record = claim_of()._replace(label="POST /secret", scope="ann", key="order-of-ann")
-    with closing(open_store(redis_server().fresh_url() + "&compact=1")) as store:
+    with closing(opened(redis_server().fresh_url() + "&compact=1")) as store:
         assert store.swap([claim(record)]) == [None]
         assert store.get([record.id]) == [record._replace(label="", scope="", key="")]
 
@@ -234,13 +227,13 @@ def told_in(url: str, *words: bytes | str) -> object:
 
 
 @pytest.mark.parametrize("spoil", [("SADD", b"not", b"ours"), ("SET", b"\x02from the future")])
-def test_what_cannot_be_read_fails_alone(spoil):
+def test_what_cannot_be_read_fails_alone(opened, spoil):
     """D2: whoever shares a batch with it is served."""
     url = redis_server().fresh_url()
     bad, *good = claims(0, 6)
     command, *words = spoil
     told_in(url, command, values.Keys(url.rpartition("=")[2]).key_of(bad.id), *words)
-    with closing(open_store(url)) as store:
+    with closing(opened(url)) as store:
         error = refused(store, [claim(bad)])
         assert not error.is_ambiguous
         with pytest.raises(ValueError, match=r"WRONGTYPE|not a record"):
@@ -355,7 +348,7 @@ def test_a_server_that_does_not_say_is_not_refused(appendonly):
         server.remove()
 
 
-def test_who_is_not_let_in_is_told_so_at_once():
+def test_who_is_not_let_in_is_told_so_at_once(opened):
     """D1: and no message tells the password."""
     server = Redis(requirepass="secret")
     try:
@@ -363,40 +356,20 @@ def test_who_is_not_let_in_is_told_so_at_once():
             with pytest.raises(Misconfigured, match="user and password") as caught:
                 open_store(url)
             assert "wrong" not in str(caught.value)
-        with closing(open_store(f"redis://:secret@127.0.0.1:{server.port}/7")) as store:
+        with closing(opened(f"redis://:secret@127.0.0.1:{server.port}/7")) as store:
             assert store.swap([claim(claim_of())]) == [None]
     finally:
         server.remove()
 
 
-def sign_oneself(directory: Path) -> None:
-    """A key and a certificate of localhost's, which nobody else vouches for."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
-    certificate = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(datetime.now(UTC) - timedelta(days=1))
-        .not_valid_after(datetime.now(UTC) + timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
-    (directory / "cert.pem").write_bytes(certificate.public_bytes(pem))
-    secret = key.private_bytes(pem, pkcs8, serialization.NoEncryption())
-    (directory / "key.pem").write_bytes(secret)
-
-
-def test_a_server_that_speaks_tls_is_spoken_to_in_tls(tmp_path):
+def test_a_server_that_speaks_tls_is_spoken_to_in_tls(opened, tmp_path):
     """X3, D1: with a certificate that was signed by whom we trust, and no other."""
     sign_oneself(tmp_path)
     port = free_port()
     files = {"tls_cert_file": f"{tmp_path}/cert.pem", "tls_key_file": f"{tmp_path}/key.pem"}
     server = Redis(tls_port=str(port), tls_auth_clients="no", **files)
     try:
-        with closing(
-            open_store(f"rediss://localhost:{port}/0?tls_ca={tmp_path}/cert.pem")
-        ) as store:
+        with closing(opened(f"rediss://localhost:{port}/0?tls_ca={tmp_path}/cert.pem")) as store:
             assert store.swap([claim(claim_of())]) == [None]
             assert store.get([claim_of().id]) == [claim_of()]
         with pytest.raises(StoreUnavailable, match="certificate"):
@@ -408,9 +381,9 @@ def test_a_server_that_speaks_tls_is_spoken_to_in_tls(tmp_path):
 # ------------------------------------------------------------------------------------------ faults
 
 
-def test_a_restart_is_not_noticed(server: Redis):
+def test_a_restart_is_not_noticed(opened, server: Redis):
     """D1, D2: records are in the append-only file, and nobody has to connect anew."""
-    with closing(open_store(server.url)) as store:
+    with closing(opened(server.url)) as store:
         before, *_ = claims(0, 1)
         assert store.swap([claim(before)]) == [None]
         assert store.get([before.id]) == [before]
@@ -428,11 +401,11 @@ def test_a_restart_is_not_noticed(server: Redis):
         assert store.swap([claim(before)]) == [completed(before, b"201")]
 
 
-def test_what_was_acknowledged_survives_the_killing_of_the_server(server: Redis):
+def test_what_was_acknowledged_survives_the_killing_of_the_server(opened, server: Redis):
     """D1, D2: who was writing is told that it may have taken effect, and can go on later."""
     acknowledged: list[Record] = []
     errors: list[StoreUnavailable] = []
-    with closing(open_store(server.url)) as store:
+    with closing(opened(server.url)) as store:
 
         def write() -> None:
             for start in range(0, 1_000_000, 10):
@@ -454,9 +427,9 @@ def test_what_was_acknowledged_survives_the_killing_of_the_server(server: Redis)
         assert list(store.get([record.id for record in acknowledged])) == acknowledged
 
 
-def test_a_server_that_stops_answering_is_not_waited_for_for_ever(server: Redis):
+def test_a_server_that_stops_answering_is_not_waited_for_for_ever(opened, server: Redis):
     """D2: a write that was sent may have taken effect, and a read changes nothing."""
-    with closing(open_store(f"{server.url}?timeout=200ms")) as store:
+    with closing(opened(f"{server.url}?timeout=200ms")) as store:
         record = claim_of()
         assert store.swap([claim(claim_of(id_of(9)))]) == [None]
         assert store.get([record.id]) == [None]
@@ -473,9 +446,9 @@ def test_a_server_that_stops_answering_is_not_waited_for_for_ever(server: Redis)
         assert store.swap([claim(record)]) == [record]
 
 
-def test_a_server_that_refuses_says_that_nothing_was_written(server: Redis):
+def test_a_server_that_refuses_says_that_nothing_was_written(opened, server: Redis):
     """D2: full, busy, or no longer the master; and it is used again as soon as it can be."""
-    with closing(open_store(server.url)) as store:
+    with closing(opened(server.url)) as store:
         records = iter(claims(0, 100))
         first = next(records)
         assert store.swap([claim(first)]) == [None]
@@ -516,43 +489,6 @@ def is_busy(server: Redis) -> bool:
     return False
 
 
-HEALTHY = b"redis_version:7.0.0\r\naof_enabled:1\r\nrole:master"
-Answer = Callable[[], bytes | None]
-
-
-@contextmanager
-def fake(answer: Answer) -> Iterator[str]:
-    """A server that answers scripts as told, None being the end; its URL."""
-
-    def listen() -> None:
-        while True:
-            try:
-                connection, _ = listening.accept()
-            except OSError:
-                return
-            threading.Thread(target=talk, args=(connection, answer), daemon=True).start()
-
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        threading.Thread(target=listen, daemon=True).start()
-        yield f"redis://127.0.0.1:{listening.getsockname()[1]}/0"
-        listening.shutdown(socket.SHUT_RDWR)
-
-
-def talk(connection: socket.socket, answer: Answer) -> None:
-    with connection, connection.makefile("rb") as lines:
-        while head := lines.readline():
-            lengths = range(int(head[1:]))
-            words = [lines.read(int(lines.readline()[1:]) + 2)[:-2] for _ in lengths]
-            told: bytes | None = b"+OK\r\n"
-            if words[0] == b"INFO":
-                told = b"$%d\r\n%b\r\n" % (len(HEALTHY), HEALTHY)
-            elif words[0] == b"EVALSHA":
-                told = answer()
-            if told is None:
-                return
-            connection.sendall(told)
-
-
 @pytest.mark.parametrize(
     "told",
     [
@@ -566,21 +502,35 @@ def talk(connection: socket.socket, answer: Answer) -> None:
         "NOAUTH Authentication required.",
     ],
 )
-def test_a_refusal_of_the_server_is_no_doubt_about_a_write(told):
+def test_a_refusal_of_the_server_is_no_doubt_about_a_write(opened, told):
     """D2: nothing was written, so nothing has to be looked for."""
     line = b"-%b\r\n" % told.encode()
-    with fake(lambda: line) as url, closing(open_store(url)) as store:
+    with fake(lambda: line) as url, closing(opened(url)) as store:
         error = refused(store, [claim(claim_of())])
         assert not error.is_ambiguous
         assert told.split()[-1].rstrip(".") in str(error)
 
 
 @pytest.mark.parametrize("second", [None, b"-OOM command not allowed\r\n"])
-def test_a_batch_that_was_answered_by_half_is_a_doubt_about_all_of_it(second):
+def test_a_batch_that_was_answered_by_half_is_a_doubt_about_all_of_it(opened, second):
     """D2, L1: whoever tries again finds what was written."""
     answers = iter([b"*0\r\n", second])
-    with fake(lambda: next(answers)) as url, closing(open_store(url)) as store:
+    with fake(lambda: next(answers)) as url, closing(opened(url)) as store:
         assert refused(store, [claim(record) for record in claims(0, 100)]).is_ambiguous
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_script_that_could_not_be_sent_again_is_a_doubt_where_some_knew_it(is_known):
+    """D2, L1: nothing has become of the one part, and all of the other."""
+    flows = Flows("redis", values.Packer(values.Keys("x:"), compact=False, is_spread=False))
+    flow = flows.swap([claim(record) for record in claims(0, 100)])
+    assert len(next(flow).commands) == 2
+    forgotten = Refusal("NOSCRIPT", "No matching script")
+    again = flow.send([[] if is_known else forgotten, forgotten])
+    assert len(again.commands) == (1 if is_known else 2)
+    with pytest.raises(StoreUnavailable) as caught:
+        flow.throw(StoreUnavailable("no connection"))
+    assert caught.value.is_ambiguous == is_known
 
 
 def test_a_server_that_cannot_be_reached_is_unavailable_at_once():
@@ -591,10 +541,10 @@ def test_a_server_that_cannot_be_reached_is_unavailable_at_once():
             open_store(f"{scheme}://127.0.0.1:{port}{path}?timeout=1s")
 
 
-def test_a_write_waits_for_as_many_replicas_as_were_asked_for(server: Redis):
+def test_a_write_waits_for_as_many_replicas_as_were_asked_for(opened, server: Redis):
     """L1, D2: fewer, and it is not acknowledged; it may have taken effect, and has."""
     one, two, three = claims(0, 3)
-    with closing(open_store(f"{server.url}?wait=1&timeout=1s")) as store:
+    with closing(opened(f"{server.url}?wait=1&timeout=1s")) as store:
         error = refused(store, [claim(one)])
         assert error.is_ambiguous
         assert "wait=1" in str(error)
@@ -606,7 +556,7 @@ def test_a_write_waits_for_as_many_replicas_as_were_asked_for(server: Redis):
             until_written(store, two)
             assert store.swap([claim(three), claim(two)]) == [None, two]
             assert replica.ask("DBSIZE") == 3
-            with closing(open_store(f"{server.url}?wait=2&timeout=1s")) as strict:
+            with closing(opened(f"{server.url}?wait=2&timeout=1s")) as strict:
                 assert refused(strict, [change(two, completed(two, b""))]).is_ambiguous
         finally:
             replica.remove()
@@ -666,11 +616,11 @@ def test_a_store_from_before_the_fork_works_in_parent_and_child():
 # ---------------------------------------------------------------------------------------- Sentinel
 
 
-def test_the_master_is_found_again_after_a_failover():
+def test_the_master_is_found_again_after_a_failover(opened):
     """D1, D2: what was on the replica is there, and nobody has to open the store again."""
     servers = SentinelSet()
     try:
-        with closing(open_store(f"{servers.url}?timeout=1s")) as store:
+        with closing(opened(f"{servers.url}?timeout=1s")) as store:
             before = claim_of(id_of(1))
             assert store.swap([claim(before)]) == [None]
             assert store.get([before.id]) == [before]
@@ -712,6 +662,19 @@ def test_a_cluster_keeps_every_law(cluster: Cluster, tmp_path):
             driver.run(law())
         finally:
             driver.close()
+
+
+def test_an_event_loop_asks_a_cluster_through_a_thread(cluster: Cluster):
+    """L1: because it asks all its servers at once."""
+    records = claims(0, 50)
+
+    async def story() -> None:
+        store = open_async_store(cluster.fresh_url())
+        assert await store.swap([claim(record) for record in records]) == [None] * 50
+        assert await store.get([record.id for record in records]) == records
+        await store.close()
+
+    asyncio.run(story())
 
 
 def test_a_store_in_a_cluster_works_in_parent_and_child(cluster: Cluster):

@@ -66,10 +66,10 @@ class Bank:
         return self._tellers[-1]
 
     def is_waited_in(self):
-        """Somebody waits for a record that somebody else has written and not yet committed."""
+        """Somebody waits for the lock of a record that somebody else has not yet committed."""
         return self._shop.ask(
             "select pid from pg_locks join pg_stat_activity using (pid)"
-            " where not granted and locktype = 'transactionid' and query ~ 'coatcheck_records'"
+            " where not granted and locktype = 'advisory' and query ~ 'coatcheck_records'"
         )
 
     def books(self):

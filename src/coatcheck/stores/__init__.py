@@ -1,7 +1,7 @@
 """Stores: where records live. One contract, one law-suite, every store chosen by URL.
 
-`contract` says what a store is; `batching` groups the calls of threads and `threaded` those of
-event loops, for all of them; then one file each.
+`contract` says what a store is; `batching` groups the calls of threads, `looped` and `threaded`
+those of event loops, for all of them; then one file each.
 Stores do not know each other, and nothing here knows what a request is.
 """
 
@@ -15,11 +15,13 @@ from coatcheck.stores.batching import Batcher
 from coatcheck.stores.contract import (
     AsyncStore,
     Finding,
+    HasWire,
     Page,
     Query,
     Store,
 )
 from coatcheck.stores.declared import DECLARED
+from coatcheck.stores.looped import LoopedStore
 from coatcheck.stores.memory import AsyncMemoryStore, MemoryStore
 from coatcheck.stores.threaded import ThreadedStore
 
@@ -67,4 +69,6 @@ def open_store(url: str, *, create: bool = True) -> Store:
 def open_async_store(url: str) -> AsyncStore:
     """The store that *url* names, for async code."""
     store = open_store(url)
-    return AsyncMemoryStore(store) if isinstance(store, MemoryStore) else ThreadedStore(store)
+    if isinstance(store, MemoryStore):
+        return AsyncMemoryStore(store)
+    return LoopedStore(store) if isinstance(store, HasWire) else ThreadedStore(store)

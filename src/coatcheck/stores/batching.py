@@ -1,9 +1,10 @@
 """Batching: what arrives while a write is on its way leaves together in the next.
 
 No timer and no added latency when idle; one commit or one round trip for hundreds of operations
-when busy. Two shapes of the one idea: `Batcher` here for threads, and `threaded.py` for event
-loops. Whoever arrives at an idle store writes by itself, in its own thread, and those who arrive
-meanwhile wait; the first of them then writes for all. No hand-over when alone.
+when busy. Three shapes of the one idea: `Batcher` here for threads; for event loops `looped.py`,
+where the store can be asked from one, and else `threaded.py`. Whoever arrives here at an idle store
+writes by itself, in its own thread, and those who arrive meanwhile wait; the first of them then
+writes for all. No hand-over when alone.
 
 Grouping must not tie fates together: when a batch fails, its members are tried one by one, so
 that a bad record fails alone. Trying again is safe, because a swap that took effect the first time
@@ -14,8 +15,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeAlias, TypeVar, cast
 
+from coatcheck.core.flow import Effect, Flow, run
 from coatcheck.core.record import Record, Swap
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.contract import Store
@@ -162,16 +165,61 @@ def _apart(waiting: list[_Turn[Swap]]) -> tuple[list[_Turn[Swap]], list[_Turn[Sw
     return list(batch.values()), stays
 
 
+def next_round(
+    waiting: list[T],
+    swaps_of: Callable[[T], Sequence[Swap]],
+    limit: int = BATCH_MAX,
+    away: set[bytes] | frozenset[bytes] = frozenset(),
+) -> tuple[list[T], list[T]]:
+    """
+    The same for those who may ask for several at once, while the ids in *away* are on their way.
+
+    Whoever stays is not overtaken by anybody who asks for one of its records.
+    """
+    ids = [swap.id for ask in waiting for swap in swaps_of(ask)]
+    if len(ids) <= limit and len(set(ids)) == len(ids) and away.isdisjoint(ids):
+        return waiting, []
+    taken = set(away)
+    count = 0
+    batch: list[T] = []
+    stays: list[T] = []
+    for ask in waiting:
+        own = [swap.id for swap in swaps_of(ask)]
+        if count >= limit or not taken.isdisjoint(own):
+            stays.append(ask)
+        else:
+            batch.append(ask)
+            count += len(own)
+        taken.update(own)
+    return batch, stays
+
+
 def _in_order(waiting: list[T]) -> tuple[list[T], list[T]]:
     return waiting[:BATCH_MAX], waiting[BATCH_MAX:]
 
 
+@dataclass(slots=True)
+class Bulk(Effect[Sequence["Record | None"]], Generic[T]):
+    """Make the bulk call for *asks*."""
+
+    asks: Sequence[T]
+
+
+# For each who asked: its answer, or why it has none.
+Answers: TypeAlias = tuple[Sequence[Record | None], Sequence[Exception | None]]
+
+
 def call_apart(
     call: Callable[[Sequence[T]], Sequence[Record | None]], asks: Sequence[T]
-) -> tuple[Sequence[Record | None], Sequence[Exception | None]]:
+) -> Answers:
     """Make one bulk call; if it fails for a reason of one member's, call for each alone."""
+    return run(apart(asks), lambda bulk: call(cast("Bulk[T]", bulk).asks))
+
+
+def apart(asks: Sequence[T]) -> Flow[Answers]:
+    """The flow of `call_apart`, for those who await."""
     try:
-        results = call(asks)
+        results = yield from Bulk(asks)
         assert len(results) == len(asks), f"{len(asks)} questions, {len(results)} answers"
         return results, [None] * len(asks)
     except StoreUnavailable as error:
@@ -179,12 +227,10 @@ def call_apart(
     except Exception as error:  # noqa: BLE001 - handed to whoever asked
         if len(asks) == 1:
             return [None], [error]
-    return _call_each(call, asks)
+    return (yield from _each(asks))
 
 
-def _call_each(
-    call: Callable[[Sequence[T]], Sequence[Record | None]], asks: Sequence[T]
-) -> tuple[Sequence[Record | None], Sequence[Exception | None]]:
+def _each(asks: Sequence[T]) -> Flow[Answers]:
     results: list[Record | None] = []
     errors: list[Exception | None] = []
     for ask in asks:
@@ -193,7 +239,7 @@ def _call_each(
             results.append(None)
             errors.append(_copy_of(errors[-1]))
             continue
-        one_result, one_error = call_apart(call, [ask])
+        one_result, one_error = yield from apart([ask])
         results += one_result
         errors += one_error
     return results, errors
@@ -206,7 +252,7 @@ def _copy_of(error: StoreUnavailable) -> StoreUnavailable:
     return copy.with_traceback(error.__traceback__)
 
 
-def unknown_outcome(interruption: BaseException) -> StoreUnavailable:
+def unknown_outcome(interruption: BaseException | None) -> StoreUnavailable:
     """For those whose batch was interrupted by what is no `Exception`, such as Control-C."""
     message = "the write was interrupted; whether it took effect is not known"
     error = StoreUnavailable(message, is_ambiguous=True)

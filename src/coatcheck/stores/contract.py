@@ -3,7 +3,7 @@
 A store is one primitive, `swap`: compare-and-swap of one record by version, in bulk, giving back
 the record that stands where it loses. Everything else a store does is for waiting (`get`), for
 people (`find`, `check`) and for cleaning up (`sweep`). A store that can carry a word from node to
-node also offers a `Bell`.
+node also offers a `Bell`, and one that can be asked from an event loop itself a `Wire`.
 
 Invariants that the law-suite (`tests/laws`) holds every store to:
 - each swap is atomic on its own, against any number of processes; of two equal swaps one wins;
@@ -195,3 +195,47 @@ class HasBell(Protocol):
 def bell_of(store: Store) -> Bell | None:
     """The bell of *store*, if it has one."""
     return store.bell() if isinstance(store, HasBell) else None
+
+
+class Wire(Protocol):
+    """
+    One event loop's own connections to a store's server.
+
+    Made on that loop, used on it and by one `LoopedStore`, and connected when it is first used. It
+    raises what the store would raise. Who is cancelled while it waits for the server lets go of
+    that connection. Up to `lanes` batches of swaps are on their way at once, which have no id in
+    common, and beside them one of reads. Coroutines will do; a future that is on its way when it
+    is given back saves a turn of the loop, and a `Prompt` one saves two.
+    """
+
+    lanes: int
+
+    def swap(self, swaps: Sequence[Swap], /) -> Awaitable[Sequence[Record | None]]:
+        """Write each record if the version its caller saw still stands; see `Store.swap`."""
+        ...
+
+    def get(self, ids: Sequence[bytes], /) -> Awaitable[Sequence[Record | None]]:
+        """The records that stand; see `Store.get`."""
+        ...
+
+    async def close(self) -> None:
+        """
+        Let go of the connections; nothing is on its way.
+
+        Where its own event loop is closed, another one calls this. Then it waits for nothing, and
+        leaves its own alone.
+        """
+        ...
+
+
+@runtime_checkable
+class HasWire(Protocol):
+    """A store that can be asked from an event loop, without a thread."""
+
+    def wire(self) -> Wire:
+        """
+        A wire for the running event loop; nothing is connected yet.
+
+        Raises NotImplementedError where this kind of loop cannot have one.
+        """
+        ...

@@ -1,7 +1,8 @@
 """The MySQL store: MySQL or MariaDB, shared by any number of servers.
 
 What a swap has acknowledged survives what the server's settings let it survive; `check` reads
-them. One connection writes, one reads beside it, one is for operators and for the sweep.
+them. Two connections write, so that the next batch is on its way while the server is busy with the
+last one; one reads beside them, one is for operators and for the sweep.
 
 A swap alone is one statement, which commits by itself. A batch is one statement, too, whatever its
 size, in the order of the ids, so that two batches never wait for each other crosswise; if it
@@ -20,11 +21,15 @@ from operator import attrgetter
 from coatcheck.core.record import GONE, Record, Swap
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores import mysql_schema as schema
-from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query
+from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, Wire
 from coatcheck.stores.mysql_ledger import ledger_for
-from coatcheck.stores.mysql_line import Address, Line, Row, Session, new_stamp
+from coatcheck.stores.mysql_line import Address, Line, Lines, Row, Session, new_stamp
 from coatcheck.stores.mysql_rows import Statements, record_of, stamp_of
 from coatcheck.stores.mysql_url import TABLE, named_by
+from coatcheck.stores.thread_wire import ThreadWire
+
+# 2: while the server writes one batch, we make and read the other. More would be smaller ones.
+LANES = 2
 
 # 5 times: nobody else claims and deletes one record, or sweeps the same ones, so often in a row.
 _LOOKS_MAX = 5
@@ -51,7 +56,7 @@ class MysqlStore:
         self._table = table
         self._statements = Statements(table, compact=compact)
         self.ledger = ledger_for(address, table, compact=compact)
-        self._writer = Line(address)
+        self._writer = Lines(address, LANES)
         self._reader = Line(address)
         self._finder = Line(address)
 
@@ -196,6 +201,10 @@ class MysqlStore:
     def now_ms(self) -> int:
         """The server's clock."""
         return self._reader.run(schema.clock_ms)
+
+    def wire(self) -> Wire:
+        """Threads for an event loop, one for each line that writes and one that reads."""
+        return ThreadWire(self, LANES)
 
     def close(self) -> None:
         """Hang up."""

@@ -209,6 +209,10 @@ class Line:
         self._session: Session | None = None
         self._pid = os.getpid()
 
+    def is_busy(self) -> bool:
+        """Somebody is on it at this moment."""
+        return self._mutex.locked()
+
     def run(self, work: Callable[[Session], R]) -> R:
         """Do *work*, again where it collides with somebody else's."""
         if self._pid != os.getpid():  # a fork that Python was not told about
@@ -282,6 +286,23 @@ class Line:
         if self._pid == os.getpid():  # else it is the parent's
             with self._mutex:
                 self._drop()
+
+
+class Lines:
+    """Some lines, for as many callers at a time; one who is alone always gets the first."""
+
+    def __init__(self, address: Address, count: int) -> None:
+        self._lines = [Line(address) for _ in range(count)]
+
+    def run(self, work: Callable[[Session], R]) -> R:
+        """Do *work* on a line that is free; see `Line.run`. Two may find the same: one waits."""
+        free = (line for line in self._lines if not line.is_busy())
+        return next(free, self._lines[0]).run(work)
+
+    def close(self) -> None:
+        """Hang up for good."""
+        for line in self._lines:
+            line.close()
 
 
 def _code_of(error: pymysql.MySQLError) -> int:

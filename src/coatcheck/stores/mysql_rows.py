@@ -16,6 +16,7 @@ Invariant: `record_of` of what `row_of` made is the same record, whatever it hol
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 from coatcheck.core.record import Record, Swap
@@ -34,6 +35,12 @@ _FIELDS = tuple("`key`" if name == "key" else name for name in Record._fields)
 COLUMNS = (*_FIELDS, "stamp")
 _NAMES = ", ".join(COLUMNS)
 _STAMP = COLUMNS.index("stamp")
+
+# How each column is written: digests in hexadecimal, what may be null or text as it was spelt.
+_MARKS = ("x'%s'", *["%d"] * 3, "x'%s'", *["%d"] * 5, *["%s"] * 5, "%d")
+_ROW = f"({','.join(_MARKS)})"
+_CHANGES = ",".join(map("{}={}".format, COLUMNS[1:], _MARKS[1:]))
+assert len(_MARKS) == len(COLUMNS)
 
 # The version goes last: an assignment sees what those before it have assigned.
 _CHANGED = (*(name for name in _FIELDS if name not in ("id", "version")), "version")
@@ -58,28 +65,13 @@ class Statements:
 
     def row_of(self, record: Record, stamp: int) -> str:
         """What writes *record*, marked with *stamp*."""
-        return f"({','.join(self._values_of(record, stamp))})"
+        return _ROW % self._values_of(record, stamp)
 
-    def _values_of(self, record: Record, stamp: int) -> tuple[str, ...]:
-        label, scope, key = ("", "", "") if self._compact else record[10:13]
-        return (
-            _hex(record.id),
-            f"{record.version:d}",
-            f"{record.state:d}",
-            f"{record.attempt:d}",
-            _hex(record.fingerprint),
-            f"{record.created_ms:d}",
-            f"{record.lease_until_ms:d}",
-            f"{record.window_until_ms:d}",
-            f"{record.expires_ms:d}",
-            f"{record.nonce:d}",
-            _hex(bytes_of(label)),
-            _hex(bytes_of(scope)),
-            _hex(bytes_of(key)),
-            _literal(record.progress),
-            _literal(record.response),
-            f"{stamp:d}",
-        )
+    def _values_of(self, record: Record, stamp: int) -> Row:
+        texts = _NO_TEXTS if self._compact else _texts(*record[10:13])
+        digests = record[0].hex(), record[4].hex()
+        blobs = _literal(record[13]), _literal(record[14])
+        return (digests[0], *record[1:4], digests[1], *record[5:10], *texts, *blobs, stamp)
 
     def alone(self, swap: Swap, stamp: int) -> bytes:
         """One swap. Atomic; one row is affected where it wins, else none."""
@@ -89,8 +81,7 @@ class Statements:
         where = f"where id = {_hex(swap.id)} and version = {swap.expected:d}"
         if record is None:
             return _sent(f"delete from {self._table} {where}")
-        _, *values = self._values_of(record, -stamp)
-        changes = ",".join(map("{}={}".format, COLUMNS[1:], values))
+        changes = _CHANGES % self._values_of(record, -stamp)[1:]
         return _sent(f"update {self._table} set {changes} {where}")
 
     def claim(self, rows: Sequence[str], bytes_max: int) -> Iterator[bytes]:
@@ -214,6 +205,15 @@ def _portions_of(rows: Sequence[str], bytes_max: int) -> Iterator[Sequence[str]]
             yield rows[start:number]
             start, size = number, len(row) + 1
     yield rows[start:]
+
+
+# 1 024: as many as may run at once. What was spelt for a claim is needed when it is completed.
+@lru_cache(maxsize=1_024)
+def _texts(label: str, scope: str, key: str) -> tuple[str, str, str]:
+    return _hex(bytes_of(label)), _hex(bytes_of(scope)), _hex(bytes_of(key))
+
+
+_NO_TEXTS = ("x''", "x''", "x''")
 
 
 def _list(ids: Iterable[bytes]) -> str:

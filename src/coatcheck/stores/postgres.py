@@ -1,9 +1,7 @@
 """The PostgreSQL store: records in a table of the application's own database, or of one for them.
 
 One connection writes, one reads, one is for operators and the sweep, so that none of them waits
-for another. A batch is one statement and one round trip, also where some of it lost: then the same
-answer brings what stood when the statement began. Only whoever lost against something younger than
-that is read once more.
+for another. An event loop has connections of its own (`postgres_wire.py`).
 
 Reads go to the primary: the connection asks for a server that writes, and is dropped when its
 server has become one that only reads. What a swap has acknowledged survives what a commit survives
@@ -12,6 +10,7 @@ on that server; with `synchronous_commit` and a synchronous standby, the loss of
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from functools import partial
@@ -22,14 +21,16 @@ from psycopg import ProgrammingError
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from coatcheck.core.policy import duration_ms
-from coatcheck.core.record import GONE, Record, Swap
+from coatcheck.core.record import Record, Swap
 from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.stores import postgres_rows as rows
-from coatcheck.stores.contract import SWEEP_BATCH, Bell, Finding, Page, Query
+from coatcheck.stores.contract import SWEEP_BATCH, Bell, Finding, Page, Query, Wire
 from coatcheck.stores.postgres_bell import PostgresBell
 from coatcheck.stores.postgres_ledger import ledger_for
-from coatcheck.stores.postgres_link import TRIES, Connection, Link
+from coatcheck.stores.postgres_link import Link
 from coatcheck.stores.postgres_schema import Names, findings_of, prepare
+from coatcheck.stores.postgres_talk import Talk
+from coatcheck.stores.postgres_wire import PostgresWire
 
 logger = logging.getLogger("coatcheck")
 
@@ -58,10 +59,11 @@ class PostgresStore:
         timeout_s: float = TIMEOUT_S,
         create: bool = True,
     ) -> None:
-        self._compact = compact
         names = Names(schema)
         self._statements = rows.statements_for(names.records)
-        where = _conninfo(conninfo, timeout_s)
+        self._talk = Talk(names.records, compact=compact)
+        self._where = where = _conninfo(conninfo, timeout_s)
+        self._timeout_s = timeout_s
         self.ledger = ledger_for(where, self._statements, compact=compact)
         self._new_bell = partial(PostgresBell, where, names.records, timeout_s)
         self._writer = Link(where, timeout_s, writes=True, prepares=True)
@@ -93,71 +95,17 @@ class PostgresStore:
         """Write each record if the version its caller saw still stands."""
         if not swaps:
             return []
-        if len(swaps) == 1:
-            return [self._writer.run(lambda connection: self._swap_alone(connection, swaps[0]))]
-        return self._writer.run(lambda connection: self._swap_together(connection, swaps))
-
-    def _swap_alone(self, connection: Connection, swap: Swap) -> Record | None:
-        """One plain statement where it wins, and one more where it loses."""
-        for _ in range(TRIES):
-            if self._write_alone(connection, swap):
-                return None
-            standing = self._read_alone(connection, swap.id)
-            if (0 if standing is None else standing.version) != swap.expected:
-                return GONE if standing is None else standing
-            # It lost, and yet it should win: its rival went between the two statements.
-        raise StoreUnavailable("the record came and went too often to be written")
-
-    def _write_alone(self, connection: Connection, swap: Swap) -> bool:
-        statements = self._statements
-        if swap.record is None:
-            written = connection.execute(statements.delete_one, (swap.id, swap.expected))
-        else:
-            row = rows.row_of(swap.record, compact=self._compact)
-            if swap.expected:
-                row = (*row[1:], swap.id, swap.expected)
-            statement = statements.change_one if swap.expected else statements.claim_one
-            written = connection.execute(statement, row)
-        return written.rowcount == 1
-
-    def _swap_together(
-        self, connection: Connection, swaps: Sequence[Swap]
-    ) -> Sequence[Record | None]:
-        writes = sorted((swap for swap in swaps if swap.record is not None), key=_id_of)
-        lost = []
-        if writes:
-            columns = rows.columns_of(writes, compact=self._compact)
-            lost = connection.execute(self._statements.swap_many, columns, binary=True).fetchall()
-        if not lost and len(writes) == len(swaps):
-            return [None] * len(swaps)
-        stood = {row[0]: None if row[1] is None else rows.record_of(row[1:]) for row in lost}
-        return [
-            self._swap_alone(connection, swap)  # who deletes is rare, and goes alone
-            if swap.record is None
-            else self._rival_of(connection, swap, stood[swap.id])
-            if swap.id in stood
-            else None
-            for swap in swaps
-        ]
-
-    def _rival_of(self, connection: Connection, swap: Swap, stood: Record | None) -> Record | None:
-        """What *swap* lost against; *stood* is what was there when the statement began."""
-        if (0 if stood is None else stood.version) != swap.expected:
-            return GONE if stood is None else stood
-        return self._swap_alone(connection, swap)  # something younger than that
-
-    def _read_alone(self, connection: Connection, id: bytes) -> Record | None:
-        row = connection.execute(self._statements.read_one, (id,), binary=True).fetchone()
-        return None if row is None else rows.record_of(row)
-
-    def _read_together(self, connection: Connection, ids: Sequence[bytes]) -> dict[bytes, Record]:
-        found = connection.execute(self._statements.read_many, (rows.ids_of(ids),), binary=True)
-        return {row[0]: rows.record_of(row) for row in found}
+        return self._writer.talk(lambda: self._talk.swap(swaps))
 
     def get(self, ids: Sequence[bytes]) -> Sequence[Record | None]:
         """The records that stand, in the order of *ids*."""
-        standing = self._reader.run(lambda connection: self._read_together(connection, ids))
-        return [standing.get(id) for id in ids]
+        return self._reader.talk(lambda: self._talk.get(ids))
+
+    def wire(self) -> Wire:
+        """Connections for the running event loop, which must be able to watch sockets."""
+        if isinstance(asyncio.get_running_loop(), getattr(asyncio, "ProactorEventLoop", ())):
+            raise NotImplementedError
+        return PostgresWire(self._talk, self._where, self._timeout_s)
 
     def find(self, query: Query) -> Page:
         """Records for operators, in id order."""
@@ -199,10 +147,6 @@ class PostgresStore:
         self._keeper.close()
 
 
-def _id_of(swap: Swap) -> bytes:
-    return swap.id
-
-
 def _conninfo(given: str, timeout_s: float) -> str:
     """*given* with what keeps us from waiting for ever, or from a server that only reads."""
     try:
@@ -215,7 +159,8 @@ def _conninfo(given: str, timeout_s: float) -> str:
         "connect_timeout": max(2, round(timeout_s)),  # libpq takes 1 for 2
         "tcp_user_timeout": round(timeout_s * 1_000),
     }
-    return make_conninfo(**{**defaults, **chosen})
+    # In which we write and read texts.
+    return make_conninfo(**{**defaults, **chosen, "client_encoding": "UTF8"})
 
 
 class _Options(TypedDict, total=False):

@@ -8,139 +8,98 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from itertools import chain, repeat
 from typing import Any
 
-from psycopg import Connection
-from psycopg.adapt import Dumper, PyFormat
-from psycopg.pq import Format
-
-
-class _Array(bytes):
-    """An array, packed."""
-
-
-class Int2Array(_Array):
-    """smallint[]."""
-
-
-class Int4Array(_Array):
-    """integer[]."""
-
-
-class Int8Array(_Array):
-    """bigint[]."""
-
-
-class ByteaArray(_Array):
-    """bytea[]."""
-
-
-class TextArray(_Array):
-    """text[]."""
-
-
-class UuidArray(_Array):
-    """uuid[]."""
-
-
-# Of each type: the array's number in the server's catalogue, and its element's.
-_NUMBERS = {
-    Int2Array: (1005, 21),
-    Int4Array: (1007, 23),
-    Int8Array: (1016, 20),
-    ByteaArray: (1001, 17),
-    TextArray: (1009, 25),
-    UuidArray: (2951, 2950),
-}
-_INTEGERS = {Int2Array: (2, "h"), Int4Array: (4, "i"), Int8Array: (8, "q")}
+# Of each type: its number in the server's catalogue.
+_NUMBERS = {"smallint": 21, "integer": 23, "bigint": 20, "bytea": 17, "text": 25, "uuid": 2950}
+# Of each that is a number: how many bytes, and their name in `struct`.
+_INTEGERS = {"smallint": (2, "h"), "integer": (4, "i"), "bigint": (8, "q")}
 _NULL = b"\xff\xff\xff\xff"
-_UUID_BYTES = 16
+UUID_BYTES = 16
 
 
-def register(connection: Connection[Any]) -> None:
-    """Teach *connection* to send them as they are."""
-    for array, (number, _) in _NUMBERS.items():
-        connection.adapters.register_dumper(array, _dumper(number))
-
-
-@cache
-def _dumper(number: int) -> type[Dumper]:
-    class AsItIs(Dumper):
-        format = Format.BINARY
-        oid = number
-
-        def dump(self, obj: bytes) -> bytes:
-            return obj
-
-        def get_key(self, obj: bytes, format: PyFormat) -> type:  # noqa: ARG002 - the driver's
-            return self.cls
-
-    return AsItIs
-
-
-def _integers(array: type[_Array], values: Sequence[int]) -> _Array:
-    size, _ = _INTEGERS[array]
-    packed = _packing(array, len(values))(*chain.from_iterable(zip(repeat(size), values)))
-    return array(_head(array, len(values), 0) + packed)
+def _integers(type: str, values: Sequence[int]) -> bytes:
+    first = values[0]
+    if values.count(first) == len(values):
+        return _same(type, len(values), first)
+    size, _ = _INTEGERS[type]
+    packed = _packing(type, len(values))(*chain.from_iterable(zip(repeat(size), values)))
+    return _head(type, len(values), 0) + packed
 
 
 @lru_cache(maxsize=1_024)
-def _packing(array: type[_Array], count: int) -> Callable[..., bytes]:
-    return struct.Struct(">" + ("i" + _INTEGERS[array][1]) * count).pack
+def _same(type: str, count: int, value: int) -> bytes:
+    """One value so many times: what the state of a batch is, its attempts and its expectations."""
+    size, name = _INTEGERS[type]
+    return _head(type, count, 0) + struct.pack(f">i{name}", size, value) * count
+
+
+@lru_cache(maxsize=1_024)
+def _packing(type: str, count: int) -> Callable[..., bytes]:
+    return struct.Struct(">" + ("i" + _INTEGERS[type][1]) * count).pack
 
 
 @lru_cache(maxsize=4_096)
-def _head(array: type[_Array], count: int, has_nulls: int) -> bytes:
+def _head(type: str, count: int, has_nulls: int) -> bytes:
     """One dimension, counted from 1."""
-    return struct.pack(">iiiii", 1, has_nulls, _NUMBERS[array][1], count, 1)
+    return struct.pack(">iiiii", 1, has_nulls, _NUMBERS[type], count, 1)
 
 
 _length = struct.Struct(">i").pack
 
 
-def _bytes(array: type[_Array], values: Sequence[bytes | None]) -> _Array:
+def _bytes(type: str, values: Sequence[bytes | None]) -> bytes:
     nulls = values.count(None)
     if nulls == len(values):
-        return _nothing(array, nulls)
-    pieces: list[bytes] = [_head(array, len(values), int(nulls > 0))]
+        return _nothing(type, nulls)
+    pieces: list[bytes] = [_head(type, len(values), int(nulls > 0))]
     for value in values:
         if value is None:
             pieces.append(_NULL)
         else:
             pieces += (_length(len(value)), value)
-    return array(b"".join(pieces))
+    return b"".join(pieces)
 
 
 @lru_cache(maxsize=1_024)
-def _nothing(array: type[_Array], count: int) -> _Array:
+def _nothing(type: str, count: int) -> bytes:
     """So many nulls: what most columns of most batches are."""
-    return array(_head(array, count, 1) + _NULL * count)
+    return _head(type, count, 1) + _NULL * count
 
 
-def _texts(values: Sequence[str]) -> _Array:
+def _texts(values: Sequence[str]) -> bytes:
     """An empty text is none."""
-    return _bytes(TextArray, [value.encode() if value else None for value in values])
+    first = values[0]
+    if values.count(first) == len(values):
+        return _same_text(first, len(values))
+    return _bytes("text", [value.encode() if value else None for value in values])
 
 
-def _uuids(values: Sequence[bytes]) -> _Array:
+@lru_cache(maxsize=1_024)
+def _same_text(value: str, count: int) -> bytes:
+    """One text so many times: what a batch from one route or of one caller has."""
+    return _bytes("text", [value.encode() if value else None] * count)
+
+
+def _uuids(values: Sequence[bytes]) -> bytes:
     """16 bytes each, or none."""
     lengths = {*map(len, values)}
-    if lengths == {_UUID_BYTES}:
-        size = _length(_UUID_BYTES)
-        return UuidArray(_head(UuidArray, len(values), 0) + size + size.join(values))
-    if not lengths <= {0, _UUID_BYTES}:
-        raise ValueError(f"{max(lengths)} bytes, where PostgreSQL keeps {_UUID_BYTES}")
-    return _bytes(UuidArray, [value or None for value in values])
+    if lengths == {UUID_BYTES}:
+        size = _length(UUID_BYTES)
+        return _head("uuid", len(values), 0) + size + size.join(values)
+    if not lengths <= {0, UUID_BYTES}:
+        raise ValueError(f"{max(lengths)} bytes, where PostgreSQL keeps {UUID_BYTES}")
+    return _bytes("uuid", [value or None for value in values])
 
 
 # How a column of each type is packed.
 PACKED: dict[str, Callable[[Sequence[Any]], bytes]] = {
-    "smallint": partial(_integers, Int2Array),
-    "integer": partial(_integers, Int4Array),
-    "bigint": partial(_integers, Int8Array),
-    "bytea": partial(_bytes, ByteaArray),
+    "smallint": partial(_integers, "smallint"),
+    "integer": partial(_integers, "integer"),
+    "bigint": partial(_integers, "bigint"),
+    "bytea": partial(_bytes, "bytea"),
     "text": _texts,
     "uuid": _uuids,
 }

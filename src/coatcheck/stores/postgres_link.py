@@ -11,17 +11,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
 import psycopg
 from psycopg import errors
+from psycopg.generators import execute
+from psycopg.pq import ExecStatus, Format
+from psycopg.pq.abc import PGresult
 
+from coatcheck.core.flow import Flow
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.fork import renew_after_fork
-from coatcheck.stores.postgres_arrays import register
+from coatcheck.stores.postgres_talk import TRIES, Say
 
 T = TypeVar("T")
 
@@ -31,28 +35,87 @@ _OF_THE_RECORD = (errors.DataError, errors.IntegrityError, errors.ProgramLimitEx
 # it refuses us, something is full, our table or its rights are gone.
 _UNWRITTEN = frozenset({"25", "28", "3D", "3F", "42", "53"})
 # Nothing was done, and the same again will do.
-_ONCE_MORE = (
+ONCE_MORE = (
     errors.DeadlockDetected,
     errors.SerializationFailure,
     errors.TransactionRollback,
 )
-_LEAVES_AS_IT_IS = (*_OF_THE_RECORD, *_ONCE_MORE)
+_OVER = (
+    errors.ReadOnlySqlTransaction,
+    errors.InvalidSqlStatementName,
+    errors.FeatureNotSupported,
+)
 # What is prepared is planned once, perhaps while the table is empty; and its plan, which must hold
 # for millions of rows, is not made anew before the next vacuum.
 _BY_INDEX = b"set enable_seqscan = off; set enable_hashjoin = off; set enable_mergejoin = off"
-# Each time somebody else got on, so this many times is far more than enough.
-TRIES = 10
+NO_ANSWER = "the server does not answer"
 
 
 class Connection(psycopg.Connection[Any]):
     """A connection on which nothing takes longer than *timeout_s*, even if the server is frozen."""
 
     timeout_s = 5.0
+    # Whether it keeps what is said to it all the time; and what it keeps.
+    prepares = False
+    kept: set[bytes]
 
     def wait(self, gen: Generator[Any, Any, Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as in the driver
         """Do what *gen* does, for a while."""
         deadline = time.monotonic() + self.timeout_s
         return super().wait(_until(gen, deadline), *args, **kwargs)
+
+    def converse(self, flow: Flow[T]) -> T:
+        """Say what *flow* yields, and wait for each answer."""
+        dialogue, results = conversation(self, flow), None
+        try:
+            while True:
+                dialogue.send(results)
+                results = self.wait(execute(self.pgconn))
+        except StopIteration as done:
+            value: T = done.value
+            return value
+
+
+def conversation(
+    connection: Connection, flow: Flow[T]
+) -> Generator[None, Sequence[PGresult] | None, T]:
+    """Say what *flow* yields; whenever something was sent, yield, and be sent the answer."""
+    try:
+        effect = next(flow)
+        while True:
+            assert isinstance(effect, Say)
+            name, text = effect.statement
+            if connection.prepares and name not in connection.kept:
+                connection.pgconn.send_prepare(name, text)
+                answer_of((yield))
+                connection.kept.add(name)
+            _send(connection, effect)
+            effect = flow.send(answer_of((yield)))
+    except StopIteration as done:
+        value: T = done.value
+        return value
+
+
+def _send(connection: Connection, say: Say) -> None:
+    """Through the protocol itself: the driver's cursors would take as long as the server."""
+    (name, text), values = say.statement, say.values
+    formats = [Format.BINARY] * len(values)
+    if connection.prepares:
+        connection.pgconn.send_query_prepared(name, values, formats, Format.BINARY)
+    else:
+        connection.pgconn.send_query_params(text, values, None, formats, Format.BINARY)
+
+
+def answer_of(results: Sequence[PGresult] | None) -> PGresult:
+    """What the server has answered to one step; raised, where it is an error."""
+    assert results
+    result = results[0]
+    if result.status not in _DONE:
+        raise errors.error_from_result(result)
+    return result
+
+
+_DONE = (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK)
 
 
 def _until(gen: Generator[Any, Any, Any], deadline: float) -> Generator[Any, Any, Any]:
@@ -62,7 +125,7 @@ def _until(gen: Generator[Any, Any, Any], deadline: float) -> Generator[Any, Any
         while True:
             ready = yield wanted
             if not ready and time.monotonic() > deadline:
-                raise psycopg.OperationalError("the server does not answer")
+                raise psycopg.OperationalError(NO_ANSWER)
             wanted = gen.send(ready)
     except StopIteration as done:
         return done.value
@@ -98,15 +161,20 @@ class Link:
         self._connection = None
         self._mutex = threading.Lock()
 
+    def talk(self, new_flow: Callable[[], Flow[T]]) -> T:
+        """Say what a flow yields."""
+        return self.run(lambda connection: connection.converse(new_flow()))
+
     def run(self, work: Callable[[Connection], T]) -> T:
         """Do *work* on the connection; again, if its server has undone it for no fault of ours."""
-        for _ in range(TRIES):
+        for left in reversed(range(TRIES)):
             try:
                 with self as connection:
                     return work(connection)
-            except _ONCE_MORE:
-                continue
-        raise StoreUnavailable(f"others were in the way {TRIES} times in a row")
+            except ONCE_MORE as error:
+                if not left:
+                    raise outage_of(error, writes=self._writes) from error
+        raise AssertionError
 
     def __enter__(self) -> Connection:
         self._mutex.acquire()
@@ -119,18 +187,8 @@ class Link:
     def _opened(self) -> Connection:
         if self._closed:
             raise StoreUnavailable("the store is closed")
-        try:
-            connection = Connection.connect(self._conninfo, autocommit=True, prepare_threshold=None)
-            connection.timeout_s = self._timeout_s
-            self._connection = connection
-            if self._prepares and _is_direct(connection):
-                connection.execute(_BY_INDEX)
-                connection.prepare_threshold = 0
-        except psycopg.Error as error:
-            self._drop()
-            raise StoreUnavailable(_sentence(error)) from error
-        register(connection)
-        return connection
+        self._connection = opened(self._conninfo, self._timeout_s, prepares=self._prepares)
+        return self._connection
 
     def __exit__(
         self,
@@ -139,34 +197,70 @@ class Link:
         _trace: TracebackType | None,
     ) -> None:
         try:
-            is_lost = error is not None and self._connection is not None and self._is_hurt(error)
-            if is_lost:
+            if error and self._connection and is_hurt(self._connection, error):
                 self._drop()
         finally:
             self._mutex.release()
-        if isinstance(error, psycopg.Error) and not isinstance(error, _LEAVES_AS_IT_IS):
-            is_ambiguous = self._writes and (error.sqlstate or "")[:2] not in _UNWRITTEN
-            raise StoreUnavailable(_sentence(error), is_ambiguous=is_ambiguous) from error
-
-    def _is_hurt(self, error: BaseException) -> bool:
-        # A server that only reads was the one that writes, before somebody else was promoted.
-        if isinstance(error, errors.ReadOnlySqlTransaction) or not isinstance(error, Exception):
-            return True
-        assert self._connection is not None
-        status = self._connection.info.transaction_status
-        return self._connection.closed or status != psycopg.pq.TransactionStatus.IDLE
+        if error is not None and not isinstance(error, ONCE_MORE):
+            outage = outage_of(error, writes=self._writes)
+            if outage is not error:
+                raise outage from error
 
     def _drop(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
-            with suppress(psycopg.Error):
-                connection.close()
+            let_go(connection)
 
     def close(self) -> None:
         """Let go of the connection for good."""
         with self._mutex:
             self._closed = True
             self._drop()
+
+
+def opened(conninfo: str, timeout_s: float, *, prepares: bool) -> Connection:
+    """A new connection; *prepares* as in `Link`."""
+    connection: Connection | None = None
+    try:
+        connection = Connection.connect(conninfo, autocommit=True, prepare_threshold=None)
+        connection.timeout_s = timeout_s
+        connection.kept = set()
+        if prepares and _is_direct(connection):
+            connection.execute(_BY_INDEX)
+            connection.prepares = True
+    except BaseException as error:  # noqa: BLE001 - raised again, perhaps as an outage
+        if connection is not None:
+            let_go(connection)
+        raise outage_of(error, writes=False) from error.__cause__
+    return connection
+
+
+def let_go(connection: Connection) -> None:
+    """Close *connection*, whatever has become of it."""
+    with suppress(psycopg.Error):
+        connection.close()
+
+
+def is_hurt(connection: Connection, error: BaseException) -> bool:
+    """*connection* is of no use after *error*."""
+    # A server that only reads was the one that writes, before somebody else was promoted. And what
+    # was prepared may be gone, or no longer fit a table that was changed.
+    if isinstance(error, _OVER) or not isinstance(error, Exception):
+        return True
+    status = connection.info.transaction_status
+    return connection.closed or status != psycopg.pq.TransactionStatus.IDLE
+
+
+def outage_of(error: BaseException, *, writes: bool) -> BaseException:
+    """What *error* is to whoever asked: an outage, unless it is their own or none of ours."""
+    if not isinstance(error, psycopg.Error) or isinstance(error, _OF_THE_RECORD):
+        return error
+    if isinstance(error, ONCE_MORE):
+        return StoreUnavailable(f"others were in the way {TRIES} times in a row")
+    is_ambiguous = writes and (error.sqlstate or "")[:2] not in _UNWRITTEN
+    outage = StoreUnavailable(_sentence(error), is_ambiguous=is_ambiguous)
+    outage.__cause__ = error
+    return outage
 
 
 def _is_direct(connection: Connection) -> bool:

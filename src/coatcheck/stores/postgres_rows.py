@@ -7,13 +7,18 @@ sorted by id, so that two batches meet in the same order.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Sequence
+from operator import sub
 from typing import Any, NamedTuple, TypeAlias
+
+from psycopg.adapt import Transformer
+from psycopg.pq.abc import PGresult
 
 from coatcheck.core.record import Record, Swap, new_record
 from coatcheck.core.scope import ID_BYTES
 from coatcheck.stores.contract import Query
-from coatcheck.stores.postgres_arrays import PACKED
+from coatcheck.stores.postgres_arrays import PACKED, UUID_BYTES
 
 Row: TypeAlias = tuple[Any, ...]
 
@@ -54,75 +59,114 @@ _IS_OVER = (
 
 
 class Statements(NamedTuple):
-    """What is said to the server, for one table; in bytes, for the driver takes no other."""
+    """What is said through a driver, for one table; in bytes, for ours takes no other."""
 
     claim_one: bytes
     change_one: bytes
-    delete_one: bytes
-    read_one: bytes
-    swap_many: bytes
-    read_many: bytes
     select: bytes
     sweep: bytes
 
 
 def statements_for(table: str) -> Statements:
     """The statements for *table*, a name that is quoted already."""
+    marks = {name: kept.format(_mark(type)) for name, type, kept in _COLUMNS}
     texts = {
-        **_alone(table),
-        "swap_many": _swap_many(table),
-        "read_many": f"select {_FIELDS} from {table} where id = any(%s)",
+        "claim_one": _claim_one(table, marks),
+        "change_one": f"{_change_one(table, marks)} where id = {_ID} and version = %s",
         "select": f"select {_FIELDS} from {table}",
         "sweep": _sweep(table),
     }
     return Statements(**{name: text.encode() for name, text in texts.items()})
 
 
-def _alone(table: str) -> dict[str, str]:
-    """Plain statements about one record, whose values any driver can send and fetch."""
-    marks = {name: kept.format(_mark(type)) for name, type, kept in _COLUMNS}
-    values = ", ".join(marks.values())
-    changes = ", ".join(f"{name} = {mark}" for name, mark in marks.items() if name != "id")
-    return {
-        "claim_one": f"insert into {table} ({_NAMES}) values ({values}) on conflict do nothing",
-        "change_one": f"update {table} set {changes} where id = {_ID} and version = %s",
-        "delete_one": f"delete from {table} where id = {_ID} and version = %s",
-        "read_one": f"select {_FIELDS} from {table} where id = {_ID}",
-    }
-
-
 def _mark(type: str) -> str:
-    """Where a value goes; a digest goes as its bytes, or as none."""
+    """Where a value goes that any driver can send; a digest goes as its bytes, or as none."""
     return "nullif(encode(%s::bytea, 'hex'), '')::uuid" if type == "uuid" else f"%s::{type}"
 
 
 _ID = _mark("uuid")
 
 
-def _swap_many(table: str) -> str:
-    """One statement for a batch; each of its swaps is atomic."""
-    arrays = ", ".join(["%s"] * (1 + len(_COLUMNS)))
-    kept = ", ".join(kept.format(name) for name, _, kept in _COLUMNS)
-    changes = ", ".join(
-        f"{name} = {kept.format(f'g.{name}')}" for name, _, kept in _COLUMNS if name != "id"
+def _claim_one(table: str, marks: dict[str, str]) -> str:
+    values = ", ".join(marks.values())
+    return f"insert into {table} ({_NAMES}) values ({values}) on conflict do nothing"
+
+
+def _change_one(table: str, marks: dict[str, str]) -> str:
+    changes = ", ".join(f"{name} = {mark}" for name, mark in marks.items() if name != "id")
+    return f"update {table} set {changes}"
+
+
+class Prepared(NamedTuple):
+    """A statement that is said so often that the server may keep it, under a name."""
+
+    name: bytes
+    text: bytes
+
+
+class Sayings(NamedTuple):
+    """What is said all the time about one table, with values in the server's binary format."""
+
+    claim_one: Prepared  # values: `values_of`
+    change_one: Prepared  # the same, and the version that is expected
+    delete_one: Prepared
+    claim_many: Prepared  # values: `columns_of`, as for the next two
+    change_many: Prepared
+    swap_many: Prepared  # some of each
+    read_many: Prepared
+
+
+def sayings_for(table: str) -> Sayings:
+    """What is said about *table*, a name that is quoted already."""
+    marks = {
+        name: kept.format(f"${number}::{type}")
+        for number, (name, type, kept) in enumerate(_COLUMNS, 1)
+    }
+    expected = f"${len(_COLUMNS) + 1}"
+    texts = {
+        "claim_one": _claim_one(table, marks),
+        "change_one": f"{_change_one(table, marks)} where id = $1 and version = {expected}",
+        "delete_one": f"delete from {table} where id = $1 and version = $2",
+        **_many(table),
+        "read_many": f"select {_FIELDS} from {table} where id = any($1)",
+    }
+    return Sayings(
+        **{
+            name: Prepared(f"coatcheck_{name}".encode(), text.encode())
+            for name, text in texts.items()
+        }
     )
-    return f"""
-        with given as materialized (
-          select * from unnest({arrays}) as g (expected, {_NAMES})
-        ), claimed as (
-          insert into {table} ({_NAMES}) select {kept} from given
-          where expected = 0 order by id on conflict (id) do nothing returning id
-        ), changed as (
-          update {table} as r set {changes} from given as g
-          where r.id = g.id and r.version = g.expected and g.expected <> 0 returning r.id
-        ), lost as materialized (
-          select id from given where id not in (
-            select id from claimed union all select id from changed)
-        )
-        select uuid_send(lost.id), r.* from lost left join lateral (
+
+
+def _many(table: str) -> dict[str, str]:
+    """One statement for a batch; each of its swaps is atomic. Most batches are of one kind."""
+    types = ["bigint", *(type for _, type, _ in _COLUMNS)]
+    arrays = ", ".join(f"${number}::{type}[]" for number, type in enumerate(types, 1))
+    given = f"unnest({arrays}) as g (expected, {_NAMES})"
+    kept = ", ".join(kept.format(name) for name, _, kept in _COLUMNS)
+    marks = {name: kept.format(f"g.{name}") for name, _, kept in _COLUMNS}
+    claim = f"insert into {table} ({_NAMES}) select {kept} from"
+    claimed = "on conflict (id) do nothing returning id"
+    change = f"{_change_one(f'{table} as r', marks)} from"
+    changed = "where r.id = g.id and r.version = g.expected"
+    lost = f"""
+        select r.*, uuid_send(lost.id) from unnest($2::uuid[]) as lost (id) left join lateral (
           select {_FIELDS} from {table} as r where r.id = lost.id
-        ) as r on true
-    """
+        ) as r on true where lost.id not in"""
+    return {
+        "claim_many": f"with won as ({claim} {given} {claimed}) {lost} (select id from won)",
+        "change_many": f"""
+            with won as ({change} {given} {changed} returning r.id) {lost} (select id from won)""",
+        "swap_many": f"""
+            with given as materialized (
+              select * from {given}
+            ), claimed as (
+              {claim} given where expected = 0 order by id {claimed}
+            ), changed as (
+              {change} given as g {changed} and g.expected <> 0 returning r.id
+            )
+            {lost} (select id from claimed union all select id from changed)""",
+    }
 
 
 def _sweep(table: str) -> str:
@@ -145,7 +189,7 @@ def _sweep(table: str) -> str:
 
 def row_of(record: Record, *, compact: bool) -> Row:
     """The values that write *record*."""
-    texts = _NO_TEXTS if compact else map(pack_text, record[10:13])
+    texts = _NO_TEXTS if compact else _texts(record[10:13])
     created_ms, lease_until_ms, window_until_ms, expires_ms = record[5:9]
     times_ms = (record[1] - created_ms, lease_until_ms, expires_ms - window_until_ms)
     return (*record[:5], *times_ms, *record[8:10], *texts, *record[13:])
@@ -154,15 +198,64 @@ def row_of(record: Record, *, compact: bool) -> Row:
 _NO_TEXTS = ("", "", "")
 
 
+def values_of(record: Record, *, compact: bool) -> list[bytes | None]:
+    """The same in the binary format."""
+    row = row_of(record, compact=compact)
+    id, version, state, attempt, fingerprint, age_ms, lease_until_ms, margin_ms = row[:8]
+    expires_ms, nonce, label, scope, key, progress, response = row[8:]
+    return [
+        _digest(id),
+        bigint(version),
+        _smallint(state),
+        _integer(attempt),
+        _digest(fingerprint),
+        bigint(age_ms),
+        bigint(lease_until_ms),
+        bigint(margin_ms),
+        bigint(expires_ms),
+        bigint(nonce),
+        label.encode() or None,
+        scope.encode() or None,
+        key.encode() or None,
+        progress,
+        response,
+    ]
+
+
+def bound_for(id: bytes, expected: int) -> list[bytes | None]:
+    """An id and a version."""
+    return [_digest(id), bigint(expected)]
+
+
+def _digest(value: bytes) -> bytes | None:
+    if len(value) not in (UUID_BYTES, 0):
+        raise ValueError(f"{len(value)} bytes, where PostgreSQL keeps {UUID_BYTES}")
+    return value or None
+
+
+bigint = struct.Struct(">q").pack
+_integer = struct.Struct(">i").pack
+_smallint = struct.Struct(">h").pack
+
+
 def columns_of(swaps: Sequence[Swap], *, compact: bool) -> list[bytes]:
     """The arrays that write *swaps*, which are sorted by id and delete nothing."""
-    rows = [
-        (swap.expected, *row_of(swap.record, compact=compact))
-        for swap in swaps
-        if swap.record is not None
-    ]
-    columns = zip(*rows, strict=True)
-    return [pack(column) for pack, column in zip(_PACKED, columns, strict=True)]
+    # Column by column: of most of them there is little to be done for each record.
+    records = [swap.record for swap in swaps if swap.record is not None]
+    fields: list[Sequence[Any]] = [*zip(*records, strict=True)]
+    versions, created_ms, window_until_ms, expires_ms = (fields[n] for n in (1, 5, 7, 8))
+    fields[5] = [*map(sub, versions, created_ms)]
+    fields[7] = [*map(sub, expires_ms, window_until_ms)]
+    for number in (10, 11, 12):
+        fields[number] = [""] * len(swaps) if compact else _texts(fields[number])
+    fields.insert(0, [swap.expected for swap in swaps])
+    return [pack(column) for pack, column in zip(_PACKED, fields, strict=True)]
+
+
+def _texts(texts: Sequence[str]) -> Sequence[str]:
+    together = "".join(texts)
+    is_plain = together.isascii() and "\0" not in together and _ESCAPE not in together
+    return texts if is_plain else [*map(pack_text, texts)]
 
 
 _PACKED = [PACKED[type] for type in ("bigint", *(type for _, type, _ in _COLUMNS))]
@@ -175,7 +268,29 @@ def ids_of(ids: Sequence[bytes]) -> bytes:
 
 def record_of(row: Row) -> Record:
     """The record whose fields *row* has."""
-    return new_record((*row[:10], *map(unpack_text, row[10:13]), *row[13:]))
+    record = new_record(row)
+    if _ESCAPE in record[10] or _ESCAPE in record[11] or _ESCAPE in record[12]:
+        return new_record((*row[:10], *map(unpack_text, row[10:13]), *row[13:]))
+    return record
+
+
+def records_of(result: PGresult) -> list[Record]:
+    """The records whose fields are in *result*."""
+    return [record_of(row) for row in _rows_of(result)]
+
+
+def stood_of(result: PGresult) -> dict[bytes, Record | None]:
+    """Of whoever lost in a batch, by its id: what stood when the statement began."""
+    return {row[-1]: None if row[0] is None else record_of(row[:-1]) for row in _rows_of(result)}
+
+
+def _rows_of(result: PGresult) -> list[Row]:
+    count = result.ntuples
+    if not count:
+        return []
+    reading = Transformer()
+    reading.set_pgresult(result)
+    return reading.load_rows(0, count, tuple)
 
 
 _ESCAPE = "\x1b"

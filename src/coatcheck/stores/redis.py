@@ -6,7 +6,9 @@ not have the last writes; who cannot have that asks for `wait=1`. A server that 
 when memory is short, or keeps nothing on disk, or is a replica, is refused.
 
 A batch is one round trip: a script compares and writes, and answers only for those who lost (see
-`redis_values.py`). Records are forgotten by the server itself, so a sweep has nothing to do.
+`redis_values.py`). Threads ask through a place (`redis_places.py`), event loops through a wire
+(`redis_wire.py`); what they ask and what they are told is one thing (`redis_flow.py`). Records are
+forgotten by the server itself, so a sweep has nothing to do.
 """
 
 from __future__ import annotations
@@ -15,23 +17,18 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Literal
 
-from coatcheck.core.record import GONE, Record, Swap
+from coatcheck.core.flow import Effect, run
+from coatcheck.core.record import Record, Swap
 from coatcheck.errors import CoatcheckError, Misconfigured, StoreUnavailable
 from coatcheck.stores import redis_values as values
-from coatcheck.stores.contract import SWEEP_BATCH, Bell, Finding, Page, Query, matches
+from coatcheck.stores.contract import SWEEP_BATCH, Bell, Finding, Page, Query, Wire, matches
 from coatcheck.stores.redis_bell import RedisBell
 from coatcheck.stores.redis_cluster import Cluster
 from coatcheck.stores.redis_dangers import health_of
-from coatcheck.stores.redis_line import (
-    Denied,
-    Line,
-    Refusal,
-    Reply,
-    connector,
-    in_doubt_if,
-    master_connector,
-)
+from coatcheck.stores.redis_flow import Flows, Send, Wait, refuse_refusals
+from coatcheck.stores.redis_line import Denied, connector, master_connector
 from coatcheck.stores.redis_places import Place, Single
+from coatcheck.stores.redis_replies import Reply
 from coatcheck.stores.redis_url import Target, target_and_options
 
 PREFIX = "coatcheck:"
@@ -39,14 +36,6 @@ PREFIX = "coatcheck:"
 TIMEOUT_S = 5.0
 # 1000: a page of a search takes the server less than a millisecond, between those of others.
 _SCAN_COUNT = 1_000
-
-# Said of the server, not of one record: everybody in the batch would be told the same.
-_OF_THE_SERVER = frozenset(
-    (
-        *("ASK", "BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "MISCONF", "MOVED", "NOAUTH"),
-        *("NOPERM", "NOREPLICAS", "NOSCRIPT", "OOM", "READONLY", "TRYAGAIN"),
-    )
-)
 
 
 class RedisStore:
@@ -75,9 +64,10 @@ class RedisStore:
         self.name = target.name
         self._allow = allow
         self._keys = values.Keys(prefix)
-        self._place = _place(target, wait=wait, timeout_s=timeout_s)
+        self._place = _place(target, Wait(wait, timeout_s))
+        packer = values.Packer(self._keys, compact=compact, is_spread=self._place.is_spread)
+        self._flows = Flows(self.name, packer)
         self._new_bell = partial(RedisBell, target, prefix, timeout_s)
-        self._packer = values.Packer(self._keys, compact=compact, is_spread=self._place.is_spread)
         try:
             self._refuse_dangers()
         except Denied as error:
@@ -112,73 +102,19 @@ class RedisStore:
 
     def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
         """Write each record if the version its caller saw still stands."""
-        if not swaps:
-            return []
-        try:
-            return self._swap(swaps)
-        except values.UnreadableValue as error:
-            if len(swaps) > 1:
-                raise  # whoever groups asks for each alone, so that one fails alone
-            raise StoreUnavailable(f"{self.name}: {error}") from error
-
-    def _swap(self, swaps: Sequence[Swap]) -> list[Record | None]:
-        calls = list(self._packer.calls_of(swaps))
-        replies = self._place.write([call.by_name() for call in calls])
-        results: list[Record | None] = [None] * len(swaps)
-        if not any(replies):
-            return results
-        self._repeat_forgotten(calls, replies)
-        self._refuse_refusals(replies)
-        for call, lost in zip(calls, replies, strict=True):
-            for number, value in zip(lost[::2], lost[1::2], strict=True):
-                place = call.start + number - 1
-                results[place] = values.record_of(swaps[place].id, value) if value else GONE
-        return results
-
-    def _repeat_forgotten(self, calls: Sequence[values.Call], replies: list[Reply]) -> None:
-        """Call again, with the script, where the server did not know it; and nowhere else."""
-        numbers = [
-            number
-            for number, reply in enumerate(replies)
-            if type(reply) is Refusal and reply.code == "NOSCRIPT"
-        ]
-        if numbers:
-            with in_doubt_if(len(numbers) < len(calls)):
-                told = self._place.write([calls[number].by_text() for number in numbers])
-            for number, reply in zip(numbers, told, strict=True):
-                replies[number] = reply
-
-    def _refuse_refusals(self, replies: Sequence[Reply]) -> None:
-        """Raise, if any call was refused."""
-        refusals = [reply for reply in replies if type(reply) is Refusal]
-        for refusal in refusals:
-            if refusal.code not in _OF_THE_SERVER:
-                raise values.UnreadableValue(str(refusal))
-        if refusals:
-            raise StoreUnavailable(
-                f"{self.name}: {refusals[0]}",
-                is_ambiguous=len(refusals) < len(replies),  # some of the calls were performed
-            )
+        return run(self._flows.swap(swaps), self._write)
 
     def get(self, ids: Sequence[bytes]) -> Sequence[Record | None]:
         """The records that stand, in the order of *ids*."""
-        try:
-            return self._get(ids)
-        except values.UnreadableValue as error:
-            if len(ids) > 1:
-                raise  # see `swap`
-            raise StoreUnavailable(f"{self.name}: {error}") from error
+        return run(self._flows.get(ids), self._read)
 
-    def _get(self, ids: Sequence[bytes]) -> list[Record | None]:
-        if not ids:
-            return []
-        replies = self._place.read(list(self._packer.reads_of(ids)))
-        self._refuse_refusals(replies)
-        found = (value for reply in replies for value in reply)
-        return [
-            None if value is None else values.record_of(id, value)
-            for id, value in zip(ids, found, strict=True)
-        ]
+    def _write(self, effect: Effect[list[Reply]]) -> list[Reply]:
+        assert isinstance(effect, Send)
+        return self._place.write(effect.commands)
+
+    def _read(self, effect: Effect[list[Reply]]) -> list[Reply]:
+        assert isinstance(effect, Send)
+        return self._place.read(effect.commands)
 
     def find(self, query: Query) -> Page:
         """
@@ -191,7 +127,7 @@ class RedisStore:
         try:
             ids = sorted({id for id in self._scanned(query.id_prefix) if id > query.after_id})
             for start in range(0, len(ids), values.READ_MAX):
-                some = self._get(ids[start : start + values.READ_MAX])
+                some = self.get(ids[start : start + values.READ_MAX])
                 records += [record for record in some if record and matches(record, query)]
                 if len(records) > query.limit:
                     return Page(records[: query.limit], records[query.limit - 1].id)
@@ -206,7 +142,7 @@ class RedisStore:
             cursor = b"0"
             while True:
                 told = server.ask("SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT)
-                self._refuse_refusals([told])
+                refuse_refusals(self.name, [told])
                 cursor, keys = told
                 yield from (id for key in keys if (id := self._keys.id_of(key)) is not None)
                 if cursor == b"0":
@@ -238,7 +174,7 @@ class RedisStore:
         """The server's clock; of a cluster, that of one of its masters."""
         server = next(iter(self._place.servers()))
         told = server.ask("TIME")
-        self._refuse_refusals([told])
+        refuse_refusals(self.name, [told])
         seconds, microseconds = told
         return int(seconds) * 1_000 + int(microseconds) // 1_000
 
@@ -246,19 +182,21 @@ class RedisStore:
         """A connection that subscribes; and one that publishes, where there is something to say."""
         return self._new_bell()
 
+    def wire(self) -> Wire:
+        """Connections of the running event loop's own; a cluster is asked by a thread."""
+        return self._place.wire(self._flows)
+
     def close(self) -> None:
         """Let go of all connections."""
         self._place.close()
 
 
-def _place(target: Target, *, wait: int, timeout_s: float) -> Place:
+def _place(target: Target, wait: Wait) -> Place:
     """The servers that *target* names."""
     if target.shape == "cluster":
-        return Cluster(target, wait=wait, timeout_s=timeout_s)
+        return Cluster(target, wait)
     if target.shape == "sentinel":
-        connect = master_connector(target, timeout_s)
+        connect = master_connector(target, wait.timeout_s)
     else:
-        connect = connector(target, target.addresses[0], timeout_s)
-    return Single(
-        lambda **options: Line(connect, target.name, **options), wait=wait, timeout_s=timeout_s
-    )
+        connect = connector(target, target.addresses[0], wait.timeout_s)
+    return Single(connect, target.name, wait)

@@ -13,14 +13,8 @@ from collections.abc import Callable, Sequence
 
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.fork import renew_after_fork
-from coatcheck.stores.redis_line import (
-    Connection,
-    Line,
-    Refusal,
-    Reply,
-    connector,
-    master_connector,
-)
+from coatcheck.stores.redis_line import Connection, Line, connector, master_connector
+from coatcheck.stores.redis_replies import Refusal, Reply
 from coatcheck.stores.redis_url import Target
 from coatcheck.stores.redis_values import packed
 

@@ -15,17 +15,12 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from coatcheck.errors import Misconfigured, StoreUnavailable
+from coatcheck.stores.contract import Wire
 from coatcheck.stores.fork import renew_after_fork
-from coatcheck.stores.redis_line import (
-    Ask,
-    Line,
-    Refusal,
-    Reply,
-    connector,
-    exchange,
-    in_doubt_if,
-)
+from coatcheck.stores.redis_flow import Flows, Wait, in_doubt_if
+from coatcheck.stores.redis_line import Ask, Line, connector, exchange
 from coatcheck.stores.redis_places import Single
+from coatcheck.stores.redis_replies import Refusal, Reply
 from coatcheck.stores.redis_url import Address, Target
 from coatcheck.stores.redis_values import Command, packed
 
@@ -61,10 +56,9 @@ class Cluster:
 
     is_spread = True
 
-    def __init__(self, target: Target, *, wait: int, timeout_s: float) -> None:
+    def __init__(self, target: Target, wait: Wait) -> None:
         self._target = target
         self._wait = wait
-        self._timeout_s = timeout_s
         self._nodes: dict[Address, Single] = {}
         self._owners: list[Address | None] = [None] * SLOTS
         self._masters: list[Address] = []
@@ -145,12 +139,8 @@ class Cluster:
             self.refuse_if_closed()
             node = self._nodes.get(address)
             if node is None:
-                connect = connector(self._target, address, self._timeout_s)
-                node = self._nodes[address] = Single(
-                    lambda **options: Line(connect, f"redis {address}", **options),
-                    wait=self._wait,
-                    timeout_s=self._timeout_s,
-                )
+                connect = connector(self._target, address, self._wait.timeout_s)
+                node = self._nodes[address] = Single(connect, f"redis {address}", self._wait)
             return node
 
     def _learn_if_outdated(self) -> None:
@@ -196,6 +186,11 @@ class Cluster:
         self._is_outdated = True
         self._learn_if_outdated()
         return [self._node(address).operator for address in self._masters]
+
+    def wire(self, flows: Flows) -> Wire:
+        """None: who has several servers to ask asks all of them from one thread."""
+        del flows
+        raise NotImplementedError
 
     def refuse_if_closed(self) -> None:
         """Raise, if nothing can be asked any more."""

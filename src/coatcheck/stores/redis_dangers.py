@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from coatcheck.errors import Misconfigured
 from coatcheck.stores.contract import Finding
-from coatcheck.stores.redis_line import Line, Refusal
+from coatcheck.stores.redis_line import Line
+from coatcheck.stores.redis_replies import Refusal
 
 # 6.2 (2021): the first that can be told a time to forget in the command that writes.
 _VERSION_MIN = (6, 2)

@@ -14,8 +14,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from redis import connection as driver
@@ -26,21 +25,12 @@ from redis.sentinel import Sentinel
 
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.fork import renew_after_fork
+from coatcheck.stores.redis_flow import NO_WAIT, Wait, in_doubt_if
+from coatcheck.stores.redis_replies import Refusal, Reply, refusal_of
 from coatcheck.stores.redis_url import Address, Target
 from coatcheck.stores.redis_values import packed
 
 Connection: TypeAlias = Any  # the driver's, which says little of its types
-Reply: TypeAlias = Any  # bytes, int, None, a list of them, or a `Refusal`
-
-
-class Refusal(NamedTuple):
-    """What the server said instead of doing what it was asked."""
-
-    code: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.code} {self.text}"
 
 
 class Denied(StoreUnavailable):
@@ -55,7 +45,7 @@ class Line:
         connect: makes a connection that is ready to be asked.
         name: the server, for people.
         is_writer: what is sent may change something, so that losing its answer matters.
-        wait: how many replicas must have acknowledged what was written, and for how long to wait.
+        wait: how many replicas must have acknowledged what was written.
     """
 
     def __init__(
@@ -64,13 +54,13 @@ class Line:
         name: str,
         *,
         is_writer: bool = False,
-        wait: tuple[int, float] = (0, 0.0),
+        wait: Wait = NO_WAIT,
     ) -> None:
         self.name = name
         self.is_writer = is_writer
         self._connect = connect
-        self._replicas, wait_s = wait if is_writer else (0, 0.0)
-        self._wait = packed(b"WAIT", b"%d" % self._replicas, b"%d" % (wait_s * 1_000))
+        self._wait = wait
+        self._wait_command = wait.command()
         self._connection: Connection | None = None
         self._closed = False
         self._inherited: list[Connection] = []
@@ -100,10 +90,10 @@ class Line:
             connection = self._ready()
             try:
                 connection.send_packed_command([commands], check_health=False)
-                if self._replicas:
-                    connection.send_packed_command([self._wait], check_health=False)
+                if self._wait.replicas:
+                    connection.send_packed_command([self._wait_command], check_health=False)
             except (exceptions.RedisError, OSError) as error:
-                raise self._lost(error, is_ambiguous=self.is_writer) from error
+                raise lost(self.name, error, is_ambiguous=self.is_writer) from error
         except BaseException:
             self.abandon()
             raise
@@ -113,22 +103,19 @@ class Line:
         assert self._connection is not None
         try:
             replies = [_reply(self._connection) for _ in range(count)]
-            acknowledged = _number(_reply(self._connection)) if self._replicas else 0
+            waited = _reply(self._connection) if self._wait.replicas else 0
         except (exceptions.RedisError, OSError) as error:
             self.abandon()
             # Then no answer at all has come, so nothing was done.
             is_refused = isinstance(error, _AT_THE_DOOR)
-            raise self._lost(error, is_ambiguous=self.is_writer and not is_refused) from error
+            is_ambiguous = self.is_writer and not is_refused
+            raise lost(self.name, error, is_ambiguous=is_ambiguous) from error
         except BaseException:
             self.abandon()
             raise
         self._mutex.release()
-        is_done = any(type(reply) is not Refusal for reply in replies)
-        if acknowledged < self._replicas and is_done:
-            raise StoreUnavailable(
-                f"{self.name}: acknowledged by {acknowledged} replicas, but wait={self._replicas}",
-                is_ambiguous=True,
-            )
+        if self._wait.replicas:
+            self._wait.refuse_too_few(self.name, replies, waited)
         return replies
 
     def _ready(self) -> Connection:
@@ -143,16 +130,8 @@ class Line:
             except (exceptions.RedisError, OSError):
                 pass
             self._drop()
-        try:
-            self._connection = self._connect()
-        except (exceptions.RedisError, OSError) as error:
-            raise self._lost(error) from error
+        self._connection = connected(self._connect, self.name)
         return self._connection
-
-    def _lost(self, error: Exception, *, is_ambiguous: bool = False) -> StoreUnavailable:
-        kind = Denied if isinstance(error, exceptions.AuthenticationError) else StoreUnavailable
-        text = str(error).rstrip(".") or type(error).__name__
-        return kind(f"{self.name}: {text}", is_ambiguous=is_ambiguous)
 
     def abandon(self) -> None:
         """Leave the line to others without waiting for an answer."""
@@ -213,19 +192,19 @@ def exchange(asks: Sequence[Ask]) -> list[list[Reply]]:
     return replies
 
 
-@contextmanager
-def in_doubt_if(is_done: bool) -> Iterator[None]:  # noqa: FBT001 - reads as a sentence
-    """Whatever fails in here is a doubt about a write of which another part *is_done*."""
+def connected(connect: Callable[[], Connection], name: str) -> Connection:
+    """What *connect* makes; also for event loops, which then use its socket by themselves."""
     try:
-        yield
-    except StoreUnavailable as error:
-        error.is_ambiguous = error.is_ambiguous or is_done
-        raise
+        return connect()
+    except (exceptions.RedisError, OSError) as error:
+        raise lost(name, error) from error
 
 
-def _number(reply: Reply) -> int:
-    """How many; none, where the server refuses to wait."""
-    return reply if type(reply) is int else 0
+def lost(name: str, error: Exception, *, is_ambiguous: bool = False) -> StoreUnavailable:
+    """What to raise for an *error* of the driver's, or of a socket."""
+    kind = Denied if isinstance(error, exceptions.AuthenticationError) else StoreUnavailable
+    text = str(error).rstrip(".") or type(error).__name__
+    return kind(f"{name}: {text}", is_ambiguous=is_ambiguous)
 
 
 def _reply(connection: Connection) -> Reply:
@@ -235,8 +214,7 @@ def _reply(connection: Connection) -> Reply:
         code = _CODES.get(type(error))
         if code is not None:
             return Refusal(code, str(error))
-        code, _, text = str(error).partition(" ")
-        return Refusal(code, text)
+        return refusal_of(str(error))
 
 
 # The driver takes the code off the errors that it has a class for.

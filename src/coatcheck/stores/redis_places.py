@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from coatcheck.stores.redis_line import Line, Refusal, Reply
+from coatcheck.stores.contract import Wire
+from coatcheck.stores.redis_flow import Flows, Wait, is_demoted
+from coatcheck.stores.redis_line import Connection, Line
+from coatcheck.stores.redis_replies import Reply
 from coatcheck.stores.redis_values import Command
-
-# Half of the time-out: the server, which looks ten times a second whose wait is over, says how many
-# replicas have answered before we stop listening for it.
-_WAIT_SHARE = 0.5
+from coatcheck.stores.redis_wire import RedisWire
 
 
 class Place(Protocol):
@@ -37,6 +37,10 @@ class Place(Protocol):
         """A line to each server that holds records, for operators."""
         ...
 
+    def wire(self, flows: Flows) -> Wire:
+        """Connections of the running event loop's own; see `HasWire.wire`."""
+        ...
+
     def refuse_if_closed(self) -> None:
         """Raise, if nothing can be asked any more."""
         ...
@@ -56,16 +60,18 @@ class Single:
 
     is_spread = False
 
-    def __init__(self, new_line: Callable[..., Line], *, wait: int, timeout_s: float) -> None:
-        self.writer = new_line(is_writer=True, wait=(wait, timeout_s * _WAIT_SHARE))
-        self.reader = new_line()
-        self.operator = new_line()
+    def __init__(self, connect: Callable[[], Connection], name: str, wait: Wait) -> None:
+        self._connect = connect
+        self._wait = wait
+        self.writer = Line(connect, name, is_writer=True, wait=wait)
+        self.reader = Line(connect, name)
+        self.operator = Line(connect, name)
 
     def write(self, commands: Sequence[Command]) -> list[Reply]:
         """Send what may change something."""
         replies = _ask(self.writer, commands)
-        if any(type(reply) is Refusal and reply.code == "READONLY" for reply in replies):
-            self.hang_up()  # it is the master no longer; connecting anew finds who is
+        if is_demoted(replies):
+            self.hang_up()
         return replies
 
     def read(self, commands: Sequence[Command]) -> list[Reply]:
@@ -75,6 +81,10 @@ class Single:
     def servers(self) -> Iterable[Line]:
         """The one line for operators."""
         return (self.operator,)
+
+    def wire(self, flows: Flows) -> Wire:
+        """Connections of the running event loop's own."""
+        return RedisWire(flows, self._connect, self._wait)
 
     def refuse_if_closed(self) -> None:
         """Raise, if nothing can be asked any more."""

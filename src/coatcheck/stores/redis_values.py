@@ -14,12 +14,13 @@ Invariant: `record_of` of what `value_of` made is the same record, whatever it h
 from __future__ import annotations
 
 import hashlib
+from binascii import hexlify
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from struct import Struct
 from typing import NamedTuple
 
-from coatcheck.core.record import Record, State, Swap, new_record
+from coatcheck.core.record import Record, Swap, new_record
 
 _SCRIPT = files("coatcheck.stores").joinpath("lua/swap.lua").read_bytes()
 # A name for the script, as the server names it; nothing depends on its being hard to forge.
@@ -47,47 +48,33 @@ class UnreadableValue(ValueError):
 
 def value_of(record: Record, *, compact: bool) -> bytes:
     """What is stored for *record*."""
-    label = scope = key = b""
+    # Each by name: to gather some of them in lists takes as long as all the rest.
+    # fmt: off
+    (_, version, state, attempt, fingerprint, created_ms, lease_until_ms, window_until_ms,
+        expires_ms, nonce, label, scope, key, progress, response) = record
+    a = b = c = b""
     if not compact:
         # A path may hold any bytes, so a text may be no proper Unicode.
-        label = record.label.encode("utf-8", "surrogatepass")
-        scope = record.scope.encode("utf-8", "surrogatepass")
-        key = record.key.encode("utf-8", "surrogatepass")
-    progress, response = record.progress, record.response
+        a = label.encode("utf-8", "surrogatepass")
+        b = scope.encode("utf-8", "surrogatepass")
+        c = key.encode("utf-8", "surrogatepass")
     head = _HEAD.pack(
-        _FORMAT,
-        record.version,
-        record.state,
-        record.attempt,
-        *record[5:10],
-        len(record.fingerprint),
-        len(label),
-        len(scope),
-        len(key),
-        _NONE if progress is None else len(progress),
-        response is not None,
+        _FORMAT, version, state, attempt, created_ms, lease_until_ms, window_until_ms,
+        expires_ms, nonce, len(fingerprint), len(a), len(b), len(c),
+        _NONE if progress is None else len(progress), response is not None,
     )
-    parts = (head, record.fingerprint, label, scope, key, progress or b"", response or b"")
-    return b"".join(parts)
+    # fmt: on
+    return b"".join((head, fingerprint, a, b, c, progress or b"", response or b""))
 
 
 def record_of(id: bytes, value: bytes) -> Record:
     """The record that *value* was made of."""
     if len(value) < _HEAD.size or value[0] != _FORMAT:
         raise UnreadableValue(f"the value of {id.hex()} is not a record that this release can read")
-    (
-        _format,
-        version,
-        state,
-        attempt,
-        *times_and_nonce,
-        a,
-        b,
-        c,
-        d,
-        progress_bytes,
-        has_response,
-    ) = _HEAD.unpack_from(value)
+    # fmt: off
+    (_, version, state, attempt, created_ms, lease_until_ms, window_until_ms,
+        expires_ms, nonce, a, b, c, d, progress_bytes, has_response) = _HEAD.unpack_from(value)
+    # fmt: on
     # Where each part ends: fingerprint, label, scope, key, progress; the response is the rest.
     a += _HEAD.size
     b += a
@@ -98,10 +85,14 @@ def record_of(id: bytes, value: bytes) -> Record:
         (
             id,
             version,
-            State(state),
+            state,
             attempt,
             value[_HEAD.size : a],
-            *times_and_nonce,
+            created_ms,
+            lease_until_ms,
+            window_until_ms,
+            expires_ms,
+            nonce,
             value[a:b].decode("utf-8", "surrogatepass"),
             value[b:c].decode("utf-8", "surrogatepass"),
             value[c:d].decode("utf-8", "surrogatepass"),
@@ -129,7 +120,7 @@ class Keys:
 
     def key_of(self, id: bytes) -> bytes:
         """The key of the record with this *id*."""
-        return b"%b%b}" % (self._head, id.hex().encode())
+        return b"%b%b}" % (self._head, hexlify(id))
 
     def id_of(self, key: bytes) -> bytes | None:
         """The id whose record is under *key*; None where the key is somebody else's."""
@@ -214,10 +205,8 @@ class Packer:
             return b"%b\r\n$0\r\n\r\n$1\r\n0\r\n" % expected
         value = value_of(record, compact=self._compact)
         at_ms = b"%d" % forget_at_ms(record)
-        return b"%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (
-            *(expected, len(value), value),
-            *(len(at_ms), at_ms),
-        )
+        spelt = (expected, len(value), value, len(at_ms), at_ms)
+        return b"%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % spelt
 
     def reads_of(self, ids: Sequence[bytes]) -> Iterator[Command]:
         """The commands that read *ids* in their order, each answered by a list."""

@@ -12,11 +12,12 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from coatcheck.core.record import Record, Swap
 from coatcheck.errors import StoreUnavailable
-from coatcheck.stores.batching import BATCH_MAX, call_apart, unknown_outcome
+from coatcheck.stores.batching import call_apart, next_round, unknown_outcome
 from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, Store
 from coatcheck.stores.fork import renew_after_fork
 
@@ -32,12 +33,16 @@ class ThreadedStore:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._forgotten: weakref.finalize[..., ThreadedStore] | None = None
         self._renew()
         renew_after_fork(self)
 
     def _renew(self) -> None:
+        if self._forgotten is not None:  # its lock may have been held when we were forked
+            self._forgotten.detach()
         self._queue = _Queue(self._store)
-        weakref.finalize(self, self._queue.end)  # a store that is forgotten ends its thread
+        # A store that is forgotten ends its thread.
+        self._forgotten = weakref.finalize(self, self._queue.end)
 
     @property
     def blocking(self) -> Store:
@@ -52,7 +57,7 @@ class ThreadedStore:
             future.set_result([])
             return future
         try:
-            self._queue.put(_Ask(loop, future, swaps))
+            self._queue.put(Ask(loop, future, swaps))
         except StoreUnavailable as error:
             future.set_exception(error)
         return future
@@ -84,20 +89,28 @@ class ThreadedStore:
         loop = asyncio.get_running_loop()
         future = loop.create_future()
         try:
-            self._queue.put(_Ask(loop, future, (), self._store.close), is_last=True)
+            self._queue.put(Ask(loop, future, (), self._store.close), is_last=True)
         except StoreUnavailable:
             return
         await future
 
+    def finish(self, ask: Ask) -> None:
+        """Perform what an event loop that is about to end, or has ended, has not."""
+        try:
+            self._queue.put(ask, is_urgent=True)
+        except StoreUnavailable as error:
+            ask.error = error
+            _give_back([ask])
+
     async def _run(self, call: Callable[[], R]) -> R:
         loop = asyncio.get_running_loop()
         future = loop.create_future()
-        self._queue.put(_Ask(loop, future, (), call))
+        self._queue.put(Ask(loop, future, (), call))
         result: R = await future
         return result
 
 
-class _Ask:
+class Ask:
     """One call of an event loop's, on its way to the writing thread and back."""
 
     __slots__ = ("call", "error", "future", "loop", "result", "swaps")
@@ -129,7 +142,7 @@ class _Queue:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._mutex = threading.Lock()
-        self._asks: list[_Ask] = []
+        self._asks: list[Ask] = []
         self._is_closed = False
         self._thread: threading.Thread | None = None
         # Locked until there is something to take.
@@ -144,17 +157,17 @@ class _Queue:
         if self._is_closed:
             raise StoreUnavailable("the store is closed")
 
-    def put(self, ask: _Ask, *, is_last: bool = False) -> None:
+    def put(self, ask: Ask, *, is_last: bool = False, is_urgent: bool = False) -> None:
         """Ask; after the last one nothing can be asked, where it would wait for ever."""
         loop = ask.loop
         with self._mutex:
             if self._is_closed:
                 self.refuse_if_closed()
             self._asks.append(ask)
-            if self._waker is loop and not is_last:
+            if self._waker is loop and not is_last and not is_urgent:
                 return
             self._is_closed = is_last
-            if not self._is_busy or is_last or self._waker is not None:
+            if not self._is_busy or is_last or is_urgent or self._waker is not None:
                 self._wake()  # another loop's promise would not do: that loop may be closed
             else:
                 self._waker = loop
@@ -175,7 +188,7 @@ class _Queue:
             if self._asks:
                 self._wake()
 
-    def take(self, *, waits: bool) -> list[_Ask]:
+    def take(self, *, waits: bool) -> list[Ask]:
         """All that was asked; nothing, at the end or where there is nothing to wait for."""
         if not self._arrived.acquire(blocking=waits):
             return []
@@ -200,10 +213,10 @@ class _Queue:
 
 def _work(store: Store, queue: _Queue) -> None:
     """The writing thread: perform what has gathered, give it all back, look again."""
-    waiting: list[_Ask] = []
+    waiting: list[Ask] = []
     while waiting or not queue.is_over():
         waiting += queue.take(waits=not waiting)
-        batch, waiting = _next_round(waiting)
+        batch, waiting = next_round(waiting, _swaps_of)
         try:
             _perform(store, batch)
         except BaseException as error:  # noqa: BLE001 - this thread ends when nobody waits for it
@@ -212,25 +225,10 @@ def _work(store: Store, queue: _Queue) -> None:
         _give_back(batch)
 
 
-def _next_round(waiting: list[_Ask]) -> tuple[list[_Ask], list[_Ask]]:
-    """Whoever can go together; two swaps of one record cannot (see `batching.py`)."""
-    ids = [swap.id for ask in waiting for swap in ask.swaps]
-    if len(ids) <= BATCH_MAX and len(set(ids)) == len(ids):
-        return waiting, []
-    seen: set[bytes] = set()
-    batch: list[_Ask] = []
-    stays: list[_Ask] = []
-    for ask in waiting:
-        own = {swap.id for swap in ask.swaps}
-        if len(seen) >= BATCH_MAX or not seen.isdisjoint(own):
-            stays.append(ask)
-        else:
-            seen |= own
-            batch.append(ask)
-    return batch, stays
+_swaps_of = attrgetter("swaps")
 
 
-def _perform(store: Store, batch: list[_Ask]) -> None:
+def _perform(store: Store, batch: list[Ask]) -> None:
     swaps = [swap for ask in batch for swap in ask.swaps]
     if swaps:
         results, errors = call_apart(store.swap, swaps)
@@ -250,14 +248,14 @@ def _perform(store: Store, batch: list[_Ask]) -> None:
                 ask.error = error
 
 
-def _give_back(batch: list[_Ask]) -> None:
+def _give_back(batch: list[Ask]) -> None:
     """One wake-up for each event loop, however many of its calls are done."""
     for loop in {ask.loop for ask in batch}:
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(_resolve, loop, batch)
 
 
-def _resolve(loop: asyncio.AbstractEventLoop, batch: list[_Ask]) -> None:
+def _resolve(loop: asyncio.AbstractEventLoop, batch: list[Ask]) -> None:
     """On *loop*: give its own calls their results; the others are for their own loops."""
     for ask in batch:
         future, error = ask.future, ask.error
