@@ -24,17 +24,34 @@ class FarStore(WatchedStore):
         return super().now_ms() + self.offset_ms
 
 
+class Machine(Clock):
+    """This machine's own clocks, in the hands of the test."""
+
+    CLOCK_BOOTTIME = 7
+
+    def __init__(self):
+        super().__init__(5_000_000)
+        self.slept_ms = 0
+
+    def sleep_s(self, seconds):
+        """Be suspended: only one of the clocks notices."""
+        self.pass_s(seconds)
+        self.slept_ms += round(seconds * 1_000)
+
+    def monotonic_ns(self):
+        return (self.now_ms - self.slept_ms) * 1_000_000
+
+    def clock_gettime_ns(self, clock):
+        assert clock == self.CLOCK_BOOTTIME
+        return self.now_ms * 1_000_000
+
+
 @pytest.fixture
 def local(monkeypatch):
-    """This machine's monotonic clock, in the hands of the test."""
-    local = Clock(5_000_000)
-
-    class Time:
-        @staticmethod
-        def monotonic_ns():
-            return local.now_ms * 1_000_000
-
-    monkeypatch.setattr(clocks, "time", Time)
+    """A machine that has a clock which goes on while it sleeps."""
+    local = Machine()
+    monkeypatch.setattr(clocks, "time", local)
+    monkeypatch.setattr(clocks, "BOOTTIME", Machine.CLOCK_BOOTTIME)
     return local
 
 
@@ -58,6 +75,30 @@ def test_time_goes_on_by_our_own_clock_between_two_looks(local):
     assert clock.now_ms() == 77_000
     local.now_ms += 1_234
     assert clock.now_ms() == 78_234
+
+
+def test_a_machine_that_was_suspended_knows_that_its_leases_are_over(local):
+    """L5: who believes that it still holds its claim goes on with what somebody else has begun."""
+    store = ToldStore(local, says_ms=77_000, takes_ms=0)
+    clock = StoreClock(store)
+    clock.look()
+    local.sleep_s(60)
+    assert clock.now_ms() == 77_000 + 60_000
+    assert clock.is_due()
+
+
+def test_where_no_clock_goes_on_during_sleep_the_next_look_corrects_it(local, monkeypatch):
+    """L5: nothing better is known there; time still never goes back or jumps by itself."""
+    monkeypatch.setattr(clocks, "BOOTTIME", None)
+    store = ToldStore(local, says_ms=77_000, takes_ms=0)
+    clock = StoreClock(store)
+    clock.look()
+    local.sleep_s(60)
+    assert clock.now_ms() == 77_000
+    local.pass_s(LOOK_EVERY_MS / 1_000)
+    store.says_ms = 77_000 + 60_000 + LOOK_EVERY_MS
+    clock.look()
+    assert clock.now_ms() == store.says_ms
 
 
 def test_the_answer_is_taken_to_be_from_the_middle_of_the_asking(local):

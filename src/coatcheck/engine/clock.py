@@ -1,7 +1,7 @@
 """The clock: the store's time, without asking the store each time.
 
 The store's clock rules, because it is the only one that all nodes share. Between two looks at it
-time goes on by this machine's monotonic clock, which no operator and no time server can set.
+time goes on by a clock of this machine's that no operator and no time server can set.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from coatcheck.stores import Store
 LOOK_EVERY_MS = 30_000
 # One that took longer tells little: we may have been stopped on either side of it. It is repeated.
 LOOK_MS_MAX = 1_000
+# Linux has a clock that goes on while the machine is suspended. By the other one whoever wakes up
+# would believe in its old leases until the next look.
+BOOTTIME: int | None = getattr(time, "CLOCK_BOOTTIME", None)
 
 
 class StoreClock:
@@ -28,7 +31,7 @@ class StoreClock:
         self.now_ms: Callable[[], int] = self._now_ms if clock is None else clock
 
     def _now_ms(self) -> int:
-        return time.monotonic_ns() // 1_000_000 + self._offset_ms
+        return local_ms() + self._offset_ms
 
     def is_due(self) -> bool:
         """It is time to look at the store's clock."""
@@ -53,5 +56,6 @@ class StoreClock:
 
 
 def local_ms() -> int:
-    """This machine's monotonic clock."""
-    return time.monotonic_ns() // 1_000_000
+    """This machine's own clock: it only goes on, and where it can also during sleep."""
+    ns = time.monotonic_ns() if BOOTTIME is None else time.clock_gettime_ns(BOOTTIME)
+    return ns // 1_000_000
