@@ -118,8 +118,24 @@ def test_a_question_that_took_too_long_settles_nothing():
 
 def test_the_more_attempts_there_were_the_later_it_is_asked_again():
     """L6: a minute, two, four, and no more than about an hour; the same on every node."""
+    late = DEAD._replace(version=DEAD.created_ms + 86_400_000)
     pauses = [
-        ask_from_ms(DEAD._replace(attempt=attempt), 60_000) - DEAD.version
+        ask_from_ms(late._replace(attempt=attempt), 60_000) - late.version
         for attempt in (1, 2, 3, DOUBLINGS_MAX + 1, DOUBLINGS_MAX + 2, 1_000)
     ]
     assert pauses == [60_000, 120_000, 240_000, 3_840_000, 3_840_000, 3_840_000]
+
+
+def test_clients_that_retry_do_not_put_off_the_next_question():
+    """L6: their attempts count, too, but nothing waits longer than twice as long as it is known."""
+    asked_ms = 90_000
+    retried = DEAD._replace(attempt=8, version=DEAD.created_ms + asked_ms)
+    assert ask_from_ms(retried, 60_000) - retried.version == 2 * asked_ms
+    at_once = DEAD._replace(attempt=8, version=DEAD.created_ms + 7)
+    assert ask_from_ms(at_once, 60_000) - at_once.version == 60_000
+
+
+def test_what_has_been_running_for_hours_is_asked_about_as_soon_as_anything_else():
+    """L6: the age of the operation alone puts nothing off."""
+    taken_over = DEAD._replace(attempt=2, version=DEAD.created_ms + 3 * 3_600_000)
+    assert ask_from_ms(taken_over, 60_000) - taken_over.version == 120_000

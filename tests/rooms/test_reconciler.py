@@ -295,6 +295,22 @@ def test_what_cannot_be_told_is_asked_for_ever_less_often(guards, store, clock):
     assert [operation.attempt for operation in ask.operations] == [2, 3, 4, 5, 6, 7]
 
 
+def test_clients_that_retry_do_not_make_it_ask_less_often(guards, store, clock):
+    """L6: what a client asks in a hurry is not what this engine has asked in vain for an hour."""
+    ask = Asked(Unknown())
+    abandoned(guards, guards.engine(store, clock=clock), policy=ask.policy)
+    engine = restarted(guards, store, clock, ask.policy)
+    clock.pass_s(LEASE_S)
+    for _ in range(8):
+        clock.pass_s(1)
+        with pytest.raises(OutcomeUnknown):
+            guards.run(engine, "k", Handler(), scope="charges", policy=ask.policy)
+    assert len(ask.operations) == 8
+    for _ in range(2):  # after 90 and 180 s; it was begun 68 s before the last client came
+        a_round(engine, clock)
+    assert len(ask.operations) == 9
+
+
 def test_a_doubt_ends_when_the_downstream_can_tell_again(guards, store, clock):
     """L6."""
     ask = Asked(Unknown(), ZeroDivisionError(), Happened(value="found"))

@@ -47,5 +47,11 @@ def ask_from_ms(standing: Record, every_ms: int) -> int:
 
     An attempt's version is the time at which it began and one more for each of its writes. So all
     nodes wait for the same moment, and it needs no memory that a restart would lose.
+
+    Clients that retry are attempts, too, and may be many in a minute. Who only asks again after
+    ever longer pauses has spent at least half of the next one on those before; so no pause is
+    longer than twice the time that has passed, and clients in a hurry put nothing off.
     """
-    return standing.version + (every_ms << min(standing.attempt - 1, DOUBLINGS_MAX))
+    pause_ms = every_ms << min(standing.attempt - 1, DOUBLINGS_MAX)
+    passed_ms = standing.version - standing.created_ms
+    return standing.version + min(pause_ms, max(every_ms, 2 * passed_ms))
