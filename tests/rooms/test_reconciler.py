@@ -21,7 +21,7 @@ from coatcheck import (
     current_operation,
 )
 from coatcheck.core.record import COMPLETED, FAILED, IN_DOUBT, RUNNING, Record
-from coatcheck.engine import reconciler
+from coatcheck.engine import asking, reconciler
 from coatcheck.server import asgi, wsgi
 from coatcheck.server.starlette import idempotent
 from coatcheck.stores.memory import AsyncMemoryStore
@@ -490,7 +490,7 @@ def test_a_loop_that_ends_leaves_the_question_open(clock, caplog):
 
 def test_a_loop_that_stands_still_is_not_waited_for(clock, monkeypatch):
     """L6: it was stopped, and nothing that was asked on it will ever be answered."""
-    monkeypatch.setattr(reconciler, "_LOOP_EVERY_S", 0.001)
+    monkeypatch.setattr(asking, "LOOP_EVERY_S", 0.001)
     store, is_asked, loop = FindingStore(), threading.Event(), asyncio.new_event_loop()
 
     async def ask(_operation):

@@ -55,6 +55,9 @@ class Policy:
     recovery: Literal["retry", "reconcile", "manual"] = "retry"
     # Asked what became of an attempt: a function of the operation, sync or async.
     reconcile: Callable[..., Any] | None = None
+    # How long its answer is waited for; then it counts as `Unknown()`. 10 s: longer than a provider
+    # takes on a bad day, and shorter than most clients wait.
+    reconcile_timeout: Duration = "10s"
     # How long the end of an execution is tried to be written while the store is away, before its
     # client is told so. 2 s: most blinks of a database are over. It is tried on in the background.
     patience: Duration = "2s"
@@ -104,6 +107,7 @@ class Policy:
     retention_ms: int = field(init=False, repr=False, compare=False)
     lease_ms: int = field(init=False, repr=False, compare=False)
     wait_ms: int = field(init=False, repr=False, compare=False)
+    reconcile_timeout_ms: int = field(init=False, repr=False, compare=False)
     patience_ms: int = field(init=False, repr=False, compare=False)
     pointers: tuple[Pointer, ...] = field(init=False, repr=False, compare=False)
     header_names: tuple[bytes, ...] = field(init=False, repr=False, compare=False)
@@ -122,6 +126,7 @@ class Policy:
         set_(self, "retention_ms", self.window_ms + _ms("margin", self.margin))
         set_(self, "lease_ms", _ms("lease", self.lease))
         set_(self, "wait_ms", _ms("wait", self.wait) if self.in_flight == "wait" else 0)
+        set_(self, "reconcile_timeout_ms", _ms("reconcile_timeout", self.reconcile_timeout))
         set_(self, "patience_ms", _ms("patience", self.patience))
         set_(self, "pointers", tuple(_pointer(text) for text in self.ignore))
         set_(self, "header_names", tuple(_header_name(n) for n in self.include_headers))
@@ -257,6 +262,8 @@ def _check_choices(policy: Policy) -> None:
 def _check_times(policy: Policy) -> None:
     if policy.lease_ms <= 0:
         raise Misconfigured("lease must be longer than zero: it is how long a claim holds")
+    if policy.reconcile_timeout_ms <= 0:
+        raise Misconfigured("reconcile_timeout must be longer than zero: nothing answers at once")
     if policy.window_ms < policy.lease_ms:
         raise Misconfigured(
             f"window ({policy.window!r}) is shorter than lease ({policy.lease!r}): a key would be "

@@ -6,7 +6,6 @@ Differs from `engine/driver.py` in the words that wait, and in nothing else.
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ParamSpec, Self, TypeVar
@@ -14,15 +13,14 @@ from typing import Any, ParamSpec, Self, TypeVar
 from coatcheck.core.flow import Effect, Flow
 from coatcheck.core.policy import Policy
 from coatcheck.core.record import GONE, Record, Swap
-from coatcheck.core.replay import Fate
 from coatcheck.core.serve import Answer, Ending, Execute, Reconcile, Seen, Ticket, Watch, serve
 from coatcheck.core.transact import IN_TRANSACTION, transact
+from coatcheck.engine.asking import doubt_of, question_of
 from coatcheck.engine.clock import local_ms
 from coatcheck.engine.desk import (
     SWEEP_EVERY_S,
     Desk,
     ending_of_reconcile,
-    logger,
 )
 from coatcheck.engine.hand import AsyncHand
 from coatcheck.engine.heart import Archive, Heart, Held
@@ -224,15 +222,12 @@ class AsyncDriver:
         return Seen(GONE if record is None else record, self.desk.now_ms())
 
     async def _reconcile(self, claim: Record, policy: Policy, *, as_value: bool) -> Ending:
-        assert policy.reconcile is not None
         held = self.heart.hold(claim, policy.lease_ms, asyncio.get_running_loop())
         try:
-            answer = policy.reconcile(Operation(claim, self.desk.secret))
-            if inspect.isawaitable(answer):
-                answer = await answer
-        except Exception:  # noqa: BLE001 - whatever it was, nobody knows what happened
-            logger.exception("reconcile failed; the operation stays in doubt")
-            return Ending(Fate.DOUBT)
+            question = question_of(claim, policy, self.desk.secret)
+            answer = await self.reconciler.asker.answer(question)
+        except Exception as error:  # noqa: BLE001 - whatever it was, nobody knows what happened
+            return doubt_of(error, claim)
         finally:
             self.heart.let_go(held)
         return ending_of_reconcile(answer, as_value=as_value)

@@ -1,8 +1,9 @@
 """The reconciler: settles what has died and is never asked for again (L6).
 
 The heart begins a round from time to time, in a thread of the round's own: a reconcile function
-may take its time, and leases are renewed meanwhile. A round looks at a page of what runs and of
-what is in doubt, picks out what is abandoned, and drives `core/recover.py` for each of them.
+may take its time (see `asking.py`), and leases are renewed meanwhile. A round looks at a page of
+what runs and of what is in doubt, picks out what is abandoned, and drives `core/recover.py` for
+each of them.
 
 Only operations whose policy is known in this process are touched: guarded functions by their
 scope, marked routes by method and template, all other requests by the middleware's own policy.
@@ -12,13 +13,10 @@ Where no policy needs it, nothing is looked at.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import random
 import threading
 import weakref
-from collections.abc import Awaitable
-from concurrent.futures import wait
 from functools import partial
 from typing import Any
 
@@ -29,11 +27,11 @@ from coatcheck.core.record import IN_DOUBT, RUNNING, Record, State, Swap, is_lea
 from coatcheck.core.recover import ask_from_ms, recover
 from coatcheck.core.replay import Fate
 from coatcheck.core.serve import Ending, Reconcile, Seen
+from coatcheck.engine.asking import UNANSWERED, Asker, doubt_of, question_of
 from coatcheck.engine.clock import local_ms
 from coatcheck.engine.desk import Desk, ending_of_reconcile, policy_of
 from coatcheck.engine.patience import Patience
 from coatcheck.errors import CoatcheckError, StoreUnavailable
-from coatcheck.operation import Operation
 from coatcheck.stores import Query, Store
 from coatcheck.stores.fork import renew_after_fork
 
@@ -49,8 +47,6 @@ PAUSE_PER_LOOK = 20
 LABELS_MAX = 10_000
 # How long an engine that closes waits for a question that is being asked.
 CLOSE_S_MAX = 5.0
-# How often to see whether the event loop that was to answer is still there.
-_LOOP_EVERY_S = 0.5
 
 _BECAME = {
     Fate.KEEP: "it happened, and is completed",
@@ -66,6 +62,7 @@ class Reconciler:
         self._desk = weakref.ref(desk)  # which holds us in turn
         self._store = store
         self._every_s = every_s
+        self.asker = Asker()
         self._functions: dict[str, Policy] = {}
         self._routes: dict[str, Policy] = {}
         self._requests: Policy | None = None
@@ -83,6 +80,7 @@ class Reconciler:
         self._due_ms: int | None = None
         self._looked_ms = 0  # how long the last round was looking
         self._after: dict[State, bytes] = {RUNNING: b"", IN_DOUBT: b""}
+        self._silent: list[object] = []  # functions that gave no answer in this round
 
     # --- what is known here -------------------------------------------------------------------
 
@@ -170,6 +168,7 @@ class Reconciler:
     def round(self) -> None:
         """Look at some of what may be abandoned, and settle what is."""
         self._looked_ms = 0
+        self._silent = []
         for state in (RUNNING, IN_DOUBT) if "reconcile" in self._recoveries else (RUNNING,):
             started_ms = local_ms()
             query = Query(state=state, after_id=self._after[state], limit=RECORDS_MAX)
@@ -191,6 +190,8 @@ class Reconciler:
             return False
         if policy.recovery != "reconcile":
             return True
+        if policy.reconcile in self._silent:  # the others need not wait for it hundreds of times
+            return False
         every_ms = round(1_000 * (self._every_s or RECOVER_EVERY_S))
         return now_ms >= ask_from_ms(record, every_ms)
 
@@ -218,7 +219,10 @@ class Reconciler:
 
     def _perform(self, desk: Desk, policy: Policy, effect: Effect[Any], *, as_value: bool) -> Any:  # noqa: ANN401 - whatever the effect results in
         if isinstance(effect, Reconcile):
-            return self.ask(effect.claim, policy, as_value=as_value)
+            ending = self.ask(effect.claim, policy, as_value=as_value)
+            if ending is UNANSWERED:
+                self._silent.append(policy.reconcile)
+            return ending
         assert isinstance(effect, Swap)
         patience = Patience(0)
         while True:
@@ -228,40 +232,18 @@ class Reconciler:
                 if patience.pause_s(effect, failure) is None:
                     raise
 
-    # --- asking -------------------------------------------------------------------------------
-
     def ask(self, claim: Record, policy: Policy, *, as_value: bool) -> Ending:
-        """Ask the application what became of the attempt before *claim*, in this thread."""
+        """Ask the application what became of the attempt before *claim*; this thread waits."""
         desk = self._desk()
         assert desk is not None
-        assert policy.reconcile is not None
         held = desk.heart.hold(claim, policy.lease_ms)
         try:
-            answer = policy.reconcile(Operation(claim, desk.secret))
-            if inspect.isawaitable(answer):
-                answer = self._awaited(answer)
-        except Exception:  # whatever it was, nobody knows what happened
-            logger.exception("reconcile failed; the operation stays in doubt")
-            return Ending(Fate.DOUBT)
+            answer = self.asker.wait(question_of(claim, policy, desk.secret), self._loop)
+        except Exception as error:  # noqa: BLE001 - whatever it was, nobody knows what happened
+            return doubt_of(error, claim)
         finally:
             desk.heart.let_go(held)
         return ending_of_reconcile(answer, as_value=as_value)
-
-    def _awaited(self, answer: Awaitable[Any]) -> Any:  # noqa: ANN401 - what a user's function answers
-        """*answer*, awaited on the application's event loop if it runs, because that knows it."""
-        loop = self._loop
-        if loop is None or not loop.is_running():
-            return asyncio.run(_wait_for(answer))
-        future = asyncio.run_coroutine_threadsafe(_wait_for(answer), loop)
-        while not wait([future], _LOOP_EVERY_S).done:
-            if not loop.is_running():  # nobody is left to answer
-                future.cancel()
-                break
-        return future.result()
-
-
-async def _wait_for(answer: Awaitable[Any]) -> Any:  # noqa: ANN401 - what a user's function answers
-    return await answer
 
 
 def is_of_function(record: Record) -> bool:

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from coatcheck import DidNotHappen, Happened, Unknown
-from coatcheck.core.record import COMPLETED, RUNNING, Swap
+from coatcheck.core.record import COMPLETED, IN_DOUBT, RUNNING, Swap
 from coatcheck.errors import ClaimLost
 
 from .api import Api, until
@@ -322,6 +322,24 @@ def test_a_crash_that_had_no_effect_is_run_again(open_api: OpenApi, clock):
     clock.advance(61)
     assert api.post().status == 201
     assert api.effects() == 1
+
+
+def test_a_question_that_hangs_does_not_hang_the_request(open_api: OpenApi, clock):
+    """L5, L6: nobody knows in time; the key is in doubt, and not stuck."""
+    hangs = threading.Event()
+    api = open_api(
+        recovery="reconcile",
+        reconcile=lambda operation: hangs.wait(WAIT_S_MAX),
+        reconcile_timeout="20ms",
+    )
+    api.claim("k-1", "/orders")
+    clock.advance(61)
+    try:
+        assert api.start_post().result(WAIT_S_MAX / 2).code == "outcome-unknown"
+    finally:
+        hangs.set()
+    assert [record.state for record in api.records()] == [IN_DOUBT]
+    assert api.effects() == 0
 
 
 @pytest.mark.parametrize("failure", [None, RuntimeError("the gateway is down")])
