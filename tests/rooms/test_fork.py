@@ -193,6 +193,25 @@ def test_a_child_is_not_locked_out_of_what_the_parent_was_using(tmp_path, flavou
     assert run_script(tmp_path, flavour, script) == "done\n"
 
 
+def test_a_child_asks_with_threads_of_its_own(tmp_path, flavour):
+    """L6: though all of the parent's hang, and one of them was about to look what is asked next."""
+    script = """
+        import signal
+        from coatcheck.engine.asking import ASKERS_MAX, Question
+        guard = subject()
+        asker = guard.engine.reconciler.asker
+        def work():
+            signal.alarm(20)
+            assert asker.wait(Question(os.getpid, 20), None) == os.getpid()
+        asker._threads = ASKERS_MAX
+        with asker._mutex:
+            child = in_child(work)
+        ended(child)
+        print("done")
+    """
+    assert run_script(tmp_path, flavour, script) == "done\n"
+
+
 def test_a_child_that_exits_without_closing_leaves_the_parent_alone(tmp_path, flavour):
     """L1."""
     script = """
