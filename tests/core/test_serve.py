@@ -206,7 +206,9 @@ def test_a_full_line_is_refused():
 
 def test_a_policy_may_refuse_at_once():
     """L3."""
-    assert refused(met(FIRST, Policy(in_flight="409"))[1]) == ("in-progress", 409)
+    refusal = met(FIRST, Policy(in_flight="409"))[1]
+    assert refused(refusal) == ("in-progress", 409)
+    assert refusal.record == FIRST  # which is what the client can ask after
 
 
 def test_a_dead_attempt_is_taken_over_by_the_next():

@@ -117,9 +117,10 @@ class Replay(NamedTuple):
 
 
 class Refuse(NamedTuple):
-    """Answer with a problem; nothing ran for this request."""
+    """Answer with a problem; nothing ran for this request. *record*: what runs in its place."""
 
     problem: Problem
+    record: Record | None = None
 
 
 class Executed(NamedTuple):
@@ -232,7 +233,7 @@ def conclude(claim: Record, told: Ending, ticket: Ticket, policy: Policy) -> Flo
     if lost is not None:
         return superseded(lost, ticket, policy)
     if told.fate is Fate.KEEP:
-        return _of_completed(completed(claim, told.response), ticket)
+        return of_completed(completed(claim, told.response), ticket)
     return _refuse("outcome-unknown", ticket)
 
 
@@ -248,7 +249,7 @@ def verdict(standing: Record, ticket: Ticket, policy: Policy, now_ms: int) -> Ve
     if standing.fingerprint not in (ticket.fingerprint, b""):
         return _refuse("key-reused", ticket, status=policy.mismatch)
     if standing.state == COMPLETED:
-        return _of_completed(standing, ticket)
+        return of_completed(standing, ticket)
     if standing.state == RUNNING:
         return _of_running(standing, ticket, policy, now_ms)
     if standing.state == IN_DOUBT and policy.recovery != "reconcile":
@@ -257,7 +258,8 @@ def verdict(standing: Record, ticket: Ticket, policy: Policy, now_ms: int) -> Ve
     return TakeOver(next_attempt(standing, ticket, policy, now_ms), asks=asks)
 
 
-def _of_completed(standing: Record, ticket: Ticket) -> Replay | Refuse:
+def of_completed(standing: Record, ticket: Ticket) -> Replay | Refuse:
+    """The answer where *standing* is completed: what it keeps, if that can be read."""
     if standing.response is None:
         return _refuse("result-unavailable", ticket, reason="its response was not kept")
     if standing.response[:1] in PACKED:  # by an engine with a key ring, and this one has none
@@ -279,7 +281,8 @@ def _of_running(standing: Record, ticket: Ticket, policy: Policy, now_ms: int) -
 
 def _still_running(standing: Record, ticket: Ticket, now_ms: int) -> Refuse:
     age_s = max(0, now_ms - standing.created_ms) / 1_000
-    return _refuse("in-progress", ticket, reason=f"first seen {age_s:.1f} s ago")
+    refusal = _refuse("in-progress", ticket, reason=f"first seen {age_s:.1f} s ago")
+    return refusal._replace(record=standing)
 
 
 def _refuse(code: Code, ticket: Ticket, *, reason: str = "", status: int = 0) -> Refuse:

@@ -27,7 +27,7 @@ from coatcheck.server.callers import Caller
 from coatcheck.server.counter import Counter, NaturalKey
 from coatcheck.server.request import Request, fields_of, lines_of
 from coatcheck.server.routes import Routes
-from coatcheck.server.status import Asked, status_of
+from coatcheck.server.status import ASKING_METHODS, id_of
 from coatcheck.stores import AsyncStore
 
 
@@ -82,7 +82,7 @@ class IdempotencyMiddleware:
                     )
                     return
         elif asgi_scope["type"] == "http" and self._status_path in asgi_scope["path"]:
-            await self._tell_status(asgi_scope, receive, send)
+            await self._tell_status_or_pass(asgi_scope, receive, send)
             return
         else:
             self._routes.let_pass(asgi_scope)
@@ -178,24 +178,27 @@ class IdempotencyMiddleware:
         finally:
             request.body.close()
 
-    async def _tell_status(self, asgi_scope: AsgiScope, receive: Receive, send: Send) -> None:
+    async def _tell_status_or_pass(
+        self, asgi_scope: AsgiScope, receive: Receive, send: Send
+    ) -> None:
         """Answer a client that asks how its operation is doing; whatever else goes on."""
         start, _, token = asgi_scope["path"].partition(self._status_path)
-        request = request_of(asgi_scope, fields_of(asgi_scope["headers"]), Body())
-        is_asked = token and start == request.root
-        id = self.counter.polled_id(token, request) if is_asked else None
-        if id is None:
+        is_asked = start == asgi_scope.get("root_path", "")
+        is_asked = is_asked and asgi_scope["method"] in ASKING_METHODS
+        id = id_of(token) if is_asked else None
+        response = None
+        if id is not None:
+            request = request_of(asgi_scope, fields_of(asgi_scope["headers"]), Body())
+            try:
+                if not self.engine.is_started:
+                    await self.engine.start()
+                (record,) = await self.engine.store.get((id,))
+            except OUTAGES as error:
+                await refuse_unrun(send, self.engine.desk.policy, error)
+                return
+            response = self.counter.status(record, token, request)
+        if response is None:
             self._routes.let_pass(asgi_scope)
             await self.app(asgi_scope, receive, send)
-            return
-        policy = self.engine.desk.policy
-        try:
-            if not self.engine.is_started:
-                await self.engine.start()
-            (record,) = await self.engine.store.get((id,))
-        except OUTAGES as error:
-            await refuse_unrun(send, policy, error)
-            return
-        accepted = request.header(b"accept-encoding")
-        asked = Asked(asgi_scope["path"], self.engine.desk.now_ms(), accepted)
-        await respond(send, status_of(record, asked, policy))
+        else:
+            await respond(send, response)

@@ -121,8 +121,7 @@ class ClientSide(Rewound):
                 self._done.set_result(None)
 
     def _accepted(self) -> Response:
-        claim = self._held.claim
-        return self.guard.counter.accepted(claim.id, self._policy, self._request, claim)
+        return self.guard.counter.accepted(self._held.claim, self._policy, self._request)
 
     async def _hand_over(self, lease_ms: int) -> str:
         text = await hand_over_async(self.guard.engine, self._held, lease_ms)

@@ -5,6 +5,7 @@ Nothing here waits or sends; the adapters do.
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -14,13 +15,13 @@ from coatcheck.core.policy import Policy
 from coatcheck.core.problem import Problem, problem
 from coatcheck.core.record import Record
 from coatcheck.core.replay import Response
-from coatcheck.core.scope import caller_digest, operation_id
+from coatcheck.core.scope import SCOPE_CHARS, caller_digest, operation_id
 from coatcheck.core.serve import Refuse, Replay, Ticket
 from coatcheck.engine.desk import Desk
 from coatcheck.server.answers import refused, replayed
 from coatcheck.server.callers import Caller, credential
 from coatcheck.server.request import Request
-from coatcheck.server.status import accepted, id_of, token_of
+from coatcheck.server.status import Asked, accepted, status_of, token_of
 
 NaturalKey: TypeAlias = Callable[[Request], str]
 
@@ -99,23 +100,41 @@ class Counter:
         """The answer on the wire where no handler ran for this request."""
         if isinstance(answer, Replay):
             return replayed(answer, ticket, policy, request.header(b"accept-encoding"))
-        if answer.problem.code == "in-progress" and policy.in_flight == "202":
-            return self.accepted(ticket.id, policy, request)
+        # Of what a transaction has not committed there is nothing yet to ask for.
+        if policy.in_flight == "202" and policy.mode == "record" and answer.record is not None:
+            return self.accepted(answer.record, policy, request)
         return refused(answer.problem, policy)
 
-    def accepted(
-        self, id: bytes, policy: Policy, request: Request, claim: Record | None = None
-    ) -> Response:
-        """The answer that sends the client of *request* to the address of its operation."""
-        caller, _ = self._caller_of(request)
-        location = f"{request.root}{policy.status_path}{token_of(id, caller, self.desk.secret)}"
+    def accepted(self, record: Record, policy: Policy, request: Request) -> Response:
+        """The answer that sends the client of *request* to the address of what runs for it."""
+        location = _location(self._token_of(record, *self._caller_of(request)), policy, request)
         prefer = request.header(b"prefer") if policy.in_flight == "202" else b""
-        return accepted(id, location, policy, claim=claim, prefer=prefer)
+        return accepted(record, location, policy, prefer=prefer)
 
-    def polled_id(self, token: str, request: Request) -> bytes | None:
-        """The operation whose status *request* may see; None: there is none, for this caller."""
-        caller, _ = self._caller_of(request)
-        return id_of(token, caller, self.desk.secret)
+    def status(self, record: Record | None, token: str, request: Request) -> Response | None:
+        """What *request* is told of *record*; None: *token* is no address of it, for this one."""
+        if record is None or not self._is_address(token, record, request):
+            return None
+        policy, accept_encoding = self.desk.policy, request.header(b"accept-encoding")
+        asked = Asked(_location(token, policy, request), self.desk.now_ms(), accept_encoding)
+        response = status_of(record, asked, policy)
+        return response._replace(body=b"") if request.method == "HEAD" else response
+
+    def _is_address(self, token: str, record: Record, request: Request) -> bool:
+        """*token* was given to whoever sends *request*, when it asked for *record*."""
+        caller, included = self._caller_of(request)
+        # A caller's name may be easy to guess, and a function has none: the record says whose it
+        # is. That of a compact store does not; there it has no label either.
+        if record.label and record.scope != caller[:SCOPE_CHARS]:
+            return False
+        ours = self._token_of(record, caller, included)
+        return hmac.compare_digest(token.encode(), ours.encode())
+
+    def _token_of(
+        self, record: Record, caller: str, included: Sequence[tuple[bytes, bytes]]
+    ) -> str:
+        who = caller.encode() + b"".join(value for _, value in included)
+        return token_of(record, who, self.desk.secret)
 
     def _caller_of(self, request: Request) -> tuple[str, list[tuple[bytes, bytes]]]:
         """Whose key it is, and what of the request's headers must not change between retries."""
@@ -129,3 +148,7 @@ class Counter:
         # answer. So it is compared: another cookie is refused, and neither can happen.
         cookie = fields.get(b"cookie")
         return self._nobody, [(b"cookie", cookie)] if cookie else []
+
+
+def _location(token: str, policy: Policy, request: Request) -> str:
+    return f"{request.root}{policy.status_path}{token}"

@@ -1,16 +1,17 @@
 """Status: where a client asks how its operation is doing, after a 202 (L3, L10).
 
-The address names the operation and the caller it was given to, sealed with the deployment's
-secret: it cannot be guessed, and for anybody else it does not exist (X3).
+The address is made of the operation's record and of who sent its request. Without the record,
+which holds the digest of the whole request, nobody works it out, not even where there is no secret;
+and for anybody else than its caller it does not exist (X3).
 """
 
 from __future__ import annotations
 
-import hmac
 import json
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from coatcheck.core.facts import is_sealed
 from coatcheck.core.key import reference_of
 from coatcheck.core.policy import Policy, changed
 from coatcheck.core.prefer import patience_s_of
@@ -27,12 +28,15 @@ from coatcheck.core.record import (
 )
 from coatcheck.core.replay import Response
 from coatcheck.core.scope import ID_BYTES, digested
-from coatcheck.core.serve import Replay, Ticket
+from coatcheck.core.serve import Replay, Ticket, of_completed
 from coatcheck.server.answers import reference_header, refused, replayed
 from coatcheck.server.request import Request
 
 # 1 s: as for a conflict; what takes much longer should report its progress.
 RETRY_AFTER_S = 1
+
+# Whoever asks otherwise, such as a browser before it does, asks the application.
+ASKING_METHODS = frozenset({"GET", "HEAD"})
 
 
 def patience_of(request: Request, policy: Policy) -> tuple[int | None, Policy]:
@@ -49,49 +53,47 @@ def patience_of(request: Request, policy: Policy) -> tuple[int | None, Policy]:
     return patience_s, changed(policy, {"in_flight": "wait", "wait": patience_s})
 
 
-def token_of(id: bytes, caller: str, secret: bytes) -> str:
-    """The last part of the address of *id*, for *caller* alone."""
-    return (id + _seal(id, caller, secret)).hex()
+def token_of(record: Record, who: bytes, secret: bytes) -> str:
+    """
+    The last part of the address of *record*, for *who* sent its request.
+
+    The fingerprint is in it, so that it takes the whole request to make one; and the life, so that
+    who knows most of a request cannot try out the rest in peace.
+    """
+    life = record.created_ms.to_bytes(8, "big")
+    seal = digested(b"coatcheck-poll", secret, record.id + life + record.fingerprint + who)
+    return (record.id + seal).hex()
 
 
-def id_of(token: str, caller: str, secret: bytes) -> bytes | None:
-    """The operation that *token* names; None unless it was made for *caller*."""
+def id_of(token: str) -> bytes | None:
+    """The operation that *token* claims to be of; None: it is no token."""
     try:
         raw = bytes.fromhex(token)
     except ValueError:
         return None
-    id, seal = raw[:ID_BYTES], raw[ID_BYTES:]
-    return id if hmac.compare_digest(seal, _seal(id, caller, secret)) else None
+    return raw[:ID_BYTES] if len(raw) == 2 * ID_BYTES else None
 
 
-def _seal(id: bytes, caller: str, secret: bytes) -> bytes:
-    return digested(b"coatcheck-poll", secret, id + caller.encode())
-
-
-def accepted(
-    id: bytes, location: str, policy: Policy, *, claim: Record | None = None, prefer: bytes = b""
-) -> Response:
+def accepted(record: Record, location: str, policy: Policy, *, prefer: bytes = b"") -> Response:
     """
     The answer while the operation runs: 202, and where to ask again.
 
-    Args:
-        claim: its record, where that is at hand.
-        prefer: the client's `Prefer` header, if it had any say.
+    *prefer* is the client's `Prefer` header, if it had any say.
     """
-    members: dict[str, object] = {"status": "running", "reference": reference_of(id)}
+    members = {"status": "running", "reference": reference_of(record.id), **_progress_of(record)}
     headers = [
         (b"location", location.encode("latin-1", "replace")),
         (b"retry-after", str(RETRY_AFTER_S).encode()),
-        reference_header(id, policy),
+        reference_header(record.id, policy),
     ]
     if patience_s_of(prefer) is not None:
         headers.append((b"preference-applied", b"respond-async"))
-    return _told(202, members if claim is None else members | _progress_of(claim), headers)
+    return _told(202, members, headers)
 
 
 def _progress_of(record: Record) -> dict[str, object]:
-    """Which attempt it is, and how far, if it has said so (L10)."""
-    report = progress_of(record).report
+    """Which attempt it is, and how far, if it has said so and that can be read (L10)."""
+    report = None if is_sealed(record) else progress_of(record).report
     told = {} if report is None else {"progress": report._asdict()}
     return {"attempt": record.attempt, **told}
 
@@ -104,22 +106,20 @@ class Asked(NamedTuple):
     accept_encoding: bytes
 
 
-def status_of(record: Record | None, asked: Asked, policy: Policy) -> Response:
+def status_of(record: Record, asked: Asked, policy: Policy) -> Response:
     """What the address answers for *record*."""
-    if record is None or is_window_over(record, asked.now_ms):
+    if is_window_over(record, asked.now_ms):
         return _told(404, {"status": "gone"})
     if not is_lease_over(record, asked.now_ms):
-        return accepted(record.id, asked.location, policy, claim=record)
+        return accepted(record, asked.location, policy)
     if record.state == IN_DOUBT:
         return refused(problem("outcome-unknown", key=record.key, id=record.id), policy)
-    if record.state == COMPLETED and record.response is not None:
-        ticket = Ticket(record.id, record.fingerprint, 0, 0, key=record.key)
-        return replayed(Replay(record, record.response), ticket, policy, asked.accept_encoding)
     if record.state == COMPLETED:
-        reason = "its response was not kept"
-        return refused(
-            problem("result-unavailable", key=record.key, id=record.id, reason=reason), policy
-        )
+        ticket = Ticket(record.id, record.fingerprint, 0, 0, key=record.key)
+        answer = of_completed(record, ticket)
+        if isinstance(answer, Replay):
+            return replayed(answer, ticket, policy, asked.accept_encoding)
+        return refused(answer.problem, policy)
     # Given back, or its executor died: the route's policy decides what a retry meets.
     members: dict[str, object] = {
         "status": "interrupted" if record.state == RUNNING else STATE_NAMES[record.state],

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
-from coatcheck.core.policy import SAFE_METHODS, Policy
+from coatcheck.core.policy import Policy
 from coatcheck.core.problem import Problem
 from coatcheck.engine import Engine
 from coatcheck.errors import Misconfigured
@@ -23,7 +23,7 @@ from coatcheck.server.body import Body
 from coatcheck.server.callers import Caller
 from coatcheck.server.counter import Counter, NaturalKey
 from coatcheck.server.request import Request
-from coatcheck.server.status import Asked, status_of
+from coatcheck.server.status import ASKING_METHODS, id_of
 from coatcheck.server.wsgi_accepting import AcceptingVisit
 from coatcheck.server.wsgi_input import Environ, drain, give, read, request_of, rewound
 from coatcheck.server.wsgi_transaction import TransactionVisit
@@ -79,8 +79,8 @@ class IdempotencyMiddleware:
         """Serve one request; only those with unsafe methods concern us."""
         policy = self.engine.desk.policy
         method = environ["REQUEST_METHOD"]
-        if method in SAFE_METHODS and policy.status_path in environ.get("PATH_INFO", ""):
-            return self._tell_status(environ, start_response)
+        if method in ASKING_METHODS and policy.status_path in environ.get("PATH_INFO", ""):
+            return self._tell_status_or_pass(environ, start_response)
         if method not in policy.methods:
             return self.app(environ, start_response)
         value = environ.get(self._environ_name)
@@ -139,23 +139,25 @@ class IdempotencyMiddleware:
         said = self.app(rewound(request), start_response)
         return Said(b"", said, said, request.body)
 
-    def _tell_status(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
+    def _tell_status_or_pass(
+        self, environ: Environ, start_response: StartResponse
+    ) -> Iterable[bytes]:
         """Answer a client that asks how its operation is doing; whatever else goes on."""
         policy = self.engine.desk.policy
-        request = request_of(environ, Body())
         start, _, token = environ["PATH_INFO"].partition(policy.status_path)
-        id = None if start else self.counter.polled_id(token, request)
-        if id is None:
+        id = None if start else id_of(token)
+        response = None
+        if id is not None:
+            try:
+                if not self.engine.is_started:
+                    self.engine.start()
+                (record,) = self.engine.store.get((id,))
+            except OUTAGES as error:
+                return refuse_unrun(start_response, policy, error)
+            response = self.counter.status(record, token, request_of(environ, Body()))
+        if response is None:
             return self.app(environ, start_response)
-        try:
-            if not self.engine.is_started:
-                self.engine.start()
-            (record,) = self.engine.store.get((id,))
-        except OUTAGES as error:
-            return refuse_unrun(start_response, policy, error)
-        accepted = request.header(b"accept-encoding")
-        asked = Asked(request.path, self.engine.desk.now_ms(), accepted)
-        return respond(start_response, status_of(record, asked, policy))
+        return respond(start_response, response)
 
 
 def _kind_of(policy: Policy) -> type[Visit]:

@@ -246,7 +246,7 @@ class Visit:
         return text
 
     def _accepted(self, claim: Record) -> Response:
-        return self._counter.accepted(claim.id, self._policy, self._request, claim)
+        return self._counter.accepted(claim, self._policy, self._request)
 
 
 class Said:
