@@ -42,6 +42,7 @@ from coatcheck import AsyncEngine, Engine, Happened, KeyBusy, KeyRejected, Misco
 from coatcheck.core.record import IN_DOUBT, RUNNING
 from coatcheck.server.asgi import IdempotencyMiddleware
 from coatcheck.server.asgi_visit import UNDER_WAY
+from coatcheck.server.status import patience_left_s
 from coatcheck.server.wsgi import IdempotencyMiddleware as WsgiMiddleware
 from coatcheck.stores import open_store
 
@@ -348,6 +349,31 @@ def test_a_client_that_has_waited_as_long_as_it_said_is_told_to_ask_later(api: A
     assert 0.9 < time.monotonic() - begun < WAIT_S_MAX
     gate.open()
     assert poll(api, address_of(first)).body == b"done"
+
+
+def test_who_has_waited_as_a_duplicate_does_not_wait_as_long_again(api: Api, clock: Clock):
+    """L10: the client's time began when its request came, and not when its turn did."""
+    before, after = Gate(says(503, b"not now")), Gate(says(201, b"done"))
+    api.shop.answers["/orders"] = in_turn(before, after)
+    first = api.start_post()
+    before.wait_until_entered()
+    second = api.start_post(headers=[("Prefer", "respond-async, wait=50")])
+    until(lambda: api.waiters() == 1)
+    clock.advance(49.9)
+    before.open()
+    assert first.result(WAIT_S_MAX).status == 503
+    told = second.result(WAIT_S_MAX)  # a tenth of a second later, and not another fifty
+    assert (told.status, members_of(told)["attempt"]) == (202, 2)
+    after.open()
+    assert poll(api, address_of(told)).body == b"done"
+
+
+def test_a_client_waits_no_longer_than_it_said_whatever_the_clock_does():
+    """L10, C1."""
+    came_ms = 1_800_000_000_000
+    for passed_ms, left_s in ((0, 10), (2_500, 7.5), (10_000, 0), (60_000, 0), (-60_000, 10)):
+        assert patience_left_s(10, came_ms, came_ms + passed_ms) == left_s
+    assert patience_left_s(0, came_ms, came_ms) == 0
 
 
 @pytest.mark.parametrize("prefer", ["respond-async wait", "return=minimal", "wait=0"])

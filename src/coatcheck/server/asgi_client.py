@@ -69,12 +69,12 @@ class ClientSide(Rewound):
         if not self._is_accepted:
             await respond(self._client_send, response)
 
-    async def _be_patient(self, patience_s: int) -> None:
+    async def _be_patient(self, left_s: float) -> None:
         """Do as the client prefers: tell it to ask later if there is no answer by then."""
-        if patience_s == 0:
+        if left_s == 0:
             await self._accept()
         else:
-            self._timer = asyncio.get_running_loop().call_later(patience_s, self._lose_patience)
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._lose_patience)
 
     def _lose_patience(self) -> None:
         self._timer = None

@@ -37,6 +37,7 @@ from coatcheck.server.asgi_client import ClientSide, Guard, respond
 from coatcheck.server.asgi_front import may_be_cancelled
 from coatcheck.server.asgi_input import Message, Receive, Send, hide_short_cuts
 from coatcheck.server.request import Request
+from coatcheck.server.status import patience_left_s
 
 # In this process, because an event loop alone does not keep a task alive.
 UNDER_WAY: set[Visit] = set()
@@ -155,7 +156,8 @@ class Visit(ClientSide):
         entered = enter(operation)
         try:
             if self._patience_s is not None:
-                await self._be_patient(self._patience_s)
+                came_ms, now_ms = self._ticket.now_ms, engine.desk.now_ms()
+                await self._be_patient(patience_left_s(self._patience_s, came_ms, now_ms))
             await self.guard.app(asgi_scope, self.receive, self._take)
             if not self._is_settled:
                 raise RuntimeError("the application ended without a complete response")

@@ -53,6 +53,12 @@ def patience_of(request: Request, policy: Policy) -> tuple[int | None, Policy]:
     return patience_s, changed(policy, {"in_flight": "wait", "wait": patience_s})
 
 
+def patience_left_s(patience_s: int, came_ms: int, now_ms: int) -> float:
+    """What is left of *patience_s* at *now_ms*, for a client that came at *came_ms*."""
+    passed_s = max(0, now_ms - came_ms) / 1_000  # a clock may be set back
+    return max(0.0, patience_s - passed_s)
+
+
 def token_of(record: Record, who: bytes, secret: bytes) -> str:
     """
     The last part of the address of *record*, for *who* sent its request.

@@ -26,7 +26,7 @@ from coatcheck.engine.desk import logger
 from coatcheck.server.answers import OUTAGES
 from coatcheck.server.body import Body
 from coatcheck.server.request import Request
-from coatcheck.server.status import patience_of
+from coatcheck.server.status import patience_left_s, patience_of
 from coatcheck.server.wsgi_visit import (
     Guard,
     Said,
@@ -96,8 +96,12 @@ class AcceptingVisit(Visit):
             with suppress(*OUTAGES):
                 self._engine.advance(self._flow, self._policy, Ending(Fate.RELEASE))
             return self._refuse(problem("too-much-work", id=claim.id))
+        left_s = None
+        if self._patience_s is not None:  # some of it may have gone for whoever was first
+            came_ms, now_ms = self._ticket.now_ms, self._engine.desk.now_ms()
+            left_s = patience_left_s(self._patience_s, came_ms, now_ms)
         try:
-            told = self._told.result(self._patience_s)
+            told = self._told.result(left_s)
         except TimeoutError:
             self.accept()
             told = self._told.result()
