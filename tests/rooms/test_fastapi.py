@@ -438,6 +438,30 @@ def test_a_nonsensical_policy_is_refused_where_it_is_written(changes: dict[str, 
         idempotent(**changes)
 
 
+def test_a_route_cannot_have_a_status_path_that_nobody_serves():
+    """S3, L3: its clients would be sent to an address that does not exist."""
+    with pytest.raises(Misconfigured, match=r"status_path .*=Policy\(status_path='/how-far/'\)"):
+        idempotent(in_flight="202", status_path="/how-far/")
+
+
+def test_a_route_sends_its_clients_to_the_status_path_of_the_middleware():
+    """L3."""
+    engine = AsyncEngine("memory://", Policy(status_path="/how-far/"))
+    shop = Shop(engine)
+
+    @shop.app.post("/reports", status_code=201)
+    @idempotent(in_flight="202")
+    async def write(operation: CurrentOperation) -> str:
+        await operation.accept()
+        return "written"
+
+    address = shop.post("/reports").header("location")
+    assert address is not None
+    assert address.startswith("/how-far/")
+    assert shop.send("GET", address).header("idempotency-reference") is not None
+    asyncio.run(engine.close())
+
+
 def test_a_reconcile_function_is_enough_to_say_reconcile(engine: AsyncEngine):
     """L5: the two knobs belong together."""
     shop = Shop(engine)

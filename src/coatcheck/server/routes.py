@@ -38,11 +38,16 @@ def idempotent(
     Give an endpoint a policy of its own: the middleware's, with *changes*.
 
     Every unsafe method of the route is guarded, whatever the middleware's `methods` say;
-    `methods=()` takes the route out.
+    `methods=()` takes the route out. Only `status_path` is the same for all routes.
     """
     if "reconcile" in changes:
         changes.setdefault("recovery", "reconcile")
     policy_of(changed(Policy(), changes))
+    if "status_path" in changes:
+        raise Misconfigured(
+            "status_path is the middleware's, which serves it for all routes: give that one "
+            f"policy=Policy(status_path={changes['status_path']!r})"
+        )
 
     def decorate(endpoint: Callable[P, T]) -> Callable[P, T]:
         guarded = _checked(endpoint, changes)

@@ -290,6 +290,18 @@ def test_who_is_given_an_address_is_told_how_far_it_is(open_api: OpenApi):
     gate.open()
 
 
+def test_the_application_chooses_where_addresses_are(open_api: OpenApi):
+    """L3."""
+    api = open_api(in_flight="202", status_path="/how-far/")
+    address, gate = told(api)
+    token = address.removeprefix("/how-far/")
+    assert len(token) == 64
+    assert asked(api, address).status == 202
+    assert asked(api, address).header("location") == address
+    assert is_unknown(api, PATH + token)
+    gate.open()
+
+
 def test_a_transaction_has_no_address(open_api: OpenApi, tmp_path):
     """L3, L9: nothing is there before it is all there, so a duplicate is told to come again."""
     store = open_store(f"sqlite:///{tmp_path}/together.db")
