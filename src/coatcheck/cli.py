@@ -18,7 +18,7 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 
 from coatcheck import __version__
-from coatcheck.core.facts import facts_of, iso, story_of
+from coatcheck.core.facts import facts_of, iso, story_of, times_of
 from coatcheck.core.key import parse_reference, prefix_of, redacted, reference_of
 from coatcheck.core.policy import MIB, duration_ms
 from coatcheck.core.record import COMPLETED, IN_DOUBT, STATE_NAMES, Record
@@ -230,7 +230,7 @@ def _list(arguments: argparse.Namespace) -> int:
         told = f"{reference_of(record.id):<14}  {state:<9}  {record.attempt:>7}  {created:<20}"
         print(f"{told}  {_printable(redacted(record.key)):<9}  {_printable(record.label)}")
         if record.state == IN_DOUBT:  # what a person needs to know
-            for name, words in story_of(record):
+            for name, words in (("times", times_of(record)), *story_of(record)):
                 print(f"                {name:<10} {_printable(words)}")
     if more is not None:
         print(f"coatcheck: there are more; these are the first {len(records)}", file=sys.stderr)
@@ -330,7 +330,7 @@ def _portrait(record: Record, now_ms: int) -> str:
     facts = facts_of(record, now_ms)
     answer = facts.pop("response")
     is_stuck = facts.pop("is_lease_over")
-    for name in ("id", "window_until", "steps", "notes", "progress", "resolutions"):
+    for name in ("id", "steps", "notes", "progress", "resolutions"):
         facts.pop(name)
     if facts["lease_until"] is None:
         facts.pop("lease_until")

@@ -2,13 +2,13 @@
 
 import json
 
-from coatcheck.core.facts import facts_of, is_sealed, story_of
+from coatcheck.core.facts import facts_of, is_sealed, story_of, times_of
 from coatcheck.core.key import reference_of
 from coatcheck.core.policy import Policy
 from coatcheck.core.progress import NOTHING, Note, Report, Resolution, Step, encoded
-from coatcheck.core.record import GONE, completed, in_doubt
+from coatcheck.core.record import GONE, completed, failed, in_doubt, renewed
 from coatcheck.core.replay import SEALED, Response, encode_response, encode_value
-from coatcheck.core.serve import Ticket, first_attempt
+from coatcheck.core.serve import Ticket, first_attempt, next_attempt
 
 NOW = 1_800_000_000_000
 TICKET = Ticket(b"i" * 16, b"f" * 16, NOW, 7, "POST /orders", "caller", "the key")
@@ -43,7 +43,6 @@ def test_a_running_operation_is_told_with_its_lease():
 def test_what_was_written_down_is_told_and_what_steps_returned_is_not():
     """O1, L6: all that a person needs to decide."""
     facts = facts_of(in_doubt(TOLD), NOW)
-    assert facts["lease_until"] is None
     assert facts["steps"] == [
         {"name": "charge", "attempt": 1, "is_done": True},
         {"name": "ship", "attempt": 2, "is_done": False},
@@ -69,6 +68,33 @@ def test_what_was_written_down_is_told_and_what_steps_returned_is_not():
         ("note", '2027-01-15T08:00:01Z attempt 2: {"parcel": 7}'),
         ("resolution", "2027-01-15T08:00:02Z run again, by ada: the bank was away"),
     ]
+
+
+def test_what_is_in_doubt_is_told_with_when_it_may_have_happened():
+    """O1, L6: between the beginning of its last attempt and the end of that one's lease."""
+    later = TICKET._replace(now_ms=NOW + 90_000)
+    again = next_attempt(failed(CLAIM), later, Policy(), NOW + 90_000)
+    parked = in_doubt(renewed(renewed(again, NOW + 170_000), NOW + 190_000))
+    facts = facts_of(parked, NOW + 7_200_000)
+    assert (facts["attempt"], facts["created"]) == (2, "2027-01-15T08:00:00Z")
+    assert facts["last_attempt"] == "2027-01-15T08:01:30Z"
+    assert (facts["lease_until"], facts["is_lease_over"]) == ("2027-01-15T08:03:10Z", None)
+    assert facts["window_until"] == "2027-01-16T08:00:00Z"
+    assert facts["expires"] >= facts["window_until"]
+    assert times_of(parked) == (
+        "attempt 2 began 2027-01-15T08:01:30Z, lease until 2027-01-15T08:03:10Z, "
+        "window until 2027-01-16T08:00:00Z"
+    )
+
+
+def test_a_record_without_a_lease_is_told_without():
+    """O1: it has ended, or was parked by an older release."""
+    done = completed(CLAIM, None)
+    assert facts_of(done, NOW)["lease_until"] is None
+    assert facts_of(done, NOW)["last_attempt"] == "2027-01-15T08:00:00Z"
+    assert times_of(done) == (
+        "attempt 1 began 2027-01-15T08:00:00Z, window until 2027-01-16T08:00:00Z"
+    )
 
 
 def test_of_an_answer_only_its_outline_is_told():

@@ -92,6 +92,15 @@ def test_a_claim_with_a_live_lease_is_neither_free_nor_swept():
     assert is_retention_over(long, 10_000)
 
 
+def test_what_is_in_doubt_remembers_how_long_its_claim_held():
+    """L6: whoever finds out what happened has to know when it may have."""
+    parked = in_doubt(CLAIM)
+    assert parked.lease_until_ms == CLAIM.lease_until_ms > 0
+    assert is_lease_over(parked, 0)
+    assert in_doubt(parked).lease_until_ms == CLAIM.lease_until_ms
+    assert completed(parked, b"").lease_until_ms == failed(parked).lease_until_ms == 0
+
+
 def test_an_ended_record_holds_no_lease():
     assert completed(CLAIM, b"").lease_until_ms == 0
     assert is_lease_over(failed(CLAIM), 0)

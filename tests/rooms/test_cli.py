@@ -11,6 +11,7 @@ import pytest
 
 import coatcheck
 from coatcheck.cli import main
+from coatcheck.core.facts import iso
 from coatcheck.core.key import reference_of
 from coatcheck.core.progress import NOTHING, Note, Resolution, Step, encoded, progress_of
 from coatcheck.core.record import COMPLETED, FAILED, IN_DOUBT, RUNNING, Record, Swap
@@ -181,7 +182,7 @@ def test_a_key_cannot_make_a_terminal_do_something(shelf, capsys):
 
 
 def references(out: str) -> set[str]:
-    return {line.split()[0] for line in out.splitlines()[1:]}
+    return {line.split()[0] for line in out.splitlines()[1:] if not line.startswith(" ")}
 
 
 def test_a_list_is_narrowed_by_state_and_age(shelf, capsys):
@@ -252,9 +253,36 @@ def test_what_was_written_down_is_shown_with_what_is_in_doubt(shelf, capsys):
         assert SECRET not in out
 
 
+def test_what_is_in_doubt_is_shown_with_its_times(shelf, capsys):
+    """O1, L6: when it may have happened, and until when its retries are held back."""
+    began_ms = shelf.now_ms - HOUR_MS
+    times = {"version": began_ms, "lease_until_ms": began_ms + 60_000}
+    reference = shelf.put(1, state=IN_DOUBT, attempt=2, **times)
+    began, lease_until = iso(began_ms), iso(began_ms + 60_000)
+    window_until, expires = iso(shelf.now_ms + 22 * HOUR_MS), iso(shelf.now_ms + 23 * HOUR_MS)
+    out = asked(capsys, "list", "--store", shelf.url)[1]
+    told = f"attempt 2 began {began}, lease until {lease_until}, window until {window_until}"
+    assert f"times      {told}" in out
+    out = asked(capsys, "lookup", reference, "--store", shelf.url)[1]
+    for name, at in (
+        ("created", iso(shelf.now_ms - 2 * HOUR_MS)),
+        ("last attempt", began),
+        ("lease until", lease_until),
+        ("window until", window_until),
+        ("expires", expires),
+    ):
+        assert f"{name:<12} {at}\n" in out
+    for words in (["lookup", reference], ["list"]):
+        (facts,) = json.loads(asked(capsys, *words, "--store", shelf.url, "--json")[1])
+        assert (facts["last_attempt"], facts["lease_until"]) == (began, lease_until)
+        assert (facts["window_until"], facts["expires"]) == (window_until, expires)
+
+
 def test_a_list_tells_no_story_of_what_is_not_in_doubt(shelf, capsys):
     shelf.put(1, progress=STORY)
-    assert "reserve" not in asked(capsys, "list", "--store", shelf.url)[1]
+    out = asked(capsys, "list", "--store", shelf.url)[1]
+    assert "reserve" not in out
+    assert "began" not in out
 
 
 # --------------------------------------------------------------------------------------- resolve

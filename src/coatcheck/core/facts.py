@@ -12,7 +12,13 @@ from typing import Any
 
 from coatcheck.core.key import reference_of
 from coatcheck.core.progress import Progress, progress_of
-from coatcheck.core.record import RUNNING, STATE_NAMES, Record, is_lease_over
+from coatcheck.core.record import (
+    RUNNING,
+    STATE_NAMES,
+    Record,
+    attempt_began_ms,
+    is_lease_over,
+)
 from coatcheck.core.replay import PACKED, outline_of
 
 
@@ -28,9 +34,10 @@ def facts_of(record: Record, now_ms: int) -> dict[str, Any]:
         "scope": record.scope,
         "key": record.key,
         "created": iso(record.created_ms),
+        "last_attempt": iso(attempt_began_ms(record)),
+        "lease_until": iso(record.lease_until_ms) if record.lease_until_ms else None,
         "window_until": iso(record.window_until_ms),
         "expires": iso(record.expires_ms),
-        "lease_until": iso(record.lease_until_ms) if running else None,
         "is_lease_over": is_lease_over(record, now_ms) if running else None,
         "response": _answer(record.response),
         **_story(None if is_sealed(record) else progress_of(record)),
@@ -69,6 +76,14 @@ def _story(progress: Progress | None) -> dict[str, Any]:
             for at_ms, outcome, by, why in progress.resolutions
         ],
     }
+
+
+def times_of(record: Record) -> str:
+    """When the last attempt was at work, and until when its retries find it; for people."""
+    told = [f"attempt {record.attempt} began {iso(attempt_began_ms(record))}"]
+    if record.lease_until_ms:
+        told.append(f"lease until {iso(record.lease_until_ms)}")
+    return ", ".join([*told, f"window until {iso(record.window_until_ms)}"])
 
 
 def story_of(record: Record) -> Iterator[tuple[str, str]]:

@@ -51,7 +51,7 @@ class Record(NamedTuple):
     attempt: int  # 1, 2, 3 …
     fingerprint: bytes  # 16 bytes; see core/fingerprint.py
     created_ms: int  # when this life began
-    lease_until_ms: int  # running: how long the claim holds without renewal; else 0
+    lease_until_ms: int  # how long the claim holds without renewal; in doubt: held; else 0
     window_until_ms: int  # retries before this are deduplicated
     expires_ms: int  # the sweep may take it from here on; set once for each life
     nonce: int  # 63 random bits naming the attempt that holds or last held the claim
@@ -183,6 +183,11 @@ def next_version(standing: Record, now_ms: int) -> int:
     return max(standing.version + 1, now_ms)
 
 
+def attempt_began_ms(record: Record) -> int:
+    """When its last attempt began: its version then, and one more for each write since."""
+    return record.version
+
+
 def is_same_attempt(standing: Record, claim: Record) -> bool:
     """*standing* is our own running claim, perhaps renewed since we last looked."""
     return standing.state == RUNNING and standing.nonce == claim.nonce
@@ -212,8 +217,8 @@ def failed(claim: Record) -> Record:
 
 
 def in_doubt(claim: Record) -> Record:
-    """*claim* parked: a person or a reconciler must say what happened."""
-    return _ended(claim, IN_DOUBT, None)
+    """*claim* parked: a person or a reconciler must say what happened, and by when it had to."""
+    return _ended(claim, IN_DOUBT, None)._replace(lease_until_ms=claim.lease_until_ms)
 
 
 def _ended(claim: Record, state: State, response: bytes | None) -> Record:

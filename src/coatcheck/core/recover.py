@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from coatcheck.core.flow import Flow
 from coatcheck.core.policy import Policy
-from coatcheck.core.record import Record, Swap
+from coatcheck.core.record import Record, Swap, attempt_began_ms
 from coatcheck.core.replay import Fate
 from coatcheck.core.serve import Park, Reconcile, Seen, TakeOver, Ticket, settle, verdict
 
@@ -45,13 +45,13 @@ def ask_from_ms(standing: Record, every_ms: int) -> int:
     """
     From when on to ask about *standing*: the more attempts there were, the later.
 
-    An attempt's version is the time at which it began and one more for each of its writes. So all
-    nodes wait for the same moment, and it needs no memory that a restart would lose.
+    The record knows when its last attempt began. So all nodes wait for the same moment, and it
+    needs no memory that a restart would lose.
 
     Clients that retry are attempts, too, and may be many in a minute. Who only asks again after
     ever longer pauses has spent at least half of the next one on those before; so no pause is
     longer than twice the time that has passed, and clients in a hurry put nothing off.
     """
+    began_ms = attempt_began_ms(standing)
     pause_ms = every_ms << min(standing.attempt - 1, DOUBLINGS_MAX)
-    passed_ms = standing.version - standing.created_ms
-    return standing.version + min(pause_ms, max(every_ms, 2 * passed_ms))
+    return began_ms + min(pause_ms, max(every_ms, 2 * (began_ms - standing.created_ms)))
