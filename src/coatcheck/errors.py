@@ -148,18 +148,23 @@ class StepInDoubt(CoatcheckError):
 
 
 class StepsChanged(CoatcheckError):
-    """The handler's steps are not those of the attempt before it: it was changed in between."""
+    """
+    The handler's steps are not those of the attempt before it: it was changed in between.
 
-    def __init__(self, name: str, expected: str) -> None:
+    *name* is the step that is new; None where the handler has ended without asking for *expected*.
+    """
+
+    def __init__(self, name: str | None, expected: str) -> None:
+        found = "this attempt has ended" if name is None else f"the step {name!r} is new"
         super().__init__(
-            f"the step {name!r} is new, but an earlier attempt has taken {expected!r}, which this "
+            f"{found}, but an earlier attempt has taken {expected!r}, which this "
             "one has not asked for: finish such operations with the code that began them, or "
             "resolve them"
         )
         self.name = name
         self.expected = expected
 
-    def __reduce__(self) -> tuple[type[StepsChanged], tuple[str, str]]:
+    def __reduce__(self) -> tuple[type[StepsChanged], tuple[str | None, str]]:
         return type(self), (self.name, self.expected)
 
 

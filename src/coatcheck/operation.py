@@ -7,7 +7,7 @@ under "coatcheck.operation", or from `current_operation()` anywhere below.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -17,13 +17,19 @@ from coatcheck.core.policy import Duration, duration_ms
 from coatcheck.core.progress import Note, progress_of
 from coatcheck.core.record import Record
 from coatcheck.core.scope import derive
+from coatcheck.core.steps import Unmet, unmet
 from coatcheck.errors import Misconfigured
 
 
 class Hand(Protocol):
     """What an operation writes with; see `engine/hand.py`."""
 
-    is_in_doubt: bool
+    doubt: Unmet | None
+
+    @property
+    def asked(self) -> Collection[str]:
+        """The steps that this attempt has asked for."""
+        ...
 
     @property
     def claim(self) -> Record:
@@ -86,7 +92,7 @@ class Operation:
     """One guarded operation, as its present attempt sees it."""
 
     __slots__ = (
-        *("_claim", "_hand", "_make_hand", "_secret", "_transaction"),
+        *("_claim", "_doubt", "_hand", "_make_hand", "_secret", "_transaction"),
         *("client", "has_more_to_say", "is_resumable"),
     )
 
@@ -106,8 +112,11 @@ class Operation:
         self.client: Client | None = None
         # Whether the handler has said that it may simply run again, however it ends.
         self.is_resumable = False
-        # Whether it has written or said anything, so that its answer alone may not tell its end.
-        self.has_more_to_say = False
+        # Why it may not end as it wants to.
+        self._doubt: Unmet | None = None
+        # Whether it or an attempt before it has written or said anything, so that its answer alone
+        # may not tell its end.
+        self.has_more_to_say = claim.progress is not None
 
     def __repr__(self) -> str:
         return f"<Operation {self.reference} {self.label!r} attempt {self.attempt}>"
@@ -247,8 +256,17 @@ class Operation:
 
     @property
     def is_in_doubt(self) -> bool:
-        """A step's outcome is not known, and it may not be taken again."""
-        return self._hand is not None and self._hand.is_in_doubt
+        """A step's outcome is not known, or is known and was not asked for: nobody goes on."""
+        return self._doubt is not None or (self._hand is not None and self._hand.doubt is not None)
+
+    def unmet(self, *, may_differ: bool) -> Unmet | None:
+        """Why this attempt may not give the final answer; it is in doubt then. See `core/steps`."""
+        hand = self._hand
+        if hand is None:
+            self._doubt = unmet(self._claim, (), may_differ=may_differ)
+        else:
+            self._doubt = hand.doubt or unmet(hand.claim, hand.asked, may_differ=may_differ)
+        return self._doubt
 
     def on_lost(self, callback: Callable[[], object]) -> None:
         """Have *callback* called, in some thread, when another attempt has taken over."""

@@ -11,7 +11,7 @@ from coatcheck.core.hand_over import (
     sealed,
 )
 from coatcheck.core.policy import Policy
-from coatcheck.core.progress import NOTHING, Step, noted, progress_of
+from coatcheck.core.progress import NOTHING, Note, Step, noted, progress_of
 from coatcheck.core.record import (
     COMPLETED,
     FAILED,
@@ -153,9 +153,10 @@ def test_whoever_swaps_the_nonce_executes_and_its_end_counts():
 def test_a_note_of_the_handler_between_looking_and_taking_changes_nothing():
     """L7: it is the same claim still."""
     flow, _swap = begun()
-    later = CLAIM._replace(version=CLAIM.version + 1, progress=b"{}")
+    later = noted(CLAIM, NOTHING.with_note(Note(NOW, 1, "about to charge")))
     again = flow.send(later)
-    assert (again.expected, again.record.progress) == (later.version, b"{}")
+    assert again.expected == later.version
+    assert progress_of(again.record).notes == progress_of(later).notes
     assert flow.send(None) == Execute(again.record)
 
 
@@ -167,6 +168,23 @@ def test_the_steps_of_the_handler_are_its_own():
     progress = progress_of(swap.record)
     assert (progress.steps, progress.handed) == ((done,), ("reserve",))
     assert flow.send(None) == Execute(swap.record)
+
+
+def test_the_steps_of_a_worker_are_not_those_of_the_handler_that_hands_over_again():
+    """L6, L7: else what a worker has begun or done would be nobody's, and forgotten."""
+    progress = NOTHING.with_step(Step("reserve", 1, b"\x02{}"))
+    first = progress_of(taken(standing=noted(CLAIM, progress)))
+    # A worker has died in its step, and the handler has run again, as the second attempt.
+    by_worker = first.with_step(Step("ship", 1))
+    again = noted(CLAIM._replace(attempt=2), by_worker.with_step(Step("stamp", 2, b"\x02{}")))
+    assert progress_of(taken(standing=again)).handed == ("reserve", "stamp")
+
+
+def test_a_handler_without_steps_hands_over_again_and_its_worker_keeps_its_own():
+    """L6, L7: that nothing was handed on the first time is written down as well."""
+    first = progress_of(taken())
+    again = noted(CLAIM._replace(attempt=2), first.with_step(Step("ship", 1)))
+    assert progress_of(taken(standing=again)).handed == ()
 
 
 def test_what_was_never_begun_can_be_taken_after_its_lease():

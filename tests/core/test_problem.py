@@ -137,6 +137,7 @@ def examples():
             yield error_class("fastapi", "FastAPI")
         elif error_class is errors.StepsChanged:
             yield error_class("charge card", "charge")
+            yield error_class(None, "charge")
         elif error_class is errors.StoreUnavailable:
             yield error_class("down", is_ambiguous=True)
         else:

@@ -18,8 +18,8 @@ from coatcheck.core.progress import (
 from coatcheck.core.record import GONE, RUNNING, Swap, legal_moves, renewed
 from coatcheck.core.replay import Fate
 from coatcheck.core.serve import Ending, Ticket, first_attempt
-from coatcheck.core.steps import Plan, Probe, Run, remember, take
-from coatcheck.errors import ClaimLost, Misconfigured, StepInDoubt, StepsChanged
+from coatcheck.core.steps import Plan, Probe, Run, remember, take, unmet
+from coatcheck.errors import ClaimLost, Misconfigured, StepInDoubt, StepsChanged, Unreadable
 
 NOW = 1_700_000_000_000
 TICKET = Ticket(b"i" * 16, b"f" * 16, NOW, 7)
@@ -137,15 +137,11 @@ def test_a_step_whose_outcome_matters_is_written_down_before_it_runs(plan):
     end_of(flow, None)
 
 
-def test_an_attempt_that_died_in_a_plain_step_has_it_run_again():
-    flow = take(claim_with(BEGUN), Plan("charge"))
-    assert next(flow) == Run("charge")
-
-
-def test_an_attempt_that_died_in_a_step_at_most_once_leaves_it_in_doubt():
-    """L6: whatever the route's policy is."""
+@pytest.mark.parametrize("at_most_once", [True, False])
+def test_a_step_that_was_begun_is_in_doubt_whatever_it_is_called_now(at_most_once):
+    """L6: whatever the route's policy is, and whatever the handler says of it since."""
     with pytest.raises(StepInDoubt, match="charge"):
-        next(take(claim_with(BEGUN), Plan("charge", at_most_once=True)))
+        next(take(claim_with(BEGUN), Plan("charge", at_most_once=at_most_once)))
 
 
 def test_a_probe_tells_what_became_of_a_step():
@@ -216,3 +212,53 @@ def test_a_step_that_was_under_way_beside_a_finished_one_is_known():
     next(flow)
     swap = flow.send(b"\x02{}")
     assert progress_of(swap.record).step("charge").beside == ("ship",)
+
+
+# --- at the end -------------------------------------------------------------------------------
+
+
+def why_not(claim, *asked, may_differ=False):
+    """Why an attempt that has *asked* for these may not end *claim*: the kind of error."""
+    error = unmet(claim, asked, may_differ=may_differ)
+    assert error is None or isinstance(error, Unreadable) or "'charge'" in str(error)
+    return error if error is None else type(error)
+
+
+def test_who_has_asked_for_all_that_is_known_may_end():
+    assert why_not(CLAIM) is None
+    assert why_not(noted(CLAIM, NOTHING.with_note(Note(NOW, 1, "x")))) is None
+    assert why_not(claim_with(DONE), "charge", "ship") is None
+    assert why_not(claim_with(BEGUN), "charge") is None
+
+
+def test_what_was_begun_is_not_forgotten_at_the_end():
+    """L6: not even by who refuses: with a final answer nobody would ever ask."""
+    claim = claim_with(DONE._replace(name="reserve"), BEGUN)
+    for may_differ in (True, False):
+        assert why_not(claim, may_differ=may_differ) is StepInDoubt
+        assert why_not(claim, "reserve", may_differ=may_differ) is StepInDoubt
+
+
+def test_what_is_done_is_asked_for_before_the_end_unless_it_is_a_refusal():
+    """L7: who says "done" must know what was."""
+    assert why_not(claim_with(DONE)) is StepsChanged
+    assert why_not(claim_with(DONE), "ship") is StepsChanged
+    assert why_not(claim_with(DONE), may_differ=True) is None
+
+
+def test_what_was_handed_on_is_not_asked_for_at_the_end():
+    """L10: the handler's steps are its own, begun ones as well."""
+    claim = noted(CLAIM, Progress(steps=(BEGUN, DONE._replace(name="reserve"))))
+    progress = progress_of(claim)._replace(handed=("charge", "reserve"))
+    assert why_not(noted(claim, progress)) is None
+
+
+def test_what_cannot_be_read_is_not_forgotten_either():
+    """X1: an engine without the key ring has taken over."""
+    assert why_not(CLAIM._replace(progress=b"\x05sealed")) is Unreadable
+
+
+def test_a_record_of_before_is_read_as_it_was_written():
+    """L7: by a version that did not say who had handed nothing on."""
+    record = CLAIM._replace(progress=b'{"steps":[["charge",1,null,[]]]}')
+    assert progress_of(record) == Progress(steps=(BEGUN,), handed=None)

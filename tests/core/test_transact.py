@@ -3,6 +3,7 @@
 import pytest
 
 from coatcheck.core.policy import Policy
+from coatcheck.core.progress import NOTHING, Step, noted
 from coatcheck.core.record import COMPLETED, GONE, IN_DOUBT, RUNNING, Swap, completed, failed
 from coatcheck.core.replay import Fate
 from coatcheck.core.serve import (
@@ -18,7 +19,7 @@ from coatcheck.core.serve import (
     first_attempt,
 )
 from coatcheck.core.transact import Begin, Commit, Rollback, transact
-from coatcheck.errors import StoreUnavailable
+from coatcheck.errors import StepInDoubt, StepsChanged, StoreUnavailable
 
 NOW = 1_700_000_000_000
 POLICY = Policy(mode="transaction")
@@ -46,6 +47,16 @@ def test_a_new_key_begins_executes_and_commits():
     commit = flow.send(Ending(Fate.KEEP, b"answer"))
     assert commit == Commit(Swap(TICKET.id, claim.version, completed(claim, b"answer")))
     assert end_of(flow, None) == Executed(claim)
+
+
+@pytest.mark.parametrize(("value", "error"), [(None, StepInDoubt), (b"\x02{}", StepsChanged)])
+def test_what_was_left_in_steps_is_not_forgotten_by_a_route_that_has_none(value, error):
+    """L6, L7: it was in record mode when an attempt died, and nobody here can take a step."""
+    flow, _begin = begun()
+    flow.send(failed(noted(DEAD, NOTHING.with_step(Step("charge", 1, value)))))
+    assert flow.send(None) == Rollback()
+    with pytest.raises(error, match="charge"):
+        flow.send(None)
 
 
 @pytest.mark.parametrize("fate", [Fate.RELEASE, Fate.FORGET, Fate.DOUBT])

@@ -14,7 +14,7 @@ from coatcheck.core.recover import recover
 from coatcheck.core.replay import Fate
 from coatcheck.core.resolve import rerun, resolve
 from coatcheck.core.serve import Ending, Execute, Executed, Ticket, fate_of_error, serve
-from coatcheck.core.steps import Plan, Run, take
+from coatcheck.core.steps import Plan, Run, take, unmet
 from coatcheck.errors import ClaimLost, StepInDoubt
 
 from .middle import Ask, Look, Now, Put, Take
@@ -28,20 +28,37 @@ BY_ADA = Resolution(0, "as downstream says", "ada", "asked downstream")
 # --- what handlers do -------------------------------------------------------------------------
 
 
-def plain(_claim: Record, _policy: Policy) -> Flow[Ending | None]:
+def plain(claim: Record, _policy: Policy) -> Flow[Ending | None]:
     """One effect, and no steps: the policy says what becomes of it."""
-    return Ending(Fate.KEEP, (yield from Run("work")))
+    return _answered(claim, frozenset(), (yield from Run("work")))
 
 
-def stepping(claim: Record, _policy: Policy) -> Flow[Ending | None]:
-    """A plain step, and one that may happen at most once."""
+def stepping(claim: Record, _policy: Policy, once: str = "charge") -> Flow[Ending | None]:
+    """A plain step, and one that may happen at most *once*."""
     asked: frozenset[str] = frozenset()
     value = b""
     for name in ("reserve", "charge"):
         now_ms, asked = (yield from Now()), asked | {name}
-        plan = Plan(name, at_most_once=name == "charge", now_ms=now_ms, asked=asked)
+        plan = Plan(name, at_most_once=name == once, now_ms=now_ms, asked=asked)
         claim, value = yield from take(claim, plan)
-    return Ending(Fate.KEEP, value)
+    return _answered(claim, asked, value)
+
+
+def stepping_plainly(claim: Record, policy: Policy) -> Flow[Ending | None]:
+    """
+    The same in a later release, which calls both of them plain.
+
+    It is deployed where something was left behind: before that it would be right about itself.
+    """
+    if claim.progress is None:
+        return Ending(Fate.RELEASE)
+    return (yield from stepping(claim, policy, once=""))
+
+
+def _answered(claim: Record, asked: frozenset[str], value: bytes) -> Ending:
+    """`judged`, where it succeeds."""
+    is_unmet = unmet(claim, asked, may_differ=False) is not None
+    return Ending(Fate.DOUBT) if is_unmet else Ending(Fate.KEEP, value)
 
 
 def handing_over(claim: Record, policy: Policy) -> Flow[Ending | None]:

@@ -96,6 +96,7 @@ def accepted(
         is_taken = moves[0].name == "take over" and before.nonce != nonce
         require(is_dead or not is_taken, "a living executor keeps its claim")
     if record.state == COMPLETED:
+        _check_doubts(past, record, is_person=is_person)
         return past._replace(completed=(*past.completed, (record.created_ms, record.response)))
     return past
 
@@ -113,6 +114,14 @@ def _check_written(before: Record, record: Record, *, is_decision: bool) -> None
             require(later is None, "what a person says did not happen may be taken again")
         else:
             require(later is not None, "what was begun stays")
+
+
+def _check_doubts(past: Past, record: Record, *, is_person: bool) -> None:
+    """What an earlier attempt began is not ended by an answer that knows nothing of it."""
+    is_told = is_person or (record.created_ms, record.attempt) in past.asked
+    steps = _progress(record.progress).steps
+    is_left = any(step.value is None and step.attempt < record.attempt for step in steps)
+    require(is_told or not is_left, "no doubt vanishes with an answer")
 
 
 @functools.cache

@@ -2,7 +2,16 @@
 
 import pytest
 
-from .errands import client, handing_over, person, plain, reconciler, stepping, worker
+from .errands import (
+    client,
+    handing_over,
+    person,
+    plain,
+    reconciler,
+    stepping,
+    stepping_plainly,
+    worker,
+)
 from .kinds import kind
 from .middle import Budget, Errand, Party, explored
 
@@ -33,6 +42,7 @@ def of(kind, *flows):
 
 
 STEPPING = client(stepping)
+STEPPING_PLAINLY = client(stepping_plainly)
 PLAIN = client(plain)
 HANDING = client(handing_over)
 WORKER = worker(plain)
@@ -68,6 +78,14 @@ def test_a_step_in_doubt_is_free_when_a_person_says_so(kind, counted):
     counted(kind, (STEPPING, STEPPING, RESOLVER), Budget(failures=1))
     counted(kind, (STEPPING, STEPPING, STEP_RERUNNER), Budget(failures=1))
     counted(kind, (STEPPING, RESOLVER), Budget(crashes=1, failures=1, expiries=1))
+
+
+@RECOVERIES
+def test_what_was_begun_is_not_forgotten_by_another_release(kind, counted):
+    """L6, L7: one that calls the step plain, and one that takes no steps at all."""
+    counted(kind, (STEPPING, STEPPING_PLAINLY), Budget(crashes=1, failures=1, expiries=1))
+    counted(kind, (STEPPING, PLAIN), Budget(crashes=1, failures=1, expiries=1))
+    counted(kind, (STEPPING, PLAIN, RESOLVER), Budget(failures=1))
 
 
 @RECOVERIES

@@ -17,7 +17,17 @@ from . import errands
 from .errands import reconciler
 from .middle import Budget, Errand, explored
 from .rules import Violation
-from .test_middle import HANDING, MANUAL, PLAIN, RESOLVER, RETRY, STEPPING, WORKER, of
+from .test_middle import (
+    HANDING,
+    MANUAL,
+    PLAIN,
+    RESOLVER,
+    RETRY,
+    STEPPING,
+    STEPPING_PLAINLY,
+    WORKER,
+    of,
+)
 
 
 def runs_again_what_was_begun(monkeypatch):
@@ -26,6 +36,19 @@ def runs_again_what_was_begun(monkeypatch):
         yield
 
     monkeypatch.setattr(steps, "_outcome_of", careless)
+
+
+def goes_by_what_is_declared_now(monkeypatch):
+    told = steps._outcome_of
+
+    def forgetful(plan):
+        return (yield from told(plan)) if plan.at_most_once or plan.has_probe else None
+
+    monkeypatch.setattr(steps, "_outcome_of", forgetful)
+
+
+def forgets_what_nobody_asked_for(monkeypatch):
+    monkeypatch.setattr(steps, "_left", lambda _progress, _asked: [])
 
 
 def runs_again_what_is_done(monkeypatch):
@@ -102,6 +125,14 @@ MUTANTS = {
     runs_again_what_was_begun: (
         *(RETRY, (STEPPING,) * 2, FAILURE),
         "what may happen at most once happens once",
+    ),
+    goes_by_what_is_declared_now: (
+        *(RETRY, (STEPPING, STEPPING_PLAINLY), FAILURE),
+        "what may happen at most once happens once",
+    ),
+    forgets_what_nobody_asked_for: (
+        *(RETRY, (STEPPING, PLAIN), FAILURE),
+        "no doubt vanishes with an answer",
     ),
     runs_again_what_is_done: (
         *(RETRY, (STEPPING,) * 2, FAILURE),

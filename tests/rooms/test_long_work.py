@@ -581,6 +581,72 @@ def test_a_worker_takes_its_own_steps_after_those_of_the_handler(api: Api, queue
     assert taken == ["reserve", "charge", "ship"]
 
 
+def stepping_worker(*names: str, fails: bool = False, ends: Any = "made", **options: Any):
+    """A worker of one release: it takes these steps, and fails in the last if it *fails*."""
+
+    def run(name: str) -> None:
+        if fails and name == names[-1]:
+            raise ZeroDivisionError
+
+    def work() -> Any:
+        operation = coatcheck.current_operation()
+        assert operation is not None
+        for name in names:
+            in_a_thread(lambda name=name: operation.step(name, run, name, **options))
+        return ends
+
+    return work
+
+
+@pytest.mark.parametrize("hands_over_again", [True, False])
+def test_a_step_that_a_worker_has_begun_is_not_forgotten_by_the_next(
+    api: Api, queue: Queue, resume, hands_over_again
+):
+    """L6, L10: of another release, delivered again or handed over anew by the client's retry."""
+    handing_over(api, queue)
+    address = address_of(api.post())
+    text = queue.take()
+    with pytest.raises(ZeroDivisionError):
+        resume(text, stepping_worker("ship", fails=True, at_most_once=True))
+    if hands_over_again:
+        assert api.post().status == 202
+        text = queue.take()
+    with pytest.raises(coatcheck.StepInDoubt, match="ship"):
+        resume(text, stepping_worker())
+    assert api.send("GET", address).code == "outcome-unknown"
+
+
+@pytest.mark.parametrize("hands_over_again", [True, False])
+def test_a_step_that_a_worker_has_finished_is_asked_for_by_the_next(
+    api: Api, queue: Queue, resume, hands_over_again
+):
+    """L7, L10: or it refuses; the handler's own steps are not the worker's to ask for."""
+    handing_over(api, queue)
+    hand_over = api.shop.answers["/orders"]
+
+    def reserve(call: Call) -> Said:
+        assert call.operation is not None
+        call.operation.step("reserve", lambda: None)
+        return hand_over(call)
+
+    def delivered(key: str) -> str:
+        api.post(key=key)
+        text = queue.take()
+        with pytest.raises(ZeroDivisionError):
+            resume(text, stepping_worker("pack", "ship", fails=True))
+        if not hands_over_again:
+            return text
+        api.post(key=key)
+        return queue.take()
+
+    api.shop.answers["/orders"] = reserve
+    assert resume(delivered("same"), stepping_worker("pack", "ship")).body == b'"made"'
+    refusal = coatcheck.Happened(422, [], b"sold out")
+    assert resume(delivered("refused"), stepping_worker(ends=refusal)).status == 422
+    with pytest.raises(coatcheck.StepsChanged, match="pack"):
+        resume(delivered("changed"), stepping_worker())
+
+
 def in_a_thread(call: Callable[[], Any]) -> Any:
     """What *call* returns, where no event loop runs: the async engine is sync there."""
     with ThreadPoolExecutor(1) as threads:

@@ -1,7 +1,8 @@
 """A handler with a middle: three steps, each with an effect of its own, and the ledgers of those.
 
     reserve   a plain step: an attempt that dies in it has it run again
-    charge    at most once: an attempt that dies in it leaves a doubt, and a person looks
+    charge    at most once: an attempt that dies in it leaves a doubt, and a person looks, also
+              where a later release calls it plain
     ship      at most once, with a probe that asks what became of it
 
 What each step returned is part of the answer. A handler whose step has failed may be stubborn, and
@@ -35,6 +36,8 @@ TRIES = 2
 STUBBORN = 0.5
 # The share of steps in which trouble comes, in weather that has any.
 STRUCK = 0.6
+# The share of releases that call a step plain in which an attempt of another has died.
+CARELESS = 0.5
 
 
 class Stepping:
@@ -65,6 +68,9 @@ class Stepping:
         self, visit: Visit, claim: Record, operation: Operation, name: str
     ) -> Generator[Pause, Any, bytes]:
         options: dict[str, Any] = {"at_most_once": name != "reserve"}
+        begun = progress_of(claim).step(name)
+        if begun is not None and begun.value is None and self.world.chance(CARELESS):
+            options["at_most_once"] = False
         if name == "ship":
             options["probe"] = functools.partial(self._asked, claim, name)
         for tries_left in reversed(range(TRIES)):

@@ -160,6 +160,15 @@ def runs_again_what_was_begun(monkeypatch):
     monkeypatch.setattr(steps, "_outcome_of", careless)
 
 
+def goes_by_what_is_declared_now(monkeypatch):
+    told = steps._outcome_of
+
+    def forgetful(plan):
+        return (yield from told(plan)) if plan.at_most_once or plan.has_probe else None
+
+    monkeypatch.setattr(steps, "_outcome_of", forgetful)
+
+
 def runs_again_what_is_done(monkeypatch):
     def forgetful(claim, plan):
         known = progress_of(claim).step(plan.name)
@@ -287,6 +296,7 @@ def runs_again_what_is_in_doubt(monkeypatch):
 
 MIDDLES = [
     (runs_again_what_was_begun, "steps", "a step at most once does not run again"),
+    (goes_by_what_is_declared_now, "steps", "a step at most once does not run again"),
     (runs_again_what_is_done, "steps", "a step that is done does not run again"),
     (writes_over_what_was_written, "steps", "what was noted stays"),
     (

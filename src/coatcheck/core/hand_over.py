@@ -108,12 +108,17 @@ def resume(handed: Handed, ticket: Ticket, policy: Policy, standing: Record) -> 
         standing = lost
 
 
-def _handed_on(standing: Record) -> bytes | None:
-    """What the handler wrote down; its steps are its own, and the work's are others."""
+def _handed_on(standing: Record) -> bytes:
+    """
+    What the handler wrote down; its steps are its own, and the work's are others.
+
+    Where the work was handed over before, by an earlier attempt, only what this one's handler has
+    added is its own: all else was taken by a worker, and the next worker must ask for it.
+    """
     progress = progress_of(standing)
-    if not progress.steps:
-        return standing.progress
-    return encoded(progress._replace(handed=tuple(step.name for step in progress.steps)))
+    known, first = progress.handed or (), progress.handed is None
+    added = (s.name for s in progress.steps if first or s.attempt == standing.attempt)
+    return encoded(progress._replace(handed=tuple(dict.fromkeys((*known, *added)))))
 
 
 def _contended(ticket: Ticket, policy: Policy, standing: Record) -> Flow[Answer]:

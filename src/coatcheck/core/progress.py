@@ -64,7 +64,8 @@ class Progress(NamedTuple):
     notes: tuple[Note, ...] = ()
     report: Report | None = None
     resolutions: tuple[Resolution, ...] = ()
-    handed: tuple[str, ...] = ()  # steps of whoever handed the work over; see `core/hand_over.py`
+    # The steps of whoever handed the work over; None where nobody did. See `core/hand_over.py`.
+    handed: tuple[str, ...] | None = None
 
     def step(self, name: str) -> Step | None:
         """The step called *name*, done or begun."""
@@ -100,7 +101,7 @@ def progress_of(record: Record) -> Progress:
         tuple(Note(*note) for note in members.get("notes", ())),
         Report(*members["report"]) if "report" in members else None,
         tuple(Resolution(*resolution) for resolution in members.get("resolutions", ())),
-        tuple(members.get("handed", ())),
+        tuple(members["handed"]) if "handed" in members else None,
     )
 
 
@@ -118,7 +119,7 @@ def encoded(progress: Progress) -> bytes:
         members["report"] = progress.report
     if progress.resolutions:
         members["resolutions"] = progress.resolutions
-    if progress.handed:
+    if progress.handed is not None:
         members["handed"] = progress.handed
     return json.dumps(members, separators=(",", ":")).encode()
 

@@ -4,16 +4,21 @@ Everything is written into the claim by a swap against the version that was seen
 lost its claim learns it here, before it does anything more; and where the heart has renewed the
 claim meanwhile, the same is written again on top of that.
 
-A step runs once and its result is remembered. One that was begun and not finished has an unknown
-outcome: only a probe can tell, or a person. Where neither is asked for, it is simply run again.
+A step runs once and its result is remembered. One that may happen at most once, or has a probe, is
+written down when it begins; so of what was begun and not finished it is known that only a probe can
+tell what became of it, or a person, whatever a later release of the handler says about it. Of any
+other nothing is written before its end, and it is simply run again.
+
+What earlier attempts have left counts at the end, too: see `unmet`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
+from coatcheck.core.facts import is_sealed
 from coatcheck.core.flow import Effect, Flow
 from coatcheck.core.progress import (
     PROGRESS_BYTES_MAX,
@@ -25,7 +30,9 @@ from coatcheck.core.progress import (
 from coatcheck.core.record import Record, Swap, is_lease_over, is_same_attempt
 from coatcheck.core.replay import Fate
 from coatcheck.core.serve import Ending
-from coatcheck.errors import ClaimLost, Misconfigured, StepInDoubt, StepsChanged
+from coatcheck.errors import ClaimLost, Misconfigured, StepInDoubt, StepsChanged, Unreadable
+
+Unmet: TypeAlias = StepInDoubt | StepsChanged | Unreadable
 
 
 @dataclass(slots=True)
@@ -104,7 +111,7 @@ def _outcome_of(plan: Plan) -> Flow[bytes | None]:
             return ending.response
         if ending.fate is Fate.DOUBT:
             raise StepInDoubt(plan.name)
-    elif plan.at_most_once:
+    else:
         raise StepInDoubt(plan.name)
     return None
 
@@ -116,8 +123,33 @@ def _check_known(progress: Progress, plan: Plan) -> None:
     A step that was renamed would otherwise run a second time, under its new name. What was taken
     by whoever handed the work over is not asked for again.
     """
-    met = plan.asked.union(progress.handed)
-    left = [step.name for step in progress.steps if step.name not in met]
+    left = _left(progress, plan.asked)
     was_beside = any(plan.name in step.beside for step in progress.steps)
     if left and not was_beside:
-        raise StepsChanged(plan.name, left[0])
+        raise StepsChanged(plan.name, left[0].name)
+
+
+def unmet(claim: Record, asked: Collection[str], *, may_differ: bool) -> Unmet | None:
+    """
+    Why an attempt that has *asked* for these steps may not give the final answer of *claim*.
+
+    An earlier attempt died or failed in a step that may not simply run again, and this one has not
+    asked what became of it: with a final answer nobody ever would. Or an earlier attempt has
+    finished a step that this one does not know of, so that it says "done" of something else;
+    unless it *may_differ*, because it refuses, or because a person has said what to run.
+    """
+    if claim.progress is None:
+        return None
+    if is_sealed(claim):
+        return Unreadable("what earlier attempts wrote down is sealed, and here is no key")
+    left = _left(progress_of(claim), asked)
+    begun = [step.name for step in left if step.value is None]
+    if begun:
+        return StepInDoubt(begun[0])
+    return StepsChanged(None, left[0].name) if left and not may_differ else None
+
+
+def _left(progress: Progress, asked: Collection[str]) -> list[Step]:
+    """The steps of earlier attempts that nobody has asked for; those handed over are met."""
+    met = {*asked, *(progress.handed or ())}
+    return [step for step in progress.steps if step.name not in met]

@@ -7,7 +7,8 @@ The same flow as `serve`, with the same decisions; only what its swaps mean is a
     give back  ROLLBACK: nothing happened, and nothing remains of the claim either
 
 So there is no window in which the effect is there and the record is not, and nothing to recover:
-whoever dies in the middle has done nothing.
+whoever dies in the middle has done nothing. What an earlier attempt has left in steps, when the
+route was not in this mode yet, nobody here can ask for: then nothing runs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from dataclasses import dataclass
 from coatcheck.core.flow import Effect, Flow
 from coatcheck.core.policy import Policy
 from coatcheck.core.record import COMPLETED, RUNNING, Record, Swap
-from coatcheck.core.serve import Answer, Ticket, serve
+from coatcheck.core.serve import Answer, Execute, Ticket, serve
+from coatcheck.core.steps import unmet
 
 
 @dataclass(slots=True)
@@ -57,6 +59,7 @@ def transact(ticket: Ticket, policy: Policy, *, may_claim: bool = True) -> Flow[
         while True:
             result: object = None
             try:
+                _check_steps(effect)
                 if not isinstance(effect, Swap) or effect.record is None:
                     result = yield from effect
                 elif effect.record.state == RUNNING:
@@ -75,3 +78,10 @@ def transact(ticket: Ticket, policy: Policy, *, may_claim: bool = True) -> Flow[
     except StopIteration as done:
         answer: Answer = done.value
         return answer
+
+
+def _check_steps(effect: Effect[object]) -> None:
+    """Refuse to execute where an earlier attempt has taken steps."""
+    left = unmet(effect.claim, (), may_differ=False) if isinstance(effect, Execute) else None
+    if left is not None:
+        raise left

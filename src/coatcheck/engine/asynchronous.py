@@ -17,6 +17,7 @@ from coatcheck.core.record import Record
 from coatcheck.core.replay import Response
 from coatcheck.core.serve import Answer, Execute, Executed, Seen, Ticket
 from coatcheck.engine.desk import (
+    checked,
     ending_of_error,
     ending_of_result,
     name_of,
@@ -134,11 +135,13 @@ class AsyncEngine(AsyncDriver):
         call: Callable[[], Awaitable[T]],
         ticket: Ticket,
         policy: Policy,
+        *,
+        is_persons: bool = False,
     ) -> T:
         operation = self.operation(held)
         entered = enter(operation)
         try:
-            return await call()
+            return checked(operation, await call(), is_persons=is_persons)
         except Exception as error:
             self.desk.tell(ticket, policy, None)
             with suppress(StoreUnavailable):  # the handler's own error matters more
@@ -180,7 +183,7 @@ class AsyncEngine(AsyncDriver):
         claim = case.claimed(await self.advance(flow, policy))
         held = self.desk.heart.hold(claim, policy.lease_ms, asyncio.get_running_loop())
         try:
-            result = await self._execute(flow, held, call, case.ticket, policy)
+            result = await self._execute(flow, held, call, case.ticket, policy, is_persons=True)
             ending = case.ending_of(result)
             answer = await self.advance(flow, policy, ending)
         finally:

@@ -12,7 +12,8 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from http import HTTPStatus
+from typing import Any, Literal, TypeVar
 
 from coatcheck.core.call import fingerprint_of_call
 from coatcheck.core.flow import Effect
@@ -52,6 +53,8 @@ from coatcheck.stores.fork import renew_after_fork
 from coatcheck.telemetry import Decision, Observer, log_decision
 
 logger = logging.getLogger("coatcheck")
+
+T = TypeVar("T")
 
 # About how often each engine sweeps; a sweep looks at an index and takes small batches.
 SWEEP_EVERY_S = 60.0
@@ -268,13 +271,27 @@ def ending_of_result(ticket: Ticket, result: object) -> Ending:
     return Ending(Fate.KEEP, response)
 
 
-def judged(operation: Operation, ending: Ending) -> Ending:
-    """*ending*, unless the handler has said more about it than its answer does."""
+def judged(operation: Operation, ending: Ending, *, status: int = 200) -> Ending:
+    """*ending*, unless more is known of it than the handler's answer of this *status* says."""
+    if ending.fate is Fate.KEEP:
+        doubt = operation.unmet(may_differ=status >= HTTPStatus.BAD_REQUEST)
+        if doubt is not None:
+            logger.error("an operation is in doubt: %s", doubt)
     if operation.is_in_doubt:
         return Ending(Fate.DOUBT)
     if operation.is_resumable and ending.fate is Fate.DOUBT:
         return Ending(Fate.RELEASE)
     return ending
+
+
+def checked(operation: Operation, result: T, *, is_persons: bool) -> T:
+    """*result*, if the function may end with it; *is_persons*: a person has it run."""
+    if operation.has_more_to_say:
+        is_refusal = isinstance(result, Happened) and result.status >= HTTPStatus.BAD_REQUEST
+        doubt = operation.unmet(may_differ=is_persons or is_refusal)
+        if doubt is not None:
+            raise doubt
+    return result
 
 
 def ending_of_error(operation: Operation, error: Exception, policy: Policy) -> Ending:

@@ -17,7 +17,7 @@ from coatcheck.core.flow import Effect, run, run_async
 from coatcheck.core.progress import NOTE_BYTES_MAX, STEP_BYTES_MAX, Note, Progress, Report
 from coatcheck.core.record import Record, Swap, is_same_write
 from coatcheck.core.replay import decode_value, encode_value
-from coatcheck.core.steps import Plan, Probe, remember, take
+from coatcheck.core.steps import Plan, Probe, Unmet, remember, take
 from coatcheck.engine.desk import Desk, ending_of_reconcile
 from coatcheck.engine.heart import Held
 from coatcheck.engine.patience import Patience
@@ -40,7 +40,8 @@ class Hand:
         self._write = write
         self._taken: set[str] = set()
         self._under_way: set[str] = set()
-        self.is_in_doubt = False  # a step's outcome is not known, and may not be tried again
+        self.asked: set[str] = set()  # those, and the ones that have failed
+        self.doubt: Unmet | None = None  # a step's outcome is not known, and may not be tried again
 
     @property
     def claim(self) -> Record:
@@ -120,13 +121,13 @@ class Hand:
                 "for example f'ship-{number}'"
             )
         self._under_way.add(name)
-        plan_asked = frozenset(self._taken | self._under_way)
+        self.asked.add(name)
         return Plan(
             name,
             at_most_once=asked.at_most_once,
             has_probe=asked.probe is not None,
             now_ms=self._desk.now_ms(),
-            asked=plan_asked,
+            asked=frozenset(self.asked),
             beside=lambda: tuple(sorted(self._under_way - {name})),
         )
 
@@ -136,7 +137,7 @@ class Hand:
 
     def _fail(self, error: Exception) -> None:
         if isinstance(error, StepInDoubt):
-            self.is_in_doubt = True
+            self.doubt = error
         elif isinstance(error, ClaimLost):
             self._held.lose()
 

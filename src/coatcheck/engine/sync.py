@@ -13,6 +13,7 @@ from coatcheck.core.record import Record
 from coatcheck.core.replay import Response
 from coatcheck.core.serve import Answer, Execute, Executed, Seen, Ticket
 from coatcheck.engine.desk import (
+    checked,
     ending_of_error,
     ending_of_result,
     name_of,
@@ -145,11 +146,13 @@ class Engine(Driver):
         call: Callable[[], T],
         ticket: Ticket,
         policy: Policy,
+        *,
+        is_persons: bool = False,
     ) -> T:
         operation = self.operation(held)
         entered = enter(operation)
         try:
-            return call()
+            return checked(operation, call(), is_persons=is_persons)
         except Exception as error:
             self.desk.tell(ticket, policy, None)
             with suppress(StoreUnavailable):  # the handler's own error matters more
@@ -206,7 +209,7 @@ class Engine(Driver):
         claim = case.claimed(self.advance(flow, policy))
         held = self.desk.heart.hold(claim, policy.lease_ms)
         try:
-            result = self._execute(flow, held, call, case.ticket, policy)
+            result = self._execute(flow, held, call, case.ticket, policy, is_persons=True)
             ending = case.ending_of(result)
             answer = self.advance(flow, policy, ending)
         finally:

@@ -256,7 +256,7 @@ class Visit(ClientSide):
                 return
             operation = self._operation
             if operation.has_more_to_say:
-                ending = judged(operation, ending)
+                ending = judged(operation, ending, status=response.status)
             try:
                 step = await engine.advance(self._flow, policy, ending)
             finally:  # not before: who waits here need not look for its end

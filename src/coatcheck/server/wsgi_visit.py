@@ -171,7 +171,7 @@ class Visit:
             close(said)
             self._engine.desk.tell(self._ticket, self._policy, Executed(claim))
             return respond(self._start_response, self._accepted(self._held.claim))
-        ending = judged(self._operation, ending)
+        ending = judged(self._operation, ending, status=response.status)
         try:
             step = self._engine.advance(self._flow, self._policy, ending)
         except OUTAGES as error:
