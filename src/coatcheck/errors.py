@@ -139,12 +139,15 @@ class ClaimLost(CoatcheckError):
 class StepInDoubt(CoatcheckError):
     """An attempt died in this step, and nobody can tell what it did: the operation is parked."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(f"an attempt died in the step {name!r}; what it did is not known")
+    def __init__(
+        self, name: str, why: str = "an attempt died in it, and what it did is not known"
+    ) -> None:
+        super().__init__(f"the step {name!r} is in doubt: {why}")
         self.name = name
+        self.why = why
 
-    def __reduce__(self) -> tuple[type[StepInDoubt], tuple[str]]:
-        return type(self), (self.name,)
+    def __reduce__(self) -> tuple[type[StepInDoubt], tuple[str, str]]:
+        return type(self), (self.name, self.why)
 
 
 class StepsChanged(CoatcheckError):

@@ -178,7 +178,7 @@ class Operation:
         **kwargs: Any,
     ) -> Any:  # noqa: ANN401 - what the function returned
         """
-        Call *function* once for this operation, and remember its result (JSON or bytes).
+        Call *function* once for this operation, and remember its result: JSON or bytes, to 64 KiB.
 
         A later attempt gets the result and does not call again. In async code it is awaited. An
         attempt that died within it leaves its outcome unknown: then *probe* is asked, which

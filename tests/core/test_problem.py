@@ -138,6 +138,9 @@ def examples():
         elif error_class is errors.StepsChanged:
             yield error_class("charge card", "charge")
             yield error_class(None, "charge")
+        elif error_class is errors.StepInDoubt:
+            yield error_class("charge")
+            yield error_class("charge", "it is done")
         elif error_class is errors.StoreUnavailable:
             yield error_class("down", is_ambiguous=True)
         else:

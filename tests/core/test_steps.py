@@ -4,8 +4,10 @@ import pytest
 
 from coatcheck.core.policy import Policy
 from coatcheck.core.progress import (
+    NOT_KEPT,
     NOTHING,
     PROGRESS_BYTES_MAX,
+    STEP_BYTES_MAX,
     Note,
     Progress,
     Report,
@@ -166,6 +168,106 @@ def test_a_probe_that_does_not_know_leaves_it_in_doubt():
     next(flow)
     with pytest.raises(StepInDoubt):
         flow.send(Ending(Fate.DOUBT))
+
+
+# --- a result that cannot be kept -------------------------------------------------------------
+
+UNSPEAKABLE = Misconfigured("neither JSON nor bytes")
+LARGE = b"\x03" + b"x" * STEP_BYTES_MAX
+NOT_KEPT_STEP = Step("charge", 1, NOT_KEPT)
+
+
+def filled(bytes_left, *steps):
+    """A claim that has room for so many bytes and no more."""
+    room = PROGRESS_BYTES_MAX - bytes_left
+    claim = noted(CLAIM, Progress(steps, notes=(Note(NOW, 1, ""),)))
+    note = Note(NOW, 1, "x" * (room - len(claim.progress)))
+    claim = noted(CLAIM, Progress(steps, notes=(note,)))
+    assert len(claim.progress) == room
+    return claim
+
+
+@pytest.mark.parametrize("plan", [Plan("charge"), Plan("charge", at_most_once=True)])
+@pytest.mark.parametrize("told", [UNSPEAKABLE, LARGE])
+def test_a_step_whose_result_cannot_be_kept_is_written_down_as_done(plan, told):
+    """L7: and then it fails loudly; it never runs again because of its result."""
+    flow = take(CLAIM, plan)
+    if plan.at_most_once:
+        next(flow)
+    assert flow.send(None) == Run("charge")
+    done = flow.send(told)
+    assert progress_of(done.record).steps == (NOT_KEPT_STEP,)
+    with pytest.raises(Misconfigured, match=r"neither JSON|65536 are remembered"):
+        flow.send(None)
+
+
+def test_a_result_that_does_not_fit_beside_the_others_is_not_kept():
+    """L7: each is small enough, and all of them are too much."""
+    flow = take(filled(1_000), Plan("charge"))
+    next(flow)
+    done = flow.send(b"\x03" + b"x" * 1_000)
+    assert progress_of(done.record).steps == (NOT_KEPT_STEP,)
+    with pytest.raises(Misconfigured, match="are kept"):
+        flow.send(None)
+
+
+def test_that_it_is_done_is_written_even_where_the_room_was_filled_meanwhile():
+    """L7: by another step at the same time, while this one ran."""
+    flow = take(CLAIM, Plan("charge"))
+    next(flow)
+    flow.send(b"\x02{}")
+    full = filled(0)._replace(version=CLAIM.version + 9)
+    flow.send(full)
+    done = flow.send(full)
+    assert done.expected == full.version
+    assert progress_of(done.record).steps == (NOT_KEPT_STEP,)
+
+
+@pytest.mark.parametrize("plan", [Plan("charge"), Plan("charge", has_probe=True)])
+def test_a_step_does_not_begin_where_its_end_could_not_be_written(plan):
+    """L7: nothing has happened then."""
+    with pytest.raises(Misconfigured, match="are kept"):
+        next(take(filled(10), plan))
+    next(take(filled(100), plan))
+
+
+@pytest.mark.parametrize("at_most_once", [True, False])
+def test_a_step_that_is_done_without_a_result_does_not_run_again(at_most_once):
+    """L7: nobody can go on without it; a person must look."""
+    with pytest.raises(StepInDoubt, match="it is done, but what it returned could not be kept"):
+        next(take(claim_with(NOT_KEPT_STEP), Plan("charge", at_most_once=at_most_once)))
+
+
+def test_a_probe_may_know_the_result_that_was_not_kept():
+    """L7: then the attempt goes on; whatever else it says, the step has happened."""
+    flow = take(claim_with(NOT_KEPT_STEP), Plan("charge", has_probe=True))
+    assert next(flow) == Probe("charge")
+    swap = flow.send(Ending(Fate.KEEP, b'\x02"ch_1"'))
+    assert end_of(flow, None) == (swap.record, b'\x02"ch_1"')
+    for fate in (Fate.RELEASE, Fate.DOUBT):
+        flow = take(claim_with(NOT_KEPT_STEP), Plan("charge", has_probe=True))
+        next(flow)
+        with pytest.raises(StepInDoubt):
+            flow.send(Ending(fate))
+
+
+@pytest.mark.parametrize("told", [None, LARGE])
+def test_what_a_probe_knows_and_cannot_be_kept_has_happened_all_the_same(told):
+    """L6, L7: it is no reason to run the step."""
+    flow = take(claim_with(BEGUN), Plan("charge", has_probe=True))
+    next(flow)
+    swap = flow.send(Ending(Fate.KEEP, told))
+    assert progress_of(swap.record).steps == (NOT_KEPT_STEP,)
+    with pytest.raises(Misconfigured):
+        flow.send(None)
+
+
+def test_a_step_without_a_result_is_done_and_must_be_asked_for():
+    assert why_not(claim_with(NOT_KEPT_STEP)) is StepsChanged
+    assert progress_of(claim_with(NOT_KEPT_STEP)).steps == (NOT_KEPT_STEP,)
+
+
+# --- who does not go on -----------------------------------------------------------------------
 
 
 def test_who_was_stopped_past_its_lease_asks_before_it_does_anything():

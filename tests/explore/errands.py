@@ -15,7 +15,7 @@ from coatcheck.core.replay import Fate
 from coatcheck.core.resolve import rerun, resolve
 from coatcheck.core.serve import Ending, Execute, Executed, Ticket, fate_of_error, serve
 from coatcheck.core.steps import Plan, Run, take, unmet
-from coatcheck.errors import ClaimLost, StepInDoubt
+from coatcheck.errors import ClaimLost, Misconfigured, StepInDoubt
 
 from .middle import Ask, Look, Now, Put, Take
 from .places import HandlerError
@@ -139,5 +139,5 @@ def _handled(handler: Handler, claim: Record, policy: Policy) -> Flow[Ending | N
     """`ending_of_error`, where it fails."""
     try:
         return (yield from handler(claim, policy))
-    except (HandlerError, ClaimLost, StepInDoubt) as error:
+    except (HandlerError, ClaimLost, StepInDoubt, Misconfigured) as error:
         return Ending(fate_of_error(error, policy))

@@ -20,11 +20,15 @@ from coatcheck.core.record import GONE, RUNNING, Record, Swap, is_same_write, re
 from coatcheck.core.replay import Fate
 from coatcheck.core.serve import Ending, Execute, Reconcile, Seen
 from coatcheck.core.steps import Run
+from coatcheck.errors import Misconfigured
 
 from . import middle_rules as rules
 from .places import Atlas, HandlerError, Kind, Place, Raised, ServeFlow
 
 NOW_MS = 1_000_000_000
+
+# What a step has returned of which nothing can be kept.
+UNKEPT = Misconfigured("neither JSON nor bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,7 @@ class Budget(NamedTuple):
     failures: int = 0  # an effect that raises, and happened or not
     expiries: int = 0
     renewals: int = 0
+    unkept: int = 0  # an effect whose result is none that could be kept
     deaf: int = 0  # a write that takes effect, and is made once more because nobody has heard of it
 
 
@@ -185,6 +190,9 @@ class Errand:
         if world.left.failures:
             yield self._told(_spent(world, failures=1), number, Raised(HandlerError))
             yield self._told(_spent(ran, failures=1), number, Raised(HandlerError))
+        if world.left.unkept:
+            forgotten = ran._replace(past=rules.unkept(ran.past, done))
+            yield self._told(_spent(forgotten, unkept=1), number, UNKEPT)
         if world.left.crashes:
             yield _over(_spent(ran, crashes=1), number)
 

@@ -46,6 +46,7 @@ class Past(NamedTuple):
     once: tuple[Done, ...] = ()  # runs of what may happen at most once, but for what came too late
     asked: tuple[tuple[int, int], ...] = ()  # (life, up to which attempt somebody has asked)
     completed: tuple[tuple[int, bytes | None], ...] = ()  # (life, its answer in the store)
+    unkept: tuple[tuple[str, int], ...] = ()  # (step, life) whose result could not be kept
 
 
 def answer_of(done: Done) -> bytes:
@@ -62,6 +63,8 @@ def begun(past: Past, claim: Record, *, is_work: bool) -> Past:
 
 def ran(past: Past, done: Done, standing: Record | None, *, nonce: int, is_once: bool) -> Past:
     """The effect *done* happens, while *standing* is in the store."""
+    is_unkept = done[:2] in past.unkept
+    require(not is_unkept, "no effect is repeated because its result cannot be kept")
     if standing is not None and standing.nonce == nonce:
         step = _progress(standing.progress).step(done.name)
         is_done = step is not None and step.value is not None
@@ -72,6 +75,11 @@ def ran(past: Past, done: Done, standing: Record | None, *, nonce: int, is_once:
     is_first = all(before[:2] != done[:2] for before in past.once)
     require(is_first, "what may happen at most once happens once")
     return past._replace(once=(*past.once, done))
+
+
+def unkept(past: Past, done: Done) -> Past:
+    """The effect *done* has happened, and nobody can write down what came of it."""
+    return past._replace(unkept=(*past.unkept, done[:2]))
 
 
 def asked(past: Past, claim: Record) -> Past:

@@ -89,6 +89,14 @@ def test_what_was_begun_is_not_forgotten_by_another_release(kind, counted):
 
 
 @RECOVERIES
+def test_an_effect_is_not_repeated_because_its_result_cannot_be_kept(kind, counted):
+    """L7: nobody dies here; who dies before it is written that a plain step is done repeats it."""
+    counted(kind, (STEPPING,) * 3, Budget(unkept=1))
+    counted(kind, (STEPPING,) * 2, Budget(unkept=2, failures=1, renewals=1))
+    counted(kind, (STEPPING, STEPPING, RESOLVER), Budget(unkept=1))
+
+
+@RECOVERIES
 def test_work_that_is_handed_over_starts_once(kind, counted):
     """L10: however often it is delivered, and whoever dies."""
     counted(kind, (HANDING, WORKER, WORKER), Budget(crashes=1, failures=1, expiries=1))

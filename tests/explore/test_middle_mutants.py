@@ -31,7 +31,7 @@ from .test_middle import (
 
 
 def runs_again_what_was_begun(monkeypatch):
-    def careless(_plan):
+    def careless(_plan, _known):
         return None
         yield
 
@@ -41,14 +41,23 @@ def runs_again_what_was_begun(monkeypatch):
 def goes_by_what_is_declared_now(monkeypatch):
     told = steps._outcome_of
 
-    def forgetful(plan):
-        return (yield from told(plan)) if plan.at_most_once or plan.has_probe else None
+    def forgetful(plan, known):
+        return (yield from told(plan, known)) if plan.at_most_once or plan.has_probe else None
 
     monkeypatch.setattr(steps, "_outcome_of", forgetful)
 
 
 def forgets_what_nobody_asked_for(monkeypatch):
     monkeypatch.setattr(steps, "_left", lambda _progress, _asked: [])
+
+
+def forgets_what_could_not_be_kept(monkeypatch):
+    finish = steps._finish
+
+    def forgetful(claim, done, told):
+        return (yield from finish(claim, done, steps._kept(done.name, told)))
+
+    monkeypatch.setattr(steps, "_finish", forgetful)
 
 
 def runs_again_what_is_done(monkeypatch):
@@ -133,6 +142,10 @@ MUTANTS = {
     forgets_what_nobody_asked_for: (
         *(RETRY, (STEPPING, PLAIN), FAILURE),
         "no doubt vanishes with an answer",
+    ),
+    forgets_what_could_not_be_kept: (
+        *(RETRY, (STEPPING,) * 2, Budget(unkept=1)),
+        "no effect is repeated because its result cannot be kept",
     ),
     runs_again_what_is_done: (
         *(RETRY, (STEPPING,) * 2, FAILURE),

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 
 from coatcheck import AsyncEngine, DidNotHappen, Happened, Policy, Unknown, current_operation
+from coatcheck.core.facts import story_of
 from coatcheck.core.progress import progress_of
 from coatcheck.core.record import FAILED, IN_DOUBT
 from coatcheck.errors import (
@@ -139,6 +140,113 @@ def test_a_result_that_cannot_be_remembered_is_refused(guards, engine, result, s
 
     with pytest.raises(Misconfigured, match=sentence):
         guards.run(engine, "k", handle)
+
+
+@pytest.mark.parametrize("result", [object(), "x" * 70_000], ids=["object", "large"])
+@pytest.mark.parametrize("options", [{}, {"at_most_once": True}], ids=["plain", "once"])
+def test_an_effect_is_not_repeated_because_its_result_cannot_be_kept(
+    guards, engine, store, result, options
+):
+    """L7: it is done; the first attempt fails loudly, and later ones are in doubt."""
+    runs = []
+
+    def handle():
+        return current_operation().step("export", lambda: runs.append(1) or result, **options)
+
+    with pytest.raises(Misconfigured):
+        guards.run(engine, "k", handle)
+    with pytest.raises(StepInDoubt, match="could not be kept"):
+        guards.run(engine, "k", handle)
+    with pytest.raises(OutcomeUnknown):
+        guards.run(engine, "k", handle)
+    assert (runs, store.record.state) == ([1], IN_DOUBT)
+
+
+def test_an_effect_is_not_repeated_because_all_results_together_are_too_many(guards, engine):
+    """L7: the fifth of them runs once, like the others; and a sixth does not begin."""
+    runs = []
+
+    def export(number):
+        runs.append(number)
+        return "x" * 60_000
+
+    def handle():
+        for number in range(6):
+            current_operation().step(f"export-{number}", export, number)
+
+    async def handle_async():
+        for number in range(6):
+            await current_operation().step(f"export-{number}", export, number)
+
+    handler = handle_async if guards.is_async else handle
+    with pytest.raises(Misconfigured, match="262144 are kept"):
+        guards.done(engine.run("k", handler, scope="s"))
+    with pytest.raises(StepInDoubt, match="export-3"):
+        guards.done(engine.run("k", handler, scope="s"))
+    assert runs == [0, 1, 2, 3]
+
+
+def test_a_probe_gives_the_result_that_was_too_large_to_keep(guards, engine):
+    """L7: where it is, for example."""
+    runs = []
+
+    def handle():
+        return current_operation().step(
+            *("export", lambda: runs.append(1) or "x" * 70_000),
+            probe=lambda _operation: Happened(value={"file": 7}),
+        )
+
+    with pytest.raises(Misconfigured):
+        guards.run(engine, "k", handle)
+    assert guards.run(engine, "k", handle) == {"file": 7}
+    assert runs == [1]
+
+
+def test_a_handler_may_go_on_without_the_result(guards, engine, store):
+    """L7: it knows what it needs; and another person's look finds what was not kept."""
+
+    def handle():
+        operation = current_operation()
+        assert operation.steps == []
+        with pytest.raises(Misconfigured):
+            operation.step("export", object)
+        assert operation.steps == ["export"]
+        return "done"
+
+    async def handle_async():
+        with pytest.raises(Misconfigured):
+            await current_operation().step("export", object)
+        return "done"
+
+    handler = handle_async if guards.is_async else handle
+    assert guards.done(engine.run("k", handler, scope="s")) == "done"
+    told = dict(story_of(store.record))
+    assert told["step"] == "export: done by attempt 1, its result was not kept"
+
+
+@pytest.mark.parametrize("outcome", ["resolve", "rerun"])
+def test_a_person_cannot_have_it_run_again_either(guards, engine, store, outcome):
+    """L6, L7: it is known to have happened; a person ends it with the answer that it should have."""
+    runs = []
+
+    def handle():
+        return current_operation().step("export", lambda: runs.append(1) or object())
+
+    with pytest.raises(Misconfigured):
+        guards.run(engine, "k", handle)
+    with pytest.raises(StepInDoubt):
+        guards.run(engine, "k", handle)
+    by_ada = {"by": "ada", "why": "the file is there"}
+    if outcome == "resolve":
+        guards.done(engine.resolve(store.record.id, DidNotHappen(), **by_ada))
+        with pytest.raises(StepInDoubt):
+            guards.run(engine, "k", handle)
+    else:
+        with pytest.raises(StepInDoubt):
+            guards.done(engine.rerun(store.record.id, guards.flavoured(handle), **by_ada))
+    guards.done(engine.resolve(store.record.id, Happened(value="exported"), **by_ada))
+    assert guards.run(engine, "k", handle) == "exported"
+    assert runs == [1]
 
 
 def test_a_name_has_a_sensible_length(guards, engine):

@@ -153,7 +153,7 @@ def test_a_flow_that_decides_wrongly_is_noticed(breaks, kind, promise, monkeypat
 
 
 def runs_again_what_was_begun(monkeypatch):
-    def careless(_plan):
+    def careless(_plan, _known):
         return None
         yield
 
@@ -163,8 +163,8 @@ def runs_again_what_was_begun(monkeypatch):
 def goes_by_what_is_declared_now(monkeypatch):
     told = steps._outcome_of
 
-    def forgetful(plan):
-        return (yield from told(plan)) if plan.at_most_once or plan.has_probe else None
+    def forgetful(plan, known):
+        return (yield from told(plan, known)) if plan.at_most_once or plan.has_probe else None
 
     monkeypatch.setattr(steps, "_outcome_of", forgetful)
 

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from coatcheck.core.key import reference_of
-from coatcheck.core.progress import Progress, progress_of
+from coatcheck.core.progress import NOT_KEPT, Progress, progress_of
 from coatcheck.core.record import (
     RUNNING,
     STATE_NAMES,
@@ -94,7 +94,8 @@ def story_of(record: Record) -> Iterator[tuple[str, str]]:
     progress = progress_of(record)
     for step in progress.steps:
         end = "done" if step.value is not None else "begun"
-        yield "step", f"{step.name}: {end} by attempt {step.attempt}"
+        not_kept = ", its result was not kept" if step.value == NOT_KEPT else ""
+        yield "step", f"{step.name}: {end} by attempt {step.attempt}{not_kept}"
     for note in progress.notes:
         what = note.what if isinstance(note.what, str) else json.dumps(note.what)
         yield "note", f"{iso(note.at_ms)} attempt {note.attempt}: {what}"

@@ -16,13 +16,18 @@ from coatcheck.core.record import Record
 # 64 KiB: what a downstream answers to one call fits many times; what does not is for a database.
 STEP_BYTES_MAX = 64 * 1024
 NOTE_BYTES_MAX = 4 * 1024
-# 1 MiB for all of it: every step writes all of it anew, and DynamoDB takes less than half.
+# 256 KiB for all of it, as it is stored: every step writes all of it anew, and DynamoDB takes 400
+# KB with the response. Only that a step is done is written past it: see `core/steps.py`.
 PROGRESS_BYTES_MAX = 256 * 1024
+
+# In the place of a result that could not be kept, of a step that is done all the same. Every
+# result begins with a byte that says what it is, so none is empty.
+NOT_KEPT = b""
 
 
 class Step(NamedTuple):
     """
-    One named step; *value* is its encoded result, None where it was only begun.
+    One named step; *value* is its encoded result or `NOT_KEPT`, None where it was only begun.
 
     *beside*: the steps that were under way at the same time when this one ended.
     """

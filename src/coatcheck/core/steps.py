@@ -9,6 +9,9 @@ written down when it begins; so of what was begun and not finished it is known t
 tell what became of it, or a person, whatever a later release of the handler says about it. Of any
 other nothing is written before its end, and it is simply run again.
 
+A step whose result cannot be kept is done as well: then that is written, and it fails loudly. It is
+not begun where there would be no room for so much.
+
 What earlier attempts have left counts at the end, too: see `unmet`.
 """
 
@@ -21,7 +24,9 @@ from typing import NamedTuple, TypeAlias
 from coatcheck.core.facts import is_sealed
 from coatcheck.core.flow import Effect, Flow
 from coatcheck.core.progress import (
+    NOT_KEPT,
     PROGRESS_BYTES_MAX,
+    STEP_BYTES_MAX,
     Progress,
     Step,
     noted,
@@ -36,8 +41,8 @@ Unmet: TypeAlias = StepInDoubt | StepsChanged | Unreadable
 
 
 @dataclass(slots=True)
-class Run(Effect[bytes]):
-    """Run the function of the step *name*; its encoded result."""
+class Run(Effect["bytes | Misconfigured"]):
+    """Run the function of the step *name*; its encoded result, or why there is none."""
 
     name: str
 
@@ -64,22 +69,29 @@ class Plan(NamedTuple):
     beside: Callable[[], tuple[str, ...]] = tuple  # the steps that are under way just now
 
 
-def remember(claim: Record, change: Callable[[Progress], Progress]) -> Flow[Record]:
+def remember(
+    claim: Record, change: Callable[[Progress], Progress], *, has_limit: bool = True
+) -> Flow[Record]:
     """Write *change* into our *claim*; the claim as it stands then. Raises `ClaimLost`."""
     while True:
         record = noted(claim, change(progress_of(claim)))
-        assert record.progress is not None
-        if len(record.progress) > PROGRESS_BYTES_MAX:
-            raise Misconfigured(
-                f"the steps and notes of one operation take {len(record.progress)} bytes; "
-                f"{PROGRESS_BYTES_MAX} are kept"
-            )
+        if has_limit:
+            _check_room(record)
         lost = yield from Swap(claim.id, claim.version, record)
         if lost is None:
             return record
         if not is_same_attempt(lost, claim):
             raise ClaimLost("another attempt has taken over; what this one does no longer counts")
         claim = lost
+
+
+def _check_room(record: Record) -> None:
+    assert record.progress is not None
+    if len(record.progress) > PROGRESS_BYTES_MAX:
+        raise Misconfigured(
+            f"the steps and notes of one operation take {len(record.progress)} bytes; "
+            f"{PROGRESS_BYTES_MAX} are kept"
+        )
 
 
 def take(claim: Record, plan: Plan) -> Flow[tuple[Record, bytes]]:
@@ -90,30 +102,64 @@ def take(claim: Record, plan: Plan) -> Flow[tuple[Record, bytes]]:
     known = progress.step(plan.name)
     if known is None:
         _check_known(progress, plan)
-    elif known.value is not None:
+    elif known.value:
         return claim, known.value
-    told = (yield from _outcome_of(plan)) if known is not None else None
+    told = (yield from _outcome_of(plan, known)) if known is not None else None
     if told is None:
-        if plan.at_most_once or plan.has_probe:
-            begun = Step(plan.name, claim.attempt)
-            claim = yield from remember(claim, lambda progress: progress.with_step(begun))
+        claim = yield from _begin(claim, plan)
         told = yield from Run(plan.name)
-    done = Step(plan.name, claim.attempt, told, plan.beside())
-    claim = yield from remember(claim, lambda progress: progress.with_step(done))
-    return claim, told
+    done = Step(plan.name, claim.attempt, NOT_KEPT, plan.beside())
+    return (yield from _finish(claim, done, told))
 
 
-def _outcome_of(plan: Plan) -> Flow[bytes | None]:
-    """What became of a step in which an attempt died: its result, or None where it may run."""
+def _outcome_of(plan: Plan, known: Step) -> Flow[bytes | Misconfigured | None]:
+    """What became of a step that is *known*, without a result: that, or None where it may run."""
     if plan.has_probe:
         ending = yield from Probe(plan.name)
         if ending.fate is Fate.KEEP:
-            return ending.response
-        if ending.fate is Fate.DOUBT:
-            raise StepInDoubt(plan.name)
-    else:
+            return ending.response or Misconfigured(
+                f"the probe of the step {plan.name!r} answered with what is neither JSON nor bytes"
+            )
+        if ending.fate is Fate.RELEASE and known.value is None:
+            return None
+    if known.value is None:
         raise StepInDoubt(plan.name)
-    return None
+    raise StepInDoubt(plan.name, "it is done, but what it returned could not be kept")
+
+
+def _begin(claim: Record, plan: Plan) -> Flow[Record]:
+    """Write down that the step begins, if its outcome matters; there is room for its end."""
+    begun = Step(plan.name, claim.attempt)
+    if plan.at_most_once or plan.has_probe:
+        return (yield from remember(claim, lambda progress: progress.with_step(begun)))
+    _check_room(noted(claim, progress_of(claim).with_step(begun)))
+    return claim
+
+
+def _finish(claim: Record, done: Step, told: bytes | Misconfigured) -> Flow[tuple[Record, bytes]]:
+    """Write down that the step is *done*, and what it has *told* if that can be kept."""
+    try:
+        kept = done._replace(value=_kept(done.name, told))
+        claim = yield from remember(claim, lambda progress: progress.with_step(kept))
+    except Misconfigured:
+        # What happened must not happen again because nobody knows what came of it. This little is
+        # written whatever the room is: another step may have filled it while this one ran.
+        yield from remember(claim, lambda progress: progress.with_step(done), has_limit=False)
+        raise
+    assert kept.value is not None
+    return claim, kept.value
+
+
+def _kept(name: str, told: bytes | Misconfigured) -> bytes:
+    """What is remembered of what a step has *told*."""
+    if isinstance(told, Misconfigured):
+        raise told
+    if len(told) > STEP_BYTES_MAX:
+        raise Misconfigured(
+            f"the step {name!r} returned {len(told)} bytes; {STEP_BYTES_MAX} are remembered: "
+            "keep it where it belongs, and return where that is"
+        )
+    return told
 
 
 def _check_known(progress: Progress, plan: Plan) -> None:

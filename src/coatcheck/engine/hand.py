@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from coatcheck.core.flow import Effect, run, run_async
-from coatcheck.core.progress import NOTE_BYTES_MAX, STEP_BYTES_MAX, Note, Progress, Report
+from coatcheck.core.progress import NOTE_BYTES_MAX, Note, Progress, Report
 from coatcheck.core.record import Record, Swap, is_same_write
 from coatcheck.core.replay import decode_value, encode_value
 from coatcheck.core.steps import Plan, Probe, Unmet, remember, take
@@ -68,7 +68,7 @@ class Hand:
             if isinstance(effect, Probe):
                 assert asked.probe is not None
                 return ending_of_reconcile(asked.probe(), as_value=True)
-            return _kept(asked.name, asked.call())
+            return _encoded(asked.name, asked.call())
 
         plan = self._begin(asked)
         try:
@@ -192,7 +192,7 @@ class AsyncHand(Hand):
             if isinstance(effect, Probe):
                 assert asked.probe is not None
                 return ending_of_reconcile(await _awaited(asked.probe()), as_value=True)
-            return _kept(asked.name, await _awaited(asked.call()))
+            return _encoded(asked.name, await _awaited(asked.call()))
 
         plan = self._begin(asked)
         try:
@@ -227,20 +227,15 @@ class AsyncHand(Hand):
                 await asyncio.sleep(pause_s)
 
 
-def _kept(name: str, result: object) -> bytes:
-    """The bytes that are remembered of a step's *result*."""
+def _encoded(name: str, result: object) -> bytes | Misconfigured:
+    """The bytes that say a step's *result*, or why there are none."""
     value = encode_value(result)
-    if value is None:
-        raise Misconfigured(
-            f"the step {name!r} returned a {type(result).__name__}, which is neither JSON nor "
-            "bytes, so that it cannot be remembered; return what the next attempt needs of it"
-        )
-    if len(value) > STEP_BYTES_MAX:
-        raise Misconfigured(
-            f"the step {name!r} returned {len(value)} bytes; {STEP_BYTES_MAX} are remembered: "
-            "keep it where it belongs, and return where that is"
-        )
-    return value
+    if value is not None:
+        return value
+    return Misconfigured(
+        f"the step {name!r} returned a {type(result).__name__}, which is neither JSON nor "
+        "bytes, so that it cannot be remembered; return what the next attempt needs of it"
+    )
 
 
 async def _awaited(result: Any) -> Any:  # noqa: ANN401 - what a user's function returned
