@@ -155,6 +155,19 @@ def test_a_probe_tells_what_became_of_a_step():
     assert end_of(flow, None) == (swap.record, b'\x02"ch_1"')
 
 
+def test_a_probe_that_raises_leaves_it_in_doubt():
+    """L6: it may have asked nobody; only that its claim is lost, it knows for sure."""
+    flow = take(claim_with(BEGUN), Plan("charge", has_probe=True))
+    next(flow)
+    with pytest.raises(StepInDoubt, match="its probe has failed") as caught:
+        flow.throw(ConnectionError("away"))
+    assert isinstance(caught.value.__cause__, ConnectionError)
+    flow = take(claim_with(BEGUN), Plan("charge", has_probe=True))
+    next(flow)
+    with pytest.raises(ClaimLost):
+        flow.throw(ClaimLost("taken over"))
+
+
 def test_a_step_that_did_not_happen_is_begun_again():
     flow = take(claim_with(BEGUN), Plan("charge", at_most_once=True, has_probe=True))
     next(flow)

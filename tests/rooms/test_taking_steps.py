@@ -377,6 +377,66 @@ def test_a_probe_that_does_not_know_parks_it(guards, engine, store):
     assert store.record.state == IN_DOUBT
 
 
+def test_a_probe_that_raises_does_not_know(guards, engine, store, caplog):
+    """L6: in doubt, with the probe's own error in the log; nothing runs."""
+    asked = []
+
+    def probe(_operation):
+        asked.append(1)
+        raise ConnectionError("the provider is away")
+
+    shop = Shop(guards.is_async, at_most_once=True, probe=probe)
+    shop.fails_in = "charge"
+    with pytest.raises(TimeoutError):
+        shop.run(guards, engine)
+    shop.fails_in = ""
+    with pytest.raises(StepInDoubt):
+        shop.run(guards, engine)
+    assert (store.record.state, shop.charges, asked) == (IN_DOUBT, 1, [1])
+    (line,) = [record for record in caplog.records if record.exc_info]
+    assert "'charge'" in line.getMessage()
+    assert isinstance(line.exc_info[1], ConnectionError)
+
+
+def test_a_probe_that_is_awaited_and_raises_does_not_know(store, caplog):
+    """L6."""
+
+    async def probe(_operation):
+        raise ConnectionError("the provider is away")
+
+    async def main():
+        engine = AsyncEngine(store_of(store))
+        shop = Shop(is_async=True, probe=probe)
+        shop.fails_in = "charge"
+        with pytest.raises(TimeoutError):
+            await engine.run("order", shop.handler, scope="shop")
+        with pytest.raises(StepInDoubt):
+            await engine.run("order", shop.handler, scope="shop")
+        await engine.close()
+        return shop.charges
+
+    assert asyncio.run(main()) == 1
+    assert store.record.state == IN_DOUBT
+    assert "ConnectionError" in caplog.text
+
+
+def test_a_probe_that_learns_that_its_claim_is_lost_says_so(guards, engine, store):
+    """L5, L6: that is no doubt about the step; another attempt is at it."""
+
+    def probe(operation):
+        record = store.record
+        store._records[record.id] = record._replace(nonce=1, attempt=9, version=record.version + 1)
+        return operation.note("asking")
+
+    shop = Shop(guards.is_async, probe=probe)
+    shop.fails_in = "charge"
+    with pytest.raises(TimeoutError):
+        shop.run(guards, engine)
+    with pytest.raises(ClaimLost):
+        shop.run(guards, engine)
+    assert store.record.nonce == 1
+
+
 def test_a_doubt_that_the_handler_swallows_is_still_one(guards, engine, store):
     """L6: its answer does not count."""
     shop = Shop(guards.is_async, at_most_once=True)

@@ -115,7 +115,7 @@ def take(claim: Record, plan: Plan) -> Flow[tuple[Record, bytes]]:
 def _outcome_of(plan: Plan, known: Step) -> Flow[bytes | Misconfigured | None]:
     """What became of a step that is *known*, without a result: that, or None where it may run."""
     if plan.has_probe:
-        ending = yield from Probe(plan.name)
+        ending = yield from _probed(plan.name)
         if ending.fate is Fate.KEEP:
             return ending.response or Misconfigured(
                 f"the probe of the step {plan.name!r} answered with what is neither JSON nor bytes"
@@ -125,6 +125,15 @@ def _outcome_of(plan: Plan, known: Step) -> Flow[bytes | Misconfigured | None]:
     if known.value is None:
         raise StepInDoubt(plan.name)
     raise StepInDoubt(plan.name, "it is done, but what it returned could not be kept")
+
+
+def _probed(name: str) -> Flow[Ending]:
+    try:
+        return (yield from Probe(name))
+    except ClaimLost:  # it has written something, or tried to; another attempt asks for itself
+        raise
+    except Exception as error:  # whatever it was, nobody knows what happened
+        raise StepInDoubt(name, "its probe has failed") from error
 
 
 def _begin(claim: Record, plan: Plan) -> Flow[Record]:

@@ -18,7 +18,7 @@ from coatcheck.core.progress import NOTE_BYTES_MAX, Note, Progress, Report
 from coatcheck.core.record import Record, Swap, is_same_write
 from coatcheck.core.replay import decode_value, encode_value
 from coatcheck.core.steps import Plan, Probe, Unmet, remember, take
-from coatcheck.engine.desk import Desk, ending_of_reconcile
+from coatcheck.engine.desk import Desk, ending_of_reconcile, logger
 from coatcheck.engine.heart import Held
 from coatcheck.engine.patience import Patience
 from coatcheck.errors import ClaimLost, Misconfigured, StepInDoubt, StoreUnavailable
@@ -138,6 +138,8 @@ class Hand:
     def _fail(self, error: Exception) -> None:
         if isinstance(error, StepInDoubt):
             self.doubt = error
+            if error.__cause__ is not None:  # and that is its probe's own
+                logger.error("%s", error, exc_info=error.__cause__)
         elif isinstance(error, ClaimLost):
             self._held.lose()
 
