@@ -226,8 +226,8 @@ class AsyncDriver:
         try:
             question = question_of(claim, policy, self.desk.secret)
             answer = await self.reconciler.asker.answer(question)
+            return ending_of_reconcile(answer, as_value=as_value)
         except Exception as error:  # noqa: BLE001 - whatever it was, nobody knows what happened
             return doubt_of(error, claim)
         finally:
             self.heart.let_go(held)
-        return ending_of_reconcile(answer, as_value=as_value)

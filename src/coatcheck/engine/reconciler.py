@@ -239,11 +239,11 @@ class Reconciler:
         held = desk.heart.hold(claim, policy.lease_ms)
         try:
             answer = self.asker.wait(question_of(claim, policy, desk.secret), self._loop)
+            return ending_of_reconcile(answer, as_value=as_value)
         except Exception as error:  # noqa: BLE001 - whatever it was, nobody knows what happened
             return doubt_of(error, claim)
         finally:
             desk.heart.let_go(held)
-        return ending_of_reconcile(answer, as_value=as_value)
 
 
 def is_of_function(record: Record) -> bool:
