@@ -68,7 +68,8 @@ def stores() -> str:
             f"| {store.title} | {urls} | {needs} | {store.survives} | {store.shared_by} "
             f"| {store.keeps} | {forgets} | {waiters} | {'yes' if store.transacts else 'no'} |"
         )
-    lines += ["", "Every one passes the same law-suite (`tests/laws`), sync and async."]
+    laws = "Every one passes the same law-suite (`tests/laws`), sync and async"
+    lines += ["", f"{laws}; Redis alone, behind Sentinels and as a cluster."]
     return "\n".join(lines) + "\n"
 
 

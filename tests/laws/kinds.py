@@ -13,7 +13,7 @@ from pathlib import Path
 from servers.dynamodb import dynamodb
 from servers.mariadb import mariadb
 from servers.postgres import postgres
-from servers.redis import redis_server
+from servers.redis import cluster, redis_server, sentinel_set
 
 from coatcheck import KeyRing
 from coatcheck.core.record import Record
@@ -104,6 +104,18 @@ KINDS = (
         fresh_url=lambda _directory: redis_server().fresh_url(),
         declared=declared.REDIS,
         histories=60,
+    ),
+    Kind(
+        name="redis-sentinel",
+        fresh_url=lambda _directory: sentinel_set().fresh_url(),
+        declared=declared.REDIS,
+        histories=30,
+    ),
+    Kind(
+        name="redis-cluster",
+        fresh_url=lambda _directory: cluster().fresh_url(),
+        declared=declared.REDIS,
+        histories=30,
     ),
     Kind(
         name="dynamodb",

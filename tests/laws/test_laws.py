@@ -2,9 +2,12 @@
 
 import pytest
 
+from coatcheck.stores.declared import DECLARED
+
 from . import batches, contention, lifetimes, reads, swaps, sweeps
 from .drivers import Driver
 from .effects import LAWS, Law
+from .kinds import KINDS
 
 PARTS = (swaps, batches, reads, sweeps, contention, lifetimes)
 
@@ -26,3 +29,8 @@ def test_every_part_of_the_contract_has_its_laws():
             if getattr(value, "__module__", "") == part.__name__
         }
         assert flows & registered, f"{part.__name__} holds no law"
+
+
+def test_every_declared_store_is_under_law():
+    """D1: the table in the docs says so of each of them."""
+    assert {kind.declared for kind in KINDS} == set(DECLARED)

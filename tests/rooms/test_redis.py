@@ -11,15 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
 
 import pytest
+import servers.redis
 from hypothesis import given
 from hypothesis import strategies as st
-from laws import batches, contention, lifetimes, reads, swaps, sweeps
-from laws.drivers import SyncDriver
-from laws.effects import LAWS
-from laws.kinds import KINDS
 from laws.records import claim_of, id_of
 from redis_scenes import WiredStore, change, claim, claims, fake, sign_oneself
 from servers import free_port
@@ -37,8 +33,6 @@ from coatcheck.stores.redis_url import Address, target_and_options
 
 # 30 s: nothing here takes a tenth of it, also on a busy machine.
 TIMEOUT_S = 30
-
-PARTS = (swaps, batches, reads, sweeps, contention, lifetimes)
 
 
 @pytest.fixture(params=[open_store, WiredStore], ids=["line", "wire"])
@@ -618,50 +612,36 @@ def test_a_store_from_before_the_fork_works_in_parent_and_child():
 
 def test_the_master_is_found_again_after_a_failover(opened):
     """D1, D2: what was on the replica is there, and nobody has to open the store again."""
-    servers = SentinelSet()
+    watched = SentinelSet()
     try:
-        with closing(opened(f"{servers.url}?timeout=1s")) as store:
+        with closing(opened(f"{watched.url}?timeout=1s")) as store:
             before = claim_of(id_of(1))
             assert store.swap([claim(before)]) == [None]
             assert store.get([before.id]) == [before]
-            until(lambda: servers.replica.ask("DBSIZE") == 1)
-            servers.sentinels[0].kill(signal.SIGKILL)
-            servers.master.kill(signal.SIGKILL)
+            until(lambda: watched.replica.ask("DBSIZE") == 1)
+            watched.sentinels[0].kill(signal.SIGKILL)
+            watched.master.kill(signal.SIGKILL)
             with pytest.raises(StoreUnavailable):
                 store.swap([claim(claim_of(id_of(2)))])
             until_written(store, claim_of(id_of(2)))
-            assert b"role:master" in servers.replica.ask("INFO", "replication")
+            assert b"role:master" in watched.replica.ask("INFO", "replication")
             assert store.get([before.id]) == [before]
             assert store.swap([change(before, completed(before, b"201"))]) == [None]
             assert [finding.level for finding in store.check()] == ["ok"]
-        wrong = servers.url.replace("records", "orders")
+        wrong = watched.url.replace("records", "orders")
         with pytest.raises(StoreUnavailable, match="orders"):
             open_store(wrong)
     finally:
-        servers.remove()
+        watched.remove()
 
 
 # ----------------------------------------------------------------------------------------- Cluster
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    cluster = Cluster()
-    yield cluster
-    cluster.remove()
-
-
-def test_a_cluster_keeps_every_law(cluster: Cluster, tmp_path):
-    """D1, L1, T3: the same suite as for one server."""
-    single = next(kind for kind in KINDS if kind.name == "redis")
-    kind = replace(single, name="cluster", fresh_url=lambda _directory: cluster.fresh_url())
-    assert {law.__module__ for law in LAWS} == {part.__name__ for part in PARTS}
-    for law in LAWS:
-        driver = SyncDriver(kind, tmp_path)
-        try:
-            driver.run(law())
-        finally:
-            driver.close()
+@pytest.fixture
+def cluster() -> Cluster:
+    """The one that the laws are kept on; nobody may hurt it."""
+    return servers.redis.cluster()
 
 
 def test_an_event_loop_asks_a_cluster_through_a_thread(cluster: Cluster):

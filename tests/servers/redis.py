@@ -76,14 +76,14 @@ class Sentinel(Server):
 
     SERVICE = "records"
 
-    def __init__(self, master: Redis) -> None:
+    def __init__(self, master: Redis, down_after_ms: int) -> None:
         self._program = find_program("redis-server", package="redis-server")
         super().__init__("sentinel")
         service = self.SERVICE
         (self.directory / "conf").write_text(
             f"bind 127.0.0.1\nport {self.port}\ndir {self.directory}\n"
             f"sentinel monitor {service} 127.0.0.1 {master.port} 2\n"
-            f"sentinel down-after-milliseconds {service} 500\n"
+            f"sentinel down-after-milliseconds {service} {down_after_ms}\n"
             f"sentinel failover-timeout {service} 2000\n"
         )
         self.launch([self._program, self.directory / "conf", "--sentinel"], self._is_ready)
@@ -102,11 +102,12 @@ class Sentinel(Server):
 class SentinelSet:
     """A master, its replica, and three Sentinels of which two decide."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, down_after_ms: int = 500) -> None:
+        self._numbers = count()
         self.master = Redis()
         self.replica = Redis(replicaof=f"127.0.0.1 {self.master.port}")
         until(lambda: b"master_link_status:up" in self.replica.ask("INFO", "replication"))
-        self.sentinels = [Sentinel(self.master) for _ in range(3)]
+        self.sentinels = [Sentinel(self.master, down_after_ms) for _ in range(3)]
         until(lambda: all(self._knows_all(sentinel) for sentinel in self.sentinels))
 
     def _knows_all(self, sentinel: Sentinel) -> bool:
@@ -120,6 +121,11 @@ class SentinelSet:
         places = ",".join(f"127.0.0.1:{sentinel.port}" for sentinel in self.sentinels)
         return f"redis+sentinel://{places}/{Sentinel.SERVICE}/0"
 
+    def fresh_url(self) -> str:
+        """A store that nobody has used."""
+        number = next(self._numbers)
+        return f"{self.url.removesuffix('0')}{number % 1024}?prefix=laws{number}:"
+
     def remove(self) -> None:
         """End all of them."""
         for server in (*self.sentinels, self.replica, self.master):
@@ -131,8 +137,12 @@ class Cluster:
 
     MASTERS = 3
 
-    def __init__(self) -> None:
-        settings = {"cluster_enabled": "yes", "cluster_node_timeout": "1000", "databases": "1"}
+    def __init__(self, *, down_after_ms: int = 1_000) -> None:
+        settings = {
+            "cluster_enabled": "yes",
+            "cluster_node_timeout": str(down_after_ms),
+            "databases": "1",
+        }
         self._numbers = count()
         # The second port is named, because the usual one may lie beyond the last there is.
         nodes = [Redis(**settings, cluster_port=str(free_port())) for _ in range(2 * self.MASTERS)]
@@ -190,3 +200,19 @@ def until(is_so: Callable[[], bool]) -> None:
 def redis_server() -> Redis:
     """The one of this process."""
     return Redis()
+
+
+# 60 s: those that nobody kills are not to be taken for dead because the machine is busy.
+PATIENT_MS = 60_000
+
+
+@cache
+def sentinel_set() -> SentinelSet:
+    """The one of this process; its master stays the master."""
+    return SentinelSet(down_after_ms=PATIENT_MS)
+
+
+@cache
+def cluster() -> Cluster:
+    """The one of this process; its masters stay the masters."""
+    return Cluster(down_after_ms=PATIENT_MS)
