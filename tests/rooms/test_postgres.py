@@ -369,24 +369,6 @@ def test_a_server_that_could_forget_is_warned_of_when_it_is_opened(url, caplog):
         assert "fsync = off" in store.check()[0].message
 
 
-def test_a_promoted_standby_takes_over_without_losing_a_claim(own):
-    """D1, D3: with synchronous replication, nothing that was acknowledged is lost."""
-    standby = own.standby()
-    try:
-        both = f"127.0.0.1:{own.port},127.0.0.1:{standby.port}"
-        with closing(open_store(f"postgresql://postgres@{both}/postgres")) as store:
-            assert store.swap([claim(id) for id in MANY]) == [None] * len(MANY)
-            own.kill()
-            with pytest.raises(StoreUnavailable):
-                store.swap([complete(claim_of())])
-            standby.promote()
-            assert store.get(MANY) == [claim_of(id) for id in MANY]
-            assert store.swap([claim(nonce=2)]) == [claim_of()]
-            assert store.swap([complete(claim_of())]) == [None]
-    finally:
-        standby.remove()
-
-
 def test_it_works_behind_pgbouncer_in_transaction_mode(url):
     """
     D1: a client's next statement may meet another session.

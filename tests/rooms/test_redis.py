@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from laws.records import claim_of, id_of
 from redis_scenes import WiredStore, change, claim, claims, fake, sign_oneself
-from servers import free_port
-from servers.redis import Cluster, Redis, SentinelSet, redis_server, until
+from servers import free_port, until
+from servers.redis import Cluster, Redis, SentinelSet, redis_server
 
 from coatcheck.core.record import GONE, Record, Swap, completed, renewed
 from coatcheck.errors import Misconfigured, StoreUnavailable

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from laws.records import claim_of, id_of
 from redis_scenes import change, claim, claims, fake, sign_oneself
-from servers import free_port
-from servers.redis import Redis, redis_server, until
+from servers import free_port, until
+from servers.redis import Redis, redis_server
 
 from coatcheck.core.record import Record, completed
 from coatcheck.errors import StoreUnavailable

@@ -54,6 +54,14 @@ def free_port() -> int:
         return port
 
 
+def until(is_so: Callable[[], bool]) -> None:
+    """Look again and again, for as long as a server may take to start."""
+    deadline = time.monotonic() + START_S_MAX
+    while not is_so():
+        assert time.monotonic() < deadline, "it did not become so"
+        time.sleep(0.02)
+
+
 class Server:
     """A process of a server, its directory and its port; it may be killed and started again."""
 

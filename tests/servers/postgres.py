@@ -8,7 +8,7 @@ from itertools import count
 
 import psycopg
 
-from servers import Server, find_program
+from servers import Server, find_program, until
 
 PLACES = tuple(f"/usr/lib/postgresql/{version}/bin" for version in range(30, 12, -1))
 # Killing the server proves what a crash leaves; a power cut is for its makers to prove.
@@ -83,11 +83,18 @@ class _Standby(Postgres):
         with psycopg.connect(primary.url, autocommit=True) as connection:
             connection.execute("alter system set synchronous_standby_names = '*'")
             connection.execute("select pg_reload_conf()")
+            until(lambda: sync_states(connection) == ["sync"])
 
     def _make(self) -> None:
         where = ["-h", "127.0.0.1", "-p", str(self._primary.port), "-U", "postgres"]
         options = ["--write-recovery-conf", "--checkpoint=fast", "--no-sync"]
         self.run([f"{self._bin}pg_basebackup", *where, *options, "-D", self.data])
+
+
+def sync_states(connection: psycopg.Connection) -> list[str]:
+    """How each standby follows: only what "sync" ones have is acknowledged."""
+    asked = connection.execute("select sync_state from pg_stat_replication")
+    return [state for (state,) in asked.fetchall()]
 
 
 @cache

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import signal
-import time
-from collections.abc import Callable
 from functools import cache
 from itertools import count
 from typing import Any
 
 import redis
 
-from servers import START_S_MAX, Server, find_program, free_port
+from servers import Server, find_program, free_port, until
 
 SETTINGS = {
     "bind": "127.0.0.1",
@@ -186,14 +184,6 @@ def said_by(port: int, *words: Any) -> Any:
         return connection.read_response()
     finally:
         connection.disconnect()
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    """Look again and again, for as long as a server may take to start."""
-    deadline = time.monotonic() + START_S_MAX
-    while not is_so():
-        assert time.monotonic() < deadline, "it did not become so"
-        time.sleep(0.02)
 
 
 @cache
