@@ -1,16 +1,12 @@
 """Real servers and real sockets: what only shows when bytes travel.
 
 Each server is started once, on a listening socket of the tests' own, and all of its tests use keys
-of their own. What a server cannot do is in its `Kind`, and the tests then say what happens instead.
+of their own. What other middleware, streams and errors do to us there is in `test_server_traps.py`.
 """
 
 import json
 import os
 import signal
-import socket
-import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,98 +14,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+import web_servers
 from laws.http.api import Response
 from laws.http.shop import WAIT_S_MAX
-
-TESTS = Path(__file__).resolve().parent.parent
-UVICORN = [sys.executable, "-m", "uvicorn", "laws.http.app:asgi_app", "--no-access-log"]
-GUNICORN = [sys.executable, "-m", "gunicorn", "laws.http.app:wsgi_app", "--preload", "--workers=2"]
-OWN = [sys.executable, "-m", "laws.http.app"]
+from web_servers import KINDS, Kind, in_two_processes, request_of
 
 
-class Kind(NamedTuple):
-    """A server, and what it can do."""
-
-    name: str
-    command: list[str]
-    flavour: str = "wsgi"
-    keeps_alive: bool = True
-    takes_chunks: bool = True
-    processes: int = 1
-
-
-KINDS = (
-    Kind("uvicorn", [*UVICORN, "--workers=2", "--fd={fd}"], "asgi", processes=2),
-    Kind(
-        "gunicorn-sync",
-        [*GUNICORN, "--bind=fd://{fd}"],
-        keeps_alive=False,
-        processes=2,
-    ),
-    Kind(
-        "gunicorn-threads",
-        [*GUNICORN, "--bind=fd://{fd}", "--worker-class=gthread", "--threads=8"],
-        processes=2,
-    ),
-    Kind("waitress", [*OWN, "waitress", "{fd}"]),
-    Kind("wsgiref", [*OWN, "wsgiref", "{fd}"], keeps_alive=False, takes_chunks=False),
-)
-
-
-class Server:
-    """A server that runs, and the files its application writes."""
+class Server(web_servers.Server):
+    """A server with the shop of the HTTP laws; its effects are in a file."""
 
     def __init__(self, kind: Kind, directory: Path) -> None:
-        self.kind = kind
-        self.directory = directory
-        self._listening = socket.create_server(("127.0.0.1", 0), backlog=256)
-        self.port = self._listening.getsockname()[1]
-        fd = self._listening.fileno()
-        environ = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]),
-            "SHOP_DIRECTORY": str(directory),
-            "SHOP_FLAVOUR": kind.flavour,
-        }
-        self._log = (directory / "log").open("ab")
-        self.process = subprocess.Popen(
-            [word.format(fd=fd) for word in kind.command],
-            env=environ,
-            pass_fds=[fd],
-            stdout=self._log,
-            stderr=self._log,
-            start_new_session=True,
-        )
-        try:
-            assert self.exchange("GET", "/pid").status == 200
-        except BaseException:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.close()
-            sys.stderr.write(self.log())
-            raise
-
-    def log(self) -> str:
-        return (self.directory / "log").read_text()
-
-    def close(self) -> None:
-        """Ask it to end, as an operator does; it must obey soon."""
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(WAIT_S_MAX)
-        finally:
-            self._log.close()
-            self._listening.close()
-
-    def connect(self) -> "Connection":
-        return Connection(self.port)
-
-    def exchange(self, method: str, path: str, headers: str = "", body: bytes = b"") -> Response:
-        with closing(self.connect()) as connection:
-            connection.send(request_of(method, path, headers, body))
-            return connection.read()
+        super().__init__(kind, directory, "laws.http.app")
 
     def post(self, key: str, path: str = "/orders", body: bytes = b"{}") -> Response:
         return self.exchange("POST", path, f"Idempotency-Key: {key}\r\n", body)
@@ -135,64 +53,6 @@ class Server:
 
     def release(self, key: str) -> None:
         (self.directory / f"release-{key}").touch()
-
-
-def request_of(method: str, path: str, headers: str = "", body: bytes = b"") -> bytes:
-    """A whole request; without a length where there is no body."""
-    length = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
-    head = f"{method} {path} HTTP/1.1\r\nHost: shop.example\r\n{length}{headers}\r\n"
-    return head.encode("latin-1") + body
-
-
-class Connection:
-    """A raw connection, read as HTTP/1.1 says."""
-
-    def __init__(self, port: int) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", port), WAIT_S_MAX)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._file = self._socket.makefile("rb")
-
-    def send(self, data: bytes) -> None:
-        self._socket.sendall(data)
-
-    def read(self) -> Response:
-        status_line = self._file.readline()
-        if not status_line:
-            raise ConnectionResetError("the server has closed the connection")
-        assert status_line.startswith(b"HTTP/1."), status_line
-        status = int(status_line.split()[1])
-        headers: list[tuple[str, str]] = []
-        while (line := self._file.readline().strip()) != b"":
-            name, _, value = line.decode("latin-1").partition(":")
-            headers.append((name.lower(), value.strip()))
-        response = Response(status, headers, b"")
-        return response._replace(body=self._body_of(response))
-
-    def _body_of(self, response: Response) -> bytes:
-        if response.status in (100, 204, 304):
-            return b""
-        if response.header("transfer-encoding") == "chunked":
-            body = b""
-            while size := int(self._file.readline(), 16):
-                body += self._file.read(size)
-                self._file.readline()
-            self._file.readline()
-            return body
-        length = response.header("content-length")
-        return self._file.read(-1 if length is None else int(length))
-
-    def is_ended(self) -> bool:
-        """The server has closed it; nothing more was said."""
-        return self._file.read(1) == b""
-
-    def hang_up(self) -> None:
-        """Go at once, without a farewell: the server gets a reset."""
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.close()
-
-    def close(self) -> None:
-        self._file.close()
-        self._socket.close()
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=lambda kind: kind.name)
@@ -275,22 +135,6 @@ def test_a_duplicate_waits_for_the_first_in_whatever_process(server: Server, key
         assert first.status == 201
         assert (second.result(WAIT_S_MAX).body, second.result().is_replay) == (first.body, True)
     assert server.effects(key) == 1
-
-
-def in_two_processes(server: Server) -> tuple[Connection, Connection]:
-    """Two connections that are kept by two different workers."""
-    found: dict[bytes, Connection] = {}
-    deadline = time.monotonic() + WAIT_S_MAX
-    while len(found) < 2:
-        assert time.monotonic() < deadline, "one worker took every connection"
-        connection = server.connect()
-        connection.send(request_of("GET", "/pid"))
-        pid = connection.read().body
-        if pid in found:
-            connection.close()
-        found.setdefault(pid, connection)
-    one, other = found.values()
-    return one, other
 
 
 def test_an_answer_without_content_leaves_the_connection_in_order(server: Server, key: str):

@@ -2,7 +2,7 @@
 
     SHOP_DIRECTORY=… uvicorn laws.http.app:asgi_app
     SHOP_DIRECTORY=… gunicorn laws.http.app:wsgi_app
-    SHOP_DIRECTORY=… python -m laws.http.app waitress 5     # on the listening socket of descriptor 5
+    SHOP_DIRECTORY=… python -m servers.wsgi waitress 5 laws.http.app:wsgi_app
 
 Everything that a test wants to see from outside is a file in the directory: `orders.db` is the
 store, `effects` has a line for each execution, and `/slow` waits for `release-<key>` to appear.
@@ -12,13 +12,9 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import sys
 import time
 from hashlib import sha256
 from pathlib import Path
-from socketserver import ThreadingMixIn
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from coatcheck.server.asgi import IdempotencyMiddleware as AsgiMiddleware
 from coatcheck.server.wsgi import IdempotencyMiddleware as WsgiMiddleware
@@ -68,37 +64,8 @@ shop.answers |= {
 }
 
 
-class Wsgiref(ThreadingMixIn, WSGIServer):
-    """The standard library's server, one thread for each connection."""
-
-    daemon_threads = True
-
-    def handle_error(self, *_: object) -> None:
-        if not isinstance(sys.exc_info()[1], ConnectionError):  # a client that left is no error
-            super().handle_error(*_)
-
-
-class Quiet(WSGIRequestHandler):
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-if __name__ == "__main__":
-    listening = socket.socket(fileno=int(sys.argv[2]))
-    if sys.argv[1] == "waitress":
-        from waitress import serve
-
-        serve(WsgiMiddleware(shop.wsgi, store=STORE), sockets=[listening], threads=8)
-    else:
-        server = Wsgiref(listening.getsockname(), Quiet, bind_and_activate=False)
-        server.socket.close()
-        server.socket = listening
-        server.server_name, server.server_port = listening.getsockname()
-        server.setup_environ()
-        server.set_app(WsgiMiddleware(shop.wsgi, store=STORE))
-        server.serve_forever()
 # Made when the server loads the application: under gunicorn --preload, before it forks.
-elif os.environ["SHOP_FLAVOUR"] == "asgi":
+if os.environ["SHOP_FLAVOUR"] == "asgi":
     asgi_app = AsgiMiddleware(shop.asgi, store=STORE)
 else:
     wsgi_app = WsgiMiddleware(shop.wsgi, store=STORE)
