@@ -360,20 +360,44 @@ def test_whatever_a_wire_throws_every_caller_is_answered():
     asyncio.run(scene())
 
 
-def test_a_wire_that_raises_before_it_gives_anything_back_is_heard_all_the_same():
-    """D2: nobody waits for a batch that never left."""
+@pytest.mark.parametrize("kind", [ValueError, StopIteration])
+def test_a_wire_that_raises_before_it_gives_anything_back_is_heard_all_the_same(kind):
+    """D2: nobody waits for a batch that never left; no future takes a `StopIteration`."""
 
     async def scene() -> None:
         async with Scene() as on:
             await on.told(on.first)
 
             def raise_at_once(_swaps: Sequence[Swap]) -> Any:
-                raise ValueError("not today")
+                raise kind("not today")
 
             looped, way = on.looped, on.looped._ways[on.wire.loop]
             way._swaps._call = raise_at_once  # type: ignore[union-attr]
             asked = [looped.swap([claim(number)]) for number in (1, 2, 3)]
             assert [str(error) for error in await on.told(*asked)] == ["not today"] * 3
+            way._swaps._call = on.wire.swap  # type: ignore[union-attr]
+            assert list(await looped.swap([claim(4)])) == [None]
+
+    asyncio.run(scene())
+
+
+def test_a_wire_that_is_interrupted_at_once_leaves_nobody_waiting():
+    """D2: whoever asked is interrupted, as it would be anywhere; the lane is free again."""
+
+    async def scene() -> None:
+        async with Scene() as on:
+            await on.told(on.first)
+
+            def interrupt(_swaps: Sequence[Swap]) -> Any:
+                raise Interrupted
+
+            way = on.looped._ways[on.wire.loop]
+            way._swaps._call = interrupt  # type: ignore[union-attr]
+            with pytest.raises(Interrupted):
+                on.looped.swap([claim(1)])
+            way._swaps._call = on.wire.swap  # type: ignore[union-attr]
+            async with asyncio.timeout(TIMEOUT_S):
+                assert list(await on.looped.swap([claim(2)])) == [None]
 
     asyncio.run(scene())
 
@@ -444,6 +468,26 @@ def test_a_call_that_is_cancelled_on_its_way_is_made_by_a_thread():
                 task.cancel()
             assert await on.told(on.first, *rest) == [[None]] * 3
             assert len(on.store.threads) == 2
+
+    asyncio.run(scene())
+
+
+def test_a_call_that_was_cancelled_on_its_way_and_finds_no_thread_is_a_doubt(monkeypatch):
+    """L1: it was sent, so it may have taken effect."""
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def scene() -> None:
+        async with Scene() as on:
+            with monkeypatch.context() as patch:
+                patch.setattr(threading.Thread, "start", refuse)
+                for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                    task.cancel()
+                (error,) = await on.told(on.first)
+            assert isinstance(error, StoreUnavailable)
+            assert error.is_ambiguous
+            assert list(await on.looped.swap([claim(1)])) == [None]
 
     asyncio.run(scene())
 

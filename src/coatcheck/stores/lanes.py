@@ -114,9 +114,13 @@ class Lanes(Generic[T]):
     def _ask(self, asks: Sequence[T], hear: Callable[[Future], None]) -> None:
         try:
             answer = self._call(asks)
-        except Exception as error:  # noqa: BLE001 - as if it had come later
-            answer = self._loop.create_future()
-            answer.set_exception(error)
+        except StopIteration as error:  # no future takes it
+            answer = _failed(self._loop, RuntimeError(*error.args))
+        except BaseException as error:
+            answer = _failed(self._loop, error)
+            if not isinstance(error, Exception):
+                answer.add_done_callback(hear)
+                raise
         if isinstance(answer, Prompt):
             answer.tell(hear)
         else:
@@ -177,6 +181,13 @@ class Lanes(Generic[T]):
         for ask in [*chain.from_iterable(self._away), *self._waiting]:
             self._give_up(ask)
         self._waiting = []
+
+
+def _failed(loop: asyncio.AbstractEventLoop, error: BaseException) -> Future:
+    """As if *error* had come later."""
+    answer: Future = loop.create_future()
+    answer.set_exception(error)
+    return answer
 
 
 def _all_of(batch: Batch[T]) -> list[T]:

@@ -11,7 +11,6 @@ Invariants: as in `postgres_link.py`. Every future that was given out is done in
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -22,6 +21,7 @@ from psycopg.pq.abc import PGresult
 
 from coatcheck.core.flow import Flow
 from coatcheck.core.record import Record, Swap
+from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.postgres_link import (
     NO_ANSWER,
     ONCE_MORE,
@@ -34,6 +34,7 @@ from coatcheck.stores.postgres_link import (
 )
 from coatcheck.stores.postgres_talk import TRIES, Talk
 from coatcheck.stores.prompt import Prompt
+from coatcheck.stores.scarce import started
 
 T = TypeVar("T")
 _Answer: TypeAlias = Prompt[Sequence[Record | None]]
@@ -118,7 +119,10 @@ class _Line:
     def _begin(self) -> None:
         self._tries -= 1
         if self._connection is None:
-            _open_in_thread(self._loop, self._new_connection, self._opened, self._fail)
+            try:
+                _open_in_thread(self._loop, self._new_connection, self._opened, self._fail)
+            except StoreUnavailable as error:
+                self._end([], error)
             return
         assert self._new_flow is not None
         self._conversation = conversation(self._connection, self._new_flow())
@@ -252,4 +256,4 @@ def _open_in_thread(
         except RuntimeError:
             let_go(connection)
 
-    threading.Thread(target=work, name="coatcheck-connect", daemon=True).start()
+    started("coatcheck-connect", work)

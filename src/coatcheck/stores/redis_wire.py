@@ -25,6 +25,7 @@ from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.redis_flow import NO_WAIT, Flows, Send, Wait, is_demoted
 from coatcheck.stores.redis_line import Connection, connected, lost
 from coatcheck.stores.redis_replies import NotRedis, Replies, Reply
+from coatcheck.stores.scarce import outage_without_thread
 
 # 1: with two batches on their way each is half as large, and a tenth fewer operations come through,
 # also where a round trip takes a millisecond.
@@ -149,7 +150,9 @@ class _Link:
         executor = ThreadPoolExecutor(1, "coatcheck-connect")
         try:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(executor, connected, self._connect, self._name)
+            with outage_without_thread():
+                opening = loop.run_in_executor(executor, connected, self._connect, self._name)
+            return await opening
         finally:
             executor.shutdown(wait=False)
 

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 from coatcheck.core.record import Record, Swap
 from coatcheck.stores.batching import unknown_outcome
 from coatcheck.stores.contract import Store
+from coatcheck.stores.scarce import started
 
 _Results: TypeAlias = Sequence[Record | None]
 # Who waits, and what is called with what. A plain queue, because executors take twice as long.
@@ -44,14 +45,10 @@ class ThreadWire:
     def _ask(
         self, call: Callable[[Any], _Results], asks: Sequence[Any]
     ) -> asyncio.Future[_Results]:
+        if len(self._threads) <= self.lanes:  # one at a time, as long as they may be needed
+            self._threads.append(started("coatcheck-store", _work, self._loop, self._asks))
         future: asyncio.Future[_Results] = self._loop.create_future()
         self._asks.put((future, call, asks))
-        if len(self._threads) <= self.lanes:  # one at a time, as long as they may be needed
-            thread = threading.Thread(
-                target=_work, args=(self._loop, self._asks), name="coatcheck-store", daemon=True
-            )
-            thread.start()
-            self._threads.append(thread)
         return future
 
     async def close(self) -> None:

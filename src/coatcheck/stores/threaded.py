@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from contextvars import copy_context
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.batching import call_apart, next_round, unknown_outcome
 from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, Store
 from coatcheck.stores.fork import renew_after_fork
+from coatcheck.stores.scarce import outage_without_thread, started
 
 R = TypeVar("R")
 
@@ -68,8 +70,7 @@ class ThreadedStore:
 
     async def find(self, query: Query) -> Page:
         """Records for operators; see `Store.find`. In another thread: claims do not wait for it."""
-        self._queue.refuse_if_closed()
-        return await asyncio.to_thread(self._store.find, query)
+        return await self._run_beside(lambda: self._store.find(query))
 
     async def sweep(self, now_ms: int, limit: int = SWEEP_BATCH) -> int:
         """Delete what retention allows; see `Store.sweep`."""
@@ -77,8 +78,7 @@ class ThreadedStore:
 
     async def check(self) -> Sequence[Finding]:
         """What the doctor sees; see `Store.check`. In another thread, like `find`."""
-        self._queue.refuse_if_closed()
-        return await asyncio.to_thread(self._store.check)
+        return await self._run_beside(self._store.check)
 
     async def now_ms(self) -> int:
         """The store's clock; see `Store.now_ms`."""
@@ -91,6 +91,8 @@ class ThreadedStore:
         try:
             self._queue.put(Ask(loop, future, (), self._store.close), is_last=True)
         except StoreUnavailable:
+            if self._queue.end():  # there is no thread, and so nothing that we would wait for
+                self._store.close()
             return
         await future
 
@@ -99,7 +101,7 @@ class ThreadedStore:
         try:
             self._queue.put(ask, is_urgent=True)
         except StoreUnavailable as error:
-            ask.error = error
+            ask.error = unknown_outcome(error)  # it may have been on its way
             _give_back([ask])
 
     async def _run(self, call: Callable[[], R]) -> R:
@@ -108,6 +110,14 @@ class ThreadedStore:
         self._queue.put(Ask(loop, future, (), call))
         result: R = await future
         return result
+
+    async def _run_beside(self, call: Callable[[], R]) -> R:
+        """In a thread of the loop's, because it may take long."""
+        self._queue.refuse_if_closed()
+        with outage_without_thread():
+            loop = asyncio.get_running_loop()
+            future = loop.run_in_executor(None, copy_context().run, call)
+        return await future
 
 
 class Ask:
@@ -163,6 +173,8 @@ class _Queue:
         with self._mutex:
             if self._is_closed:
                 self.refuse_if_closed()
+            if self._thread is None:  # first of all, because there may be none to be had
+                self._thread = started("coatcheck-store", _work, self._store, self)
             self._asks.append(ask)
             if self._waker is loop and not is_last and not is_urgent:
                 return
@@ -172,11 +184,6 @@ class _Queue:
             else:
                 self._waker = loop
                 loop.call_soon(self._keep_promise)
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=_work, args=(self._store, self), name="coatcheck-store", daemon=True
-                )
-                self._thread.start()
 
     def _wake(self) -> None:
         if not self._is_woken:
@@ -203,12 +210,14 @@ class _Queue:
         with self._mutex:
             return self._is_closed and not self._asks
 
-    def end(self) -> None:
-        """Let the thread end when it has done what was asked."""
+    def end(self) -> bool:
+        """Let the thread end when it has done what was asked; False: it was told so before."""
         with self._mutex:
-            if not self._is_closed:
-                self._is_closed = True
-                self._wake()
+            if self._is_closed:
+                return False
+            self._is_closed = True
+            self._wake()
+            return True
 
 
 def _work(store: Store, queue: _Queue) -> None:
