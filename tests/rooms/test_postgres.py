@@ -627,6 +627,26 @@ def test_a_loop_works_behind_pgbouncer_in_transaction_mode(url):
         bouncer.remove()
 
 
+def test_who_waits_when_a_loop_closes_without_patience_is_told(url, new_loop):
+    """D2: also who has not been sent yet, on a loop that lives on."""
+
+    async def impatient(store):
+        asked = [store.swap([complete(claim_of(id))]) for id in MANY]
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await store.close()
+        async with asyncio.timeout(START_S_MAX):
+            return await asyncio.gather(*asked, return_exceptions=True)
+
+    with Loop(url, new_loop) as loop, session(url) as other:
+        loop.swap(*(claim(id) for id in MANY))
+        other.execute("select 1 from coatcheck_records for update")
+        errors = loop.runner.run(impatient(loop.store))
+        assert {type(error) for error in errors} == {StoreUnavailable}
+        assert errors[0].is_ambiguous
+        assert not errors[-1].is_ambiguous
+
+
 def test_a_loop_that_ends_leaves_no_connection_behind(url):
     """D4: also where nobody has closed the store."""
     store = open_async_store(f"{url}&application_name=left_behind")

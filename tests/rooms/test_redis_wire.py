@@ -297,6 +297,26 @@ def test_what_is_larger_than_a_socket_holds_arrives_whole(play, tmp_path, scheme
 # -------------------------------------------------------------------------- whose connections it is
 
 
+def test_who_waits_when_somebody_closes_without_patience_is_told(play, server: Redis):
+    """D2: what is on its way is in doubt, and what has not left is refused."""
+
+    async def story() -> None:
+        store = open_async_store(server.url)
+        await store.swap([claim(claim_of(id_of(99)))])
+        server.kill(signal.SIGSTOP)
+        asked = [store.swap([claim(record)]) for record in claims(0, 9)]
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await store.close()
+        errors = await asyncio.gather(*asked, return_exceptions=True)
+        server.kill(signal.SIGCONT)
+        assert {type(error) for error in errors} == {StoreUnavailable}
+        assert [error.is_ambiguous for error in errors] == [True] + [False] * 8
+        await store.close()
+
+    with_running(server, lambda: play(story()))
+
+
 def test_a_wire_that_is_closed_is_not_used_again(play):
     """D2: nor one that is closed while it is opened."""
 

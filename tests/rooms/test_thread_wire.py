@@ -114,6 +114,31 @@ def test_a_cancelled_write_takes_effect_all_the_same(store):
     run(story())
 
 
+def test_who_waits_when_somebody_closes_without_patience_is_told(store):
+    """D2: what is on its way is ended, and what has not left is refused."""
+
+    async def story() -> None:
+        looped = LoopedStore(store)
+        store.gate.set()
+        for number in range(3):  # as many as there are threads
+            await looped.swap([claim(number)])
+        store.gate.clear()
+        asked = [looped.swap([claim(number)]) for number in range(3, 12)]
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await looped.close()
+        store.gate.set()
+        told = await asyncio.gather(*asked, return_exceptions=True)
+        assert told[0] == [None]
+        refusals = [error for error in told if isinstance(error, StoreUnavailable)]
+        assert refusals
+        assert len(store._records) == 3 + told.count([None]) == 12 - len(refusals)
+        assert not any(error.is_ambiguous for error in refusals)
+        await looped.close()
+
+    run(story())
+
+
 def test_threads_end_when_their_wire_is_closed(store):
     """D2: and not before they have answered."""
     store.gate.set()

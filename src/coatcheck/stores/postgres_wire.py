@@ -113,7 +113,10 @@ class _Line:
         self._answer = Prompt(loop=self._loop)
         self._new_flow = new_flow
         self._tries = TRIES
-        self._begin()
+        if self._is_closed:
+            self._end([], StoreUnavailable("the store is closed"))
+        else:
+            self._begin()
         return self._answer
 
     def _begin(self) -> None:
@@ -129,7 +132,7 @@ class _Line:
         self._go_on(None)
 
     def _opened(self, connection: Connection) -> None:
-        if self._is_closed:
+        if self._is_closed:  # and whoever waited was told so
             let_go(connection)
             return
         self._connection = connection

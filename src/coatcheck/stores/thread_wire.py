@@ -1,7 +1,8 @@
 """A wire made of threads: for stores whose driver can only block, and that write on several lines.
 
 Each lane is a thread, and while one waits for the server the event loop and the others go on.
-Invariant: what a thread has taken it ends and answers, also for a caller who was cancelled.
+Invariants: what a thread has taken it ends and answers, also for a caller who was cancelled; after
+closing nothing can be asked, where it would wait for ever.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from queue import SimpleQueue
 from typing import Any, TypeAlias
 
 from coatcheck.core.record import Record, Swap
+from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.batching import unknown_outcome
 from coatcheck.stores.contract import Store
 from coatcheck.stores.scarce import started
@@ -33,6 +35,7 @@ class ThreadWire:
         self._loop = asyncio.get_running_loop()
         self._asks: _Asks = SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._is_closed = False
 
     def swap(self, swaps: Sequence[Swap], /) -> asyncio.Future[_Results]:
         """Write each record if the version its caller saw still stands; see `Store.swap`."""
@@ -45,6 +48,8 @@ class ThreadWire:
     def _ask(
         self, call: Callable[[Any], _Results], asks: Sequence[Any]
     ) -> asyncio.Future[_Results]:
+        if self._is_closed:
+            raise StoreUnavailable("the store is closed")
         if len(self._threads) <= self.lanes:  # one at a time, as long as they may be needed
             self._threads.append(started("coatcheck-store", _work, self._loop, self._asks))
         future: asyncio.Future[_Results] = self._loop.create_future()
@@ -52,7 +57,8 @@ class ThreadWire:
         return future
 
     async def close(self) -> None:
-        """Let the threads end."""
+        """Let the threads end when they have done what was asked; after that nothing can be."""
+        self._is_closed = True
         for _ in self._threads:
             self._asks.put(None)
 
