@@ -351,6 +351,41 @@ def test_a_table_that_is_gone_is_an_outage_and_not_a_crash(store, url):
     assert not caught.value.is_ambiguous
 
 
+def delete(id):
+    return Swap(id, claim_of(id).version, None)
+
+
+# What a server says that has certainly not written; the last one, each time that it is asked again.
+REFUSALS = ["25006", "42501", "53100", "40P01"]
+
+
+def refuse_to_delete(url, code):
+    """From now on the server refuses to delete records, with *code*."""
+    with session(url) as other:
+        other.execute(
+            "create function refuse() returns trigger language plpgsql as "
+            f"$$begin raise 'not this one' using errcode = '{code}'; end$$"
+        )
+        other.execute(
+            "create trigger refuse before delete on coatcheck_records "
+            "for each row execute function refuse()"
+        )
+
+
+@pytest.mark.parametrize("code", REFUSALS)
+def test_a_refusal_after_something_was_written_is_a_doubt(store, url, code):
+    """L1, D2: the claim of the same batch is there, and who made it is told to look."""
+    store.swap([claim(MANY[0])])
+    refuse_to_delete(url, code)
+    with pytest.raises(StoreUnavailable) as caught:
+        store.swap([claim(MANY[1]), delete(MANY[0])])
+    assert caught.value.is_ambiguous
+    assert store.get(MANY[:2]) == [claim_of(MANY[0]), claim_of(MANY[1])]
+    with pytest.raises(StoreUnavailable) as caught:
+        store.swap([delete(MANY[0])])
+    assert not caught.value.is_ambiguous
+
+
 def test_a_server_that_only_reads_is_refused(own):
     """D3: a claim on a standby would be a claim on nothing."""
     with closing(open_store(own.url)) as store:
@@ -598,6 +633,21 @@ def test_a_bad_record_of_a_loop_fails_alone(loop):
     assert answers[0] == answers[3] == [None]
     assert isinstance(answers[1], ValueError)
     assert isinstance(answers[2], psycopg.IntegrityError)
+
+
+@pytest.mark.parametrize("code", REFUSALS)
+def test_a_refusal_after_a_loop_has_written_something_is_a_doubt(loop, url, code):
+    """L1, D2: the claim of the same batch is there, and who made it is told to look."""
+    loop.swap(claim(MANY[0]))
+    refuse_to_delete(url, code)
+    with pytest.raises(StoreUnavailable) as caught:
+        loop.swap(claim(MANY[1]), delete(MANY[0]))
+    assert caught.value.is_ambiguous
+    assert (loop.connections[0] is None) == (code == "25006")  # one that only reads is left
+    assert loop.get(*MANY[:2]) == [claim_of(MANY[0]), claim_of(MANY[1])]
+    with pytest.raises(StoreUnavailable) as caught:
+        loop.swap(delete(MANY[0]))
+    assert not caught.value.is_ambiguous
 
 
 def test_a_loop_drops_a_server_that_only_reads(own):

@@ -95,11 +95,11 @@ class PostgresStore:
         """Write each record if the version its caller saw still stands."""
         if not swaps:
             return []
-        return self._writer.talk(lambda: self._talk.swap(swaps))
+        return self._writer.talk(self._talk.swap(swaps))
 
     def get(self, ids: Sequence[bytes]) -> Sequence[Record | None]:
         """The records that stand, in the order of *ids*."""
-        return self._reader.talk(lambda: self._talk.get(ids))
+        return self._reader.talk(self._talk.get(ids))
 
     def wire(self) -> Wire:
         """Connections for the running event loop, which must be able to watch sockets."""

@@ -35,7 +35,7 @@ _OF_THE_RECORD = (errors.DataError, errors.IntegrityError, errors.ProgramLimitEx
 # it refuses us, something is full, our table or its rights are gone.
 _UNWRITTEN = frozenset({"25", "28", "3D", "3F", "42", "53"})
 # Nothing was done, and the same again will do.
-ONCE_MORE = (
+_ONCE_MORE = (
     errors.DeadlockDetected,
     errors.SerializationFailure,
     errors.TransactionRollback,
@@ -79,21 +79,46 @@ class Connection(psycopg.Connection[Any]):
 def conversation(
     connection: Connection, flow: Flow[T]
 ) -> Generator[None, Sequence[PGresult] | None, T]:
-    """Say what *flow* yields; whenever something was sent, yield, and be sent the answer."""
+    """
+    Say what *flow* yields; whenever something was sent, yield, and be sent the answer.
+
+    Each statement is committed by itself. So once one was answered, whatever is said of a later
+    one, nobody knows that nothing was written.
+    """
+    is_answered = False
     try:
         effect = next(flow)
         while True:
             assert isinstance(effect, Say)
-            name, text = effect.statement
-            if connection.prepares and name not in connection.kept:
-                connection.pgconn.send_prepare(name, text)
-                answer_of((yield))
-                connection.kept.add(name)
-            _send(connection, effect)
-            effect = flow.send(answer_of((yield)))
+            answer = yield from _said(connection, effect)
+            is_answered = True
+            effect = flow.send(answer)
     except StopIteration as done:
         value: T = done.value
         return value
+    except (psycopg.Error, StoreUnavailable) as error:
+        outage = outage_of(error, writes=True)
+        if not is_answered or not isinstance(outage, StoreUnavailable):
+            raise
+        outage.is_ambiguous = True
+        raise outage from outage.__cause__
+
+
+def _said(connection: Connection, say: Say) -> Generator[None, Sequence[PGresult] | None, PGresult]:
+    """The answer to *say*; said again, if the server has undone it for no fault of ours."""
+    name, text = say.statement
+    if connection.prepares and name not in connection.kept:
+        connection.pgconn.send_prepare(name, text)
+        answer_of((yield))
+        connection.kept.add(name)
+    for left in reversed(range(TRIES)):
+        _send(connection, say)
+        try:
+            return answer_of((yield))
+        except _ONCE_MORE as error:
+            if not left:
+                raise outage_of(error, writes=True) from error
+    raise AssertionError
 
 
 def _send(connection: Connection, say: Say) -> None:
@@ -161,9 +186,10 @@ class Link:
         self._connection = None
         self._mutex = threading.Lock()
 
-    def talk(self, new_flow: Callable[[], Flow[T]]) -> T:
-        """Say what a flow yields."""
-        return self.run(lambda connection: connection.converse(new_flow()))
+    def talk(self, flow: Flow[T]) -> T:
+        """Say what *flow* yields."""
+        with self as connection:
+            return connection.converse(flow)
 
     def run(self, work: Callable[[Connection], T]) -> T:
         """Do *work* on the connection; again, if its server has undone it for no fault of ours."""
@@ -171,7 +197,7 @@ class Link:
             try:
                 with self as connection:
                     return work(connection)
-            except ONCE_MORE as error:
+            except _ONCE_MORE as error:
                 if not left:
                     raise outage_of(error, writes=self._writes) from error
         raise AssertionError
@@ -201,7 +227,7 @@ class Link:
                 self._drop()
         finally:
             self._mutex.release()
-        if error is not None and not isinstance(error, ONCE_MORE):
+        if error is not None and not isinstance(error, _ONCE_MORE):
             outage = outage_of(error, writes=self._writes)
             if outage is not error:
                 raise outage from error
@@ -245,7 +271,8 @@ def is_hurt(connection: Connection, error: BaseException) -> bool:
     """*connection* is of no use after *error*."""
     # A server that only reads was the one that writes, before somebody else was promoted. And what
     # was prepared may be gone, or no longer fit a table that was changed.
-    if isinstance(error, _OVER) or not isinstance(error, Exception):
+    is_over = isinstance(error, _OVER) or isinstance(error.__cause__, _OVER)
+    if is_over or not isinstance(error, Exception):
         return True
     status = connection.info.transaction_status
     return connection.closed or status != psycopg.pq.TransactionStatus.IDLE
@@ -255,7 +282,7 @@ def outage_of(error: BaseException, *, writes: bool) -> BaseException:
     """What *error* is to whoever asked: an outage, unless it is their own or none of ours."""
     if not isinstance(error, psycopg.Error) or isinstance(error, _OF_THE_RECORD):
         return error
-    if isinstance(error, ONCE_MORE):
+    if isinstance(error, _ONCE_MORE):
         return StoreUnavailable(f"others were in the way {TRIES} times in a row")
     is_ambiguous = writes and (error.sqlstate or "")[:2] not in _UNWRITTEN
     outage = StoreUnavailable(_sentence(error), is_ambiguous=is_ambiguous)

@@ -24,7 +24,6 @@ from coatcheck.core.record import Record, Swap
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.postgres_link import (
     NO_ANSWER,
-    ONCE_MORE,
     Connection,
     conversation,
     is_hurt,
@@ -32,13 +31,13 @@ from coatcheck.stores.postgres_link import (
     opened,
     outage_of,
 )
-from coatcheck.stores.postgres_talk import TRIES, Talk
+from coatcheck.stores.postgres_talk import Talk
 from coatcheck.stores.prompt import Prompt
 from coatcheck.stores.scarce import started
 
 T = TypeVar("T")
 _Answer: TypeAlias = Prompt[Sequence[Record | None]]
-_NewFlow: TypeAlias = Callable[[], Flow[Sequence[Record | None]]]
+_Flow: TypeAlias = Flow[Sequence[Record | None]]
 
 
 class PostgresWire:
@@ -65,11 +64,11 @@ class PostgresWire:
     def swap(self, swaps: Sequence[Swap], /) -> _Answer:
         """Write each record if the version its caller saw still stands."""
         line = next(line for line in self._writers if line.is_free)
-        return line.talk(lambda: self._talk.swap(swaps))
+        return line.talk(self._talk.swap(swaps))
 
     def get(self, ids: Sequence[bytes], /) -> _Answer:
         """The records that stand, in the order of *ids*."""
-        return self._reader.talk(lambda: self._talk.get(ids))
+        return self._reader.talk(self._talk.get(ids))
 
     async def close(self) -> None:
         """Close the connections."""
@@ -95,24 +94,22 @@ class _Line:
         self._is_closed = False
         self._connection: Connection | None = None
         self._socket = -1
-        # Of the caller: what is to be said, how often, as far as it got, and what has come.
+        # Of the caller: what is to be said, as far as it got, and what has come.
         self.is_free = True
         self._answer: _Answer = Prompt(loop=loop)
-        self._new_flow: _NewFlow | None = None
-        self._tries = 0
+        self._flow: _Flow | None = None
         self._conversation: Generator[None, Any, Sequence[Record | None]] | None = None
         self._results: list[PGresult] = []
         # When the server should have answered; and the one timer that looks at it.
         self._deadline_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    def talk(self, new_flow: _NewFlow) -> _Answer:
-        """Say what a flow yields; all of it again, if the server has undone it."""
+    def talk(self, flow: _Flow) -> _Answer:
+        """Say what *flow* yields."""
         assert self.is_free
         self.is_free = False
         self._answer = Prompt(loop=self._loop)
-        self._new_flow = new_flow
-        self._tries = TRIES
+        self._flow = flow
         if self._is_closed:
             self._end([], StoreUnavailable("the store is closed"))
         else:
@@ -120,15 +117,14 @@ class _Line:
         return self._answer
 
     def _begin(self) -> None:
-        self._tries -= 1
         if self._connection is None:
             try:
                 _open_in_thread(self._loop, self._new_connection, self._opened, self._fail)
             except StoreUnavailable as error:
                 self._end([], error)
             return
-        assert self._new_flow is not None
-        self._conversation = conversation(self._connection, self._new_flow())
+        assert self._flow is not None
+        self._conversation = conversation(self._connection, self._flow)
         self._go_on(None)
 
     def _opened(self, connection: Connection) -> None:
@@ -198,14 +194,11 @@ class _Line:
             self._drop()
         if self.is_free:  # nobody waits: the server has ended the connection by itself
             return
-        if isinstance(error, ONCE_MORE) and self._tries:
-            self._begin()
-        else:
-            self._end([], outage_of(error, writes=self._writes))
+        self._end([], outage_of(error, writes=self._writes))
 
     def _end(self, results: Sequence[Record | None], error: BaseException | None) -> None:
         self.is_free = True
-        self._new_flow = self._conversation = None
+        self._flow = self._conversation = None
         if self._answer.done():
             return
         if error is None:
