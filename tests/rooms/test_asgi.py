@@ -5,8 +5,10 @@ import contextvars
 import gc
 import gzip
 import threading
+import types
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -617,6 +619,53 @@ def test_a_cancelled_request_goes_on_and_its_retry_gets_the_result(guard):
         assert (await retry).body == b"whole"
         assert (await retry).is_replay
         assert slow.calls == 1
+
+    run(story())
+
+
+def begin_at_once(loop, coroutine, **options):
+    """Tasks begin when they are made: `asyncio.eager_task_factory`, which is younger than us."""
+    try:
+        first = coroutine.send(None)
+    except StopIteration as done:
+        ended = loop.create_future()
+        ended.set_result(done.value)
+        return ended
+
+    @types.coroutine
+    def rest():
+        waited_for = first
+        try:
+            while True:
+                try:
+                    sent = yield waited_for
+                except BaseException as error:  # noqa: BLE001 - handed on
+                    waited_for = coroutine.throw(error)
+                else:
+                    waited_for = coroutine.send(sent)
+        except StopIteration as done:
+            return done.value
+
+    async def go_on():
+        return await rest()
+
+    return asyncio.Task(go_on(), loop=loop, **options)
+
+
+@pytest.mark.parametrize("error", [None, OSError("no")])
+def test_a_visit_that_is_over_before_its_task_was_seen_is_over(guard, error):
+    """X2: tasks that begin at once may end at once."""
+
+    async def story() -> None:
+        eager = getattr(asyncio, "eager_task_factory", begin_at_once)
+        asyncio.get_running_loop().set_task_factory(eager)
+        app = guard(raw(START, REST, error=error))
+        exchange = AsgiExchange("POST", "/", with_key("k-1"), ORDER)
+        with suppress(OSError):
+            await exchange.run(app)
+        assert exchange.is_done.is_set()
+        assert not UNDER_WAY
+        assert (await post(app)).is_replay
 
     run(story())
 

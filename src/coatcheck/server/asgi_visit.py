@@ -105,8 +105,8 @@ class Visit(ClientSide):
         loop = asyncio.get_running_loop()
         # Awaited in the task's place, because cancelling who awaits a task cancels the task.
         self._done = done = loop.create_future()
+        UNDER_WAY.add(self)  # before it begins, because it may end at once
         self.task = loop.create_task(self._run(done))
-        UNDER_WAY.add(self)
         try:
             await done
         except asyncio.CancelledError:
