@@ -160,6 +160,55 @@ def test_whatever_is_stored_comes_back(keyring, blob):
         assert store.swap([Swap(ID, 0, claim)]) == [done]
 
 
+@given(text=st.binary(max_size=80), data=st.data())
+def test_what_was_sealed_and_then_cut_or_changed_is_unreadable_and_nothing_else(text, data):
+    """X1: wherever that was, in the name of the key too."""
+    ring = KeyRing(OLD | {"ключ": b"k" * 32})
+    sealed = ring.seal(text, b"about")
+    assert ring.open(sealed, b"about") == text
+    place = data.draw(st.integers(0, len(sealed) - 1))
+    for spoilt in (sealed[:place], flipped(sealed, place, data.draw(st.integers(0, 7)))):
+        with pytest.raises(Unreadable):
+            ring.open(spoilt, b"about")
+
+
+def flipped(blob, place, bit):
+    """*blob*, of which one bit is another."""
+    return blob[:place] + bytes([blob[place] ^ 1 << bit]) + blob[place + 1 :]
+
+
+@pytest.mark.parametrize("keyring", [None, KeyRing(NEW)], ids=["compressed", "sealed"])
+@given(data=st.data())
+def test_a_record_that_was_cut_or_changed_is_never_another_answer(keyring, data):
+    """X1: its mark tells what it was, so the mark is left; operators see it as it is."""
+    beneath = open_store("memory://")
+    store = AtRest(beneath, keyring)
+    claim = claim_of()
+    done = completed(claim, b"\x01" + b"abc" * 1_000)
+    store.swap([Swap(ID, 0, claim)])
+    store.swap([Swap(ID, claim.version, done)])
+    (kept,) = beneath.get([ID])
+    place = data.draw(st.integers(1, len(kept.response) - 1))
+    flip = flipped(kept.response, place, data.draw(st.integers(0, 7)))
+    for spoilt in (flip, kept.response[:place]):
+        beneath._records[ID] = kept._replace(response=spoilt)
+        try:
+            assert store.get([ID]) == [done]  # a bit that nobody reads
+            assert keyring is None
+            assert spoilt is flip
+        except Unreadable:
+            assert [record.response for record in store.find(Query()).records] == [spoilt]
+
+
+def test_nothing_at_all_is_no_answer_that_was_sealed():
+    """X1: a record that says the work was done, and no longer what came of it."""
+    beneath = open_store("memory://")
+    store = AtRest(beneath, KeyRing(NEW))
+    beneath.swap([Swap(ID, 0, completed(claim_of(), b""))])
+    with pytest.raises(Unreadable):
+        store.get([ID])
+
+
 def test_large_answers_are_compressed_where_that_saves_something():
     beneath = open_store("memory://")
     store = AtRest(beneath)

@@ -6,8 +6,8 @@ compressed where that saves something; with a key ring all of them are sealed wi
 under the newest key, bound to their record and field: what was copied to another record does not
 open there. What was stored before there was a ring stays readable.
 
-Invariant: what cannot be opened is an error, never an empty answer: a record that nobody can read
-still says that the work was done.
+Invariant: what cannot be opened is an error (`Unreadable`), never an empty answer: a record that
+nobody can read still says that the work was done.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ COMPRESSED_BYTES_MIN = 1_024
 _SAVED_MIN = 1 / 8
 
 _KEY_BYTES = 32
+_HEAD_BYTES = 2  # the mark, and how long the name of the key is
 _NONCE_BYTES = 12  # what GCM is made for; random, so 2³² records for each key
 _NAME_BYTES_MAX = 255
 
@@ -73,16 +74,19 @@ class KeyRing:
 
     def open(self, blob: bytes, about: bytes) -> bytes:
         """What `seal` made *blob* of."""
-        start = 2 + blob[1]
-        name, nonce = blob[2:start], blob[start : start + _NONCE_BYTES]
+        if len(blob) < _HEAD_BYTES or blob[0] != SEALED:
+            raise Unreadable("it is not what was sealed: it was cut off, or changed")
+        start = _HEAD_BYTES + blob[1]
+        name, nonce = blob[_HEAD_BYTES:start], blob[start : start + _NONCE_BYTES]
+        shown = repr(name.decode(errors="replace"))
         cipher = self._ciphers.get(name)
         if cipher is None:
             known = ", ".join(name.decode() for name in self._ciphers)
-            raise Unreadable(f"sealed with the key {name.decode()!r}; the ring has {known}")
+            raise Unreadable(f"sealed with the key {shown}; the ring has {known}")
         try:
             text: bytes = cipher.decrypt(nonce, blob[start + _NONCE_BYTES :], about)
-        except self._invalid as error:
-            message = f"the key {name.decode()!r} does not open it: another key, or it was changed"
+        except (self._invalid, ValueError) as error:  # the latter: it was cut off in its nonce
+            message = f"the key {shown} does not open it: another key, or it was changed"
             raise Unreadable(message) from error
         return text
 
@@ -170,11 +174,19 @@ class AtRest:
         )
 
     def _unpacked_blob(self, blob: bytes | None, about: bytes) -> bytes | None:
-        if blob and blob[0] == SEALED:
-            if self._keyring is None:
-                raise Unreadable("it is sealed, and there is no key ring here")
+        if blob is None:
+            return None
+        is_sealed = blob.startswith(b"%c" % SEALED)
+        if self._keyring is not None and (is_sealed or not blob):  # empty, it would be cut off
             blob = self._keyring.open(blob, about)
-        return zlib.decompress(blob[1:]) if blob and blob[0] == COMPRESSED else blob
+        elif is_sealed:
+            raise Unreadable("it is sealed, and there is no key ring here")
+        if not blob.startswith(b"%c" % COMPRESSED):
+            return blob
+        try:
+            return zlib.decompress(blob[1:])
+        except zlib.error as error:
+            raise Unreadable("it cannot be unpacked: it was cut off, or changed") from error
 
     def _shown(self, record: Record) -> Record:
         try:
