@@ -505,10 +505,20 @@ def test_a_refusal_of_the_server_is_no_doubt_about_a_write(opened, told):
         assert told.split()[-1].rstrip(".") in str(error)
 
 
-@pytest.mark.parametrize("second", [None, b"-OOM command not allowed\r\n"])
-def test_a_batch_that_was_answered_by_half_is_a_doubt_about_all_of_it(opened, second):
-    """D2, L1: whoever tries again finds what was written."""
-    answers = iter([b"*0\r\n", second])
+@pytest.mark.parametrize(
+    "other",
+    [
+        None,
+        b"-OOM command not allowed\r\n",
+        b"-LOADING Redis is loading the dataset in memory\r\n",
+        b"-NOAUTH Authentication required.\r\n",
+    ],
+)
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_batch_that_was_answered_by_half_is_a_doubt_about_all_of_it(opened, other, is_first):
+    """D2, L1: whoever tries again finds what was written, also if the server was ready late."""
+    written = b"*0\r\n"
+    answers = iter([other, written] if is_first else [written, other])
     with fake(lambda: next(answers)) as url, closing(opened(url)) as store:
         assert refused(store, [claim(record) for record in claims(0, 100)]).is_ambiguous
 

@@ -101,13 +101,16 @@ class Line:
     def receive(self, count: int) -> list[Reply]:
         """Wait for the answers to *count* commands, and leave the line to others."""
         assert self._connection is not None
+        replies: list[Reply] = []
         try:
-            replies = [_reply(self._connection) for _ in range(count)]
+            for _ in range(count):
+                replies.append(_reply(self._connection))  # noqa: PERF401 - we look at it if that fails
             waited = _reply(self._connection) if self._wait.replicas else 0
         except (exceptions.RedisError, OSError) as error:
             self.abandon()
-            # Then no answer at all has come, so nothing was done.
-            is_refused = isinstance(error, _AT_THE_DOOR)
+            # The driver reads no further. So only of a command that was alone we know that nothing
+            # was done; others may have been let in before it, or after it.
+            is_refused = isinstance(error, _AT_THE_DOOR) and count == 1 and not replies
             is_ambiguous = self.is_writer and not is_refused
             raise lost(self.name, error, is_ambiguous=is_ambiguous) from error
         except BaseException:
