@@ -15,6 +15,7 @@ import pytest
 
 from coatcheck.core.record import RUNNING, Record, Swap
 from coatcheck.errors import StoreUnavailable
+from coatcheck.stores import lanes
 from coatcheck.stores.batching import BATCH_MAX
 from coatcheck.stores.contract import Query, Wire
 from coatcheck.stores.looped import LoopedStore
@@ -245,8 +246,9 @@ def test_two_lanes_share_what_there_is_in_equal_parts():
     asyncio.run(scene())
 
 
-def test_a_few_who_come_late_wait_for_the_many_who_are_on_their_way():
+def test_a_few_who_come_late_wait_for_the_many_who_are_on_their_way(monkeypatch):
     """L1: alone they would take as long, and who comes back meanwhile would have to wait."""
+    monkeypatch.setattr(lanes, "PROMPT_S_MAX", TIMEOUT_S)  # so that nobody is slow here
 
     async def scene() -> None:
         async with Scene(lanes=3) as on:
@@ -261,6 +263,51 @@ def test_a_few_who_come_late_wait_for_the_many_who_are_on_their_way():
             assert on.wire.batches[2:] == [[11, 12, 13]]
             gate.set()
             assert await on.told(on.first, many) == [[None], [None] * 10]
+
+    asyncio.run(scene())
+
+
+def test_nobody_waits_for_a_lane_that_is_stuck_while_another_is_free():
+    """D2: the first who comes finds that out, and whoever comes then is sent at once."""
+
+    async def scene() -> None:
+        async with Scene(lanes=3) as on:
+            gate = on.wire.hold()
+            many = on.looped.swap([claim(number) for number in range(1, 11)])
+            behind = on.looped.swap([change(1, 1)])
+            async with asyncio.timeout(TIMEOUT_S):
+                assert list(await on.looped.swap([claim(11)])) == [None]
+            late = on.looped.swap([claim(12)])
+            await turns()
+            assert on.wire.batches[2:] == [[11], [12]]
+            assert list(await late) == [None]
+            assert not behind.done()
+            gate.set()
+            assert await on.told(on.first, many, behind) == [[None], [None] * 10, [None]]
+
+    asyncio.run(scene())
+
+
+def test_a_lane_that_was_stuck_counts_again_when_it_is_back(monkeypatch):
+    """L1: else a few would leave alone for ever."""
+
+    async def scene() -> None:
+        async with Scene(lanes=3) as on:
+            gate = on.wire.hold()
+            many = on.looped.swap([claim(number) for number in range(1, 11)])
+            async with asyncio.timeout(TIMEOUT_S):
+                assert list(await on.looped.swap([claim(11)])) == [None]
+            monkeypatch.setattr(lanes, "PROMPT_S_MAX", TIMEOUT_S)
+            gate.set()
+            assert list(await many) == [None] * 10
+            gate = on.wire.hold()
+            many = on.looped.swap([claim(number) for number in range(21, 31)])
+            await turns()
+            late = on.looped.swap([claim(31)])
+            await turns()
+            assert on.wire.batches[3:] == [list(range(21, 31))]
+            gate.set()
+            assert await on.told(on.first, many, late) == [[None], [None] * 10, [None]]
 
     asyncio.run(scene())
 

@@ -1,7 +1,8 @@
 """Lanes: the queue before one bulk call, on one event loop.
 
 Beneath `looped.py`. Invariants: every call is answered, or given up where it was cancelled on its
-way; no more batches are on their way than there are lanes.
+way; no more batches are on their way than there are lanes; nobody waits for a lane that is stuck
+while another is free, but who asks for a record that is on its way.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ T = TypeVar("T")
 # What leaves beside batches that are on their way is at least this part of them: a few late ones
 # would take as long as all of them, and who comes back meanwhile would have to wait.
 SHARE_MIN = 4
+# 10 ms: longer than a batch takes where server and network are well, and less than anybody notices.
+# What has been away for longer may be stuck, and is not waited for.
+PROMPT_S_MAX = 0.01
 
 Future: TypeAlias = "asyncio.Future[Sequence[Record | None]]"
 # Who waits, and what is asked for. A plain tuple, for one is made for every call.
@@ -61,6 +65,8 @@ class Lanes(Generic[T]):
         self._give_up = give_up
         self._waiting: Batch[T] = []
         self._away: list[Batch[T]] = []  # the batches that are on their way
+        self._slow: list[Batch[T]] = []  # those of them that may be stuck
+        self._is_timed = False  # we shall look which are
         self._is_busy = False  # the last batch was not for one caller alone
         self._is_called = False  # we shall look at the end of this turn
         self._is_closed = False
@@ -101,11 +107,20 @@ class Lanes(Generic[T]):
         if not self._waiting:
             return []
         waiting, away = _count_of(self._waiting), sum(map(_count_of, self._away))
-        if SHARE_MIN * waiting < away:
+        if SHARE_MIN * waiting < away - sum(map(_count_of, self._slow)):
+            if not self._is_timed:
+                self._is_timed = True
+                self._loop.call_later(PROMPT_S_MAX, self._look_who_is_slow, [*self._away])
             return []
         limit = min(BATCH_MAX, -(-(waiting + away) // self._lanes))
         batch, self._waiting = self._split(self._waiting, limit, self._away)
         return batch
+
+    def _look_who_is_slow(self, away: list[Batch[T]]) -> None:
+        """Those of *away* that still are; nobody waits for them any more."""
+        self._is_timed = False
+        self._slow = [batch for batch in away if batch in self._away]
+        self._look()
 
     def _send(self, batch: Batch[T]) -> None:
         self._away.append(batch)
@@ -162,6 +177,8 @@ class Lanes(Generic[T]):
     def _free(self, batch: Batch[T]) -> None:
         """*batch* is back; those who were in it will ask again in the next turn, so wait for it."""
         self._away.remove(batch)
+        if batch in self._slow:
+            self._slow.remove(batch)
         if self._waiting:
             if not self._is_called:
                 self._look_soon()
