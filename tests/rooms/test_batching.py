@@ -721,6 +721,19 @@ def test_a_child_that_was_forked_while_its_parent_asked_can_end():
     assert done.returncode == 0, done.stderr.decode()
 
 
+def test_who_is_tried_again_alone_is_in_doubt_where_the_store_has_gone_away():
+    """L1: a batch need not be one transaction; some of it may have been written the first time."""
+
+    def fail_and_go_away(asks):
+        if len(asks) > 1:
+            raise ValueError("one of them is bad")
+        raise StoreUnavailable("gone")
+
+    _results, errors = call_apart(fail_and_go_away, ["one", "two"])
+    assert [str(error) for error in errors] == ["gone"] * 2
+    assert [error.is_ambiguous for error in errors] == [True] * 2
+
+
 def test_a_lost_acknowledgement_stays_ambiguous_for_each_of_its_batch():
     """L1: an engine that is told so tries again; one that is not would refuse what happened."""
 

@@ -239,9 +239,11 @@ def _each(asks: Sequence[T]) -> Flow[Answers]:
             results.append(None)
             errors.append(_copy_of(errors[-1]))
             continue
-        one_result, one_error = yield from apart([ask])
+        one_result, (error,) = yield from apart([ask])
+        if isinstance(error, StoreUnavailable):
+            error.is_ambiguous = True  # some of the batch may have been written before it failed
         results += one_result
-        errors += one_error
+        errors.append(error)
     return results, errors
 
 
