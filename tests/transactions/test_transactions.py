@@ -9,8 +9,10 @@ from contextlib import closing
 
 import psycopg
 import pytest
-from idioms import SHOPS, Till, idiom_called
+from idioms import SHOPS, Shop, Till, idiom_called
 from psycopg_pool import ConnectionPool
+from servers.pgbouncer import Pgbouncer
+from servers.postgres import postgres
 
 from coatcheck import AsyncEngine, Engine, KeyRing, Policy, current_operation
 from coatcheck.core.record import GONE, STATE_NAMES
@@ -592,3 +594,67 @@ def test_the_async_engines_own_connections_are_bounded_and_used_again(shop):
     ((connections,),) = asyncio.run(main())
     assert shop.orders() == list(range(60))
     assert connections < 30
+
+
+# --- behind a pooler --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pooled():
+    """A shop on PostgreSQL, behind a PgBouncer with fewer sessions than there are writers."""
+    schema = "pooled_shop"
+    server = postgres()
+    with psycopg.connect(server.url) as connection:
+        connection.execute(f"drop schema if exists {schema} cascade")
+        connection.execute(f"create schema {schema}")
+        connection.execute(f"create table {schema}.orders (number integer primary key)")
+    bouncer = Pgbouncer(server, sessions=3)
+    place = f"{server.url}?options=-c%20search_path%3D{schema}"
+    yield Shop("postgres", f"{bouncer.url}?schema={schema}", place)
+    bouncer.remove()
+
+
+INSERT = "insert into pooled_shop.orders values (%s)"
+
+
+def test_many_threads_commit_behind_pgbouncer(pooled, open_engine):
+    """L9, D1: the next transaction meets another session, where a prepared name is not ours."""
+    engine = open_engine(pooled, Policy(mode="transaction"))
+
+    def insert(number):
+        current_operation().connection.execute(INSERT, (number,))
+        return number
+
+    with ThreadPoolExecutor(6) as threads:
+        done = threads.map(lambda n: engine.run(f"{n}", insert, n, scope="orders"), range(200))
+        assert list(done) == list(range(200))
+    assert pooled.orders() == list(range(200))
+
+
+def test_an_event_loop_commits_behind_pgbouncer(pooled):
+    """L9, D1: the same without threads."""
+
+    async def insert(number):
+        await current_operation().connection.execute(INSERT, (number,))
+        return number
+
+    async def main():
+        async with AsyncEngine(pooled.store, Policy(mode="transaction")) as engine:
+            runs = (engine.run(f"{n}", insert, n, scope="orders") for n in range(200))
+            return await asyncio.gather(*runs)
+
+    assert asyncio.run(main()) == list(range(200))
+    assert pooled.orders() == list(range(200))
+
+
+def test_without_a_pooler_statements_are_prepared(shop, open_engine):
+    """L9: what is sent again and again is planned once."""
+
+    def prepared(number):
+        connection = current_operation().connection
+        connection.execute("insert into orders values (%s)", (number,))
+        found = connection.execute("select count(*) from pg_prepared_statements").fetchone()
+        return found[0]
+
+    engine = open_engine(shop, Policy(mode="transaction"))
+    assert [engine.run(f"{n}", prepared, n, scope="orders") for n in range(8)][-1] > 0

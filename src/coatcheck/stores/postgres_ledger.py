@@ -41,6 +41,10 @@ _END = (
 )
 _ENDED = (1, 2, 5, 6, 13, 14)
 
+_WHO_ANSWERS = b"select pg_backend_pid()"
+# 5 times: what psycopg does by itself.
+_PREPARED_AFTER = 5
+
 
 def ledger_for(conninfo: str, statements: Statements, *, compact: bool) -> Ledger:
     """The ledger of the store that *conninfo* leads to."""
@@ -49,7 +53,7 @@ def ledger_for(conninfo: str, statements: Statements, *, compact: bool) -> Ledge
         dialect="postgresql",
         claim=writing.claim,
         change=writing.change,
-        connect=partial(psycopg.connect, conninfo),
+        connect=partial(_connect, conninfo),
         connect_async=partial(_connect_async, conninfo),
     )
 
@@ -111,5 +115,32 @@ def _record_of(swap: Swap) -> Record:
     return swap.record
 
 
+def _connect(conninfo: str) -> psycopg.Connection[Any]:
+    """A connection that prepares what it sends often, unless there is a pooler in between."""
+    connection = psycopg.connect(conninfo, prepare_threshold=None)
+    try:
+        answering = connection.execute(_WHO_ANSWERS).fetchone()
+        connection.rollback()
+    except BaseException:
+        connection.close()
+        raise
+    connection.prepare_threshold = _threshold(connection.info.backend_pid, answering)
+    return connection
+
+
 async def _connect_async(conninfo: str) -> psycopg.AsyncConnection[Any]:
-    return await psycopg.AsyncConnection.connect(conninfo)
+    """The same for event loops."""
+    connection = await psycopg.AsyncConnection.connect(conninfo, prepare_threshold=None)
+    try:
+        answering = await (await connection.execute(_WHO_ANSWERS)).fetchone()
+        await connection.rollback()
+    except BaseException:
+        await connection.close()
+        raise
+    connection.prepare_threshold = _threshold(connection.info.backend_pid, answering)
+    return connection
+
+
+def _threshold(greeted_by: int, answering: tuple[Any, ...] | None) -> int | None:
+    """Behind a pooler the next transaction may meet a session where the name is not ours."""
+    return _PREPARED_AFTER if answering == (greeted_by,) else None
