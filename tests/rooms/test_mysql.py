@@ -805,6 +805,26 @@ def test_the_doctor_warns_of_settings_that_forget(setting, level, words):
     assert sum(found != "ok" for found, _ in told) == (level != "ok")
 
 
+def test_a_server_that_could_forget_is_warned_of_when_it_is_opened(own, own_url, caplog):
+    """D3: what its settings or its table may lose is said at the start, and else nothing."""
+    with somebody_else(own_url) as root:
+        open_store(own_url).close()
+        assert caplog.text == ""
+        ask(root, "set global innodb_flush_log_at_trx_commit = 2")
+        ask(root, "set global read_only = 1")
+        ask(root, "alter table coatcheck_records engine = aria")
+        try:
+            open_store(own_url).close()
+        finally:
+            ask(root, "set global innodb_flush_log_at_trx_commit = 1")
+            ask(root, "set global read_only = 0")
+    assert "a power cut forgets the last second" in caplog.text
+    assert "read_only is on" in caplog.text
+    assert "which has no transactions" in caplog.text
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+    assert all("mysql://root@127.0.0.1" in record.message for record in caplog.records)
+
+
 def test_the_doctor_sees_what_became_of_the_table(store, url, monkeypatch):
     """D3: an engine without transactions, another schema, no table at all, a clock that is off."""
     with somebody_else(url) as other:

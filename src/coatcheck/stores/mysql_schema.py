@@ -8,12 +8,15 @@ Invariant: any number of nodes may start at once, and none goes on with a schema
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
 from coatcheck.errors import Misconfigured
 from coatcheck.stores.mysql_line import Address, Line, Session
+
+logger = logging.getLogger("coatcheck")
 
 SCHEMA_VERSION = 1
 META_TABLE = "coatcheck_meta"
@@ -77,13 +80,16 @@ def prepare(address: Address, table: str, *, create: bool) -> None:
             line.run(lambda session: _create(session, table))
             # Somebody who knows a newer one may have been faster.
             found = line.run(lambda session: schema_version(session, table))
+        if found > SCHEMA_VERSION:
+            raise Misconfigured(
+                f"{address}: {table} has coatcheck schema {found}, but this version of coatcheck "
+                f"knows schemas up to {SCHEMA_VERSION}; upgrade coatcheck, or use another table"
+            )
+        for level, text in line.run(lambda session: list(findings_about(session, table))):
+            if level != "ok":  # a store that could forget says so when it is opened
+                logger.warning("%s: %s", address, text)
     finally:
         line.close()
-    if found > SCHEMA_VERSION:
-        raise Misconfigured(
-            f"{address}: {table} has coatcheck schema {found}, but this version of coatcheck knows "
-            f"schemas up to {SCHEMA_VERSION}; upgrade coatcheck, or use another table"
-        )
 
 
 def schema_version(session: Session, table: str) -> int:
