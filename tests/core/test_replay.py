@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coatcheck.core.replay import (
+    COMPRESSED,
     Fate,
     Response,
     decode_response,
@@ -19,6 +20,7 @@ from coatcheck.core.replay import (
     for_client,
     outline_of,
 )
+from coatcheck.errors import Unreadable
 
 JSON = (b"content-type", b"application/json")
 NOT_KEPT = b"""connection keep-alive proxy-connection te trailer transfer-encoding upgrade
@@ -303,6 +305,17 @@ def test_long_headers_and_many_of_them_come_back_too():
     """L2."""
     many = [(b"x-%d" % number, b"v" * 20_000) for number in range(200)]
     assert decode_response(encode_response(Response(200, many, b""))).headers == many
+
+
+def test_what_a_store_has_compressed_is_read_by_everybody():
+    """X1: nodes are told to compress one after the other."""
+    response = Response(200, [(b"content-type", b"text/plain")], b"again " * 500)
+    blob = bytes([COMPRESSED]) + zlib.compress(encode_response(response))
+    assert decode_response(blob) == response
+    assert outline_of(blob) == (200, 3_000)
+    assert outline_of(blob[:20]) == (None, 19)
+    with pytest.raises(Unreadable, match="damaged"):
+        decode_response(blob[:20])
 
 
 def test_operators_see_the_status_and_the_size_of_what_is_kept_and_nothing_else():

@@ -1,5 +1,7 @@
 """The flow of a guarded request, stepped by hand: every verdict and every way it can end."""
 
+import zlib
+
 import pytest
 
 from coatcheck.core.policy import Policy
@@ -152,6 +154,12 @@ def test_a_response_that_was_not_kept_is_said_to_have_happened():
 def test_a_response_that_only_others_can_open_is_not_sent_as_it_is(mark):
     """X1: nor is the work done again."""
     assert refused(met(completed(FIRST, mark + b"sealed"))[1]) == ("result-unavailable", 409)
+
+
+def test_a_response_that_a_store_has_compressed_is_replayed():
+    """X1, L2: by an engine that compresses nothing itself."""
+    standing = completed(FIRST, b"\x04" + zlib.compress(b"answer"))
+    assert met(standing)[1] == Replay(standing, b"answer")
 
 
 @pytest.mark.parametrize("standing", [FIRST, DEAD, DONE, failed(FIRST), in_doubt(FIRST)])

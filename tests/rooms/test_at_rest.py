@@ -223,6 +223,81 @@ def test_large_answers_are_compressed_where_that_saves_something():
     assert sizes[1] == 3_001
 
 
+LARGE = {"lines": ["the same words, again and again"] * 200}
+
+
+def run_large(url, **options):
+    """What a function's large result takes in the store, and what two callers get of it."""
+    ran = []
+
+    def work():
+        ran.append(1)
+        return LARGE
+
+    with Engine(url, **options) as engine:
+        results = [engine.run("large", work, scope="s")]
+    with Engine(url, **options) as another:
+        results.append(another.run("large", work, scope="s"))
+    assert ran == [1]
+    assert results == [LARGE, LARGE]
+    return len(stored_bytes(url))
+
+
+def test_an_engine_without_a_ring_compresses_where_it_is_told_to(tmp_path):
+    """X1: large bodies where it pays; small ones stay as they are."""
+    plain, packed = (f"sqlite:///{tmp_path}/{name}.db" for name in ("plain", "packed"))
+    assert run_large(packed, compress=True) * 10 < run_large(plain)
+    with Engine(packed, compress=True) as engine:
+        engine.run("small", lambda: "short", scope="s")
+        found = engine.store._store.find(Query(key="small")).records
+    assert found[0].response == b'\x02"short"'
+
+
+def test_an_event_loop_compresses_where_it_is_told_to(url):
+    """X1: the same without threads of the caller's."""
+
+    async def work():
+        return LARGE
+
+    async def story():
+        async with AsyncEngine(url, compress=True) as engine:
+            return await engine.run("large", work, scope="s")
+
+    assert asyncio.run(story()) == LARGE
+    assert len(stored_bytes(url)) < 500
+
+
+def test_an_engine_that_compresses_nothing_reads_what_others_compressed(url):
+    """X1: so that nodes can be told one after the other."""
+    run_large(url, compress=True)
+    with Engine(url) as engine:
+        assert engine.run("large", lambda: None, scope="s") == LARGE
+
+
+def test_what_is_compressed_and_damaged_is_an_error_and_never_a_second_run(url):
+    """X1, L1: with and without a reader that would compress itself."""
+    run_large(url, compress=True)
+    ran = []
+    with closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as connection:
+        connection.execute("update coatcheck_records set response = substr(response, 1, 40)")
+        connection.commit()
+    for options in ({}, {"compress": True}, {"keyring": KeyRing(NEW)}):
+        with (
+            Engine(url, **options) as engine,
+            pytest.raises((Unreadable, ResultUnavailable), match="damaged"),
+        ):
+            engine.run("large", lambda: charge(ran), scope="s")
+    assert ran == []
+
+
+def test_what_steps_remember_is_compressed_only_where_it_is_sealed():
+    """X1: every engine must be able to go on where an attempt has died."""
+    beneath = open_store("memory://")
+    claim = claim_of()._replace(progress=b"\x01" + b"abc" * 1_000)
+    AtRest(beneath).swap([Swap(ID, 0, claim)])
+    assert beneath.get([ID]) == [claim]
+
+
 def random_bytes(count):
     number, made = 1, bytearray()
     while len(made) < count:

@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from coatcheck.core.spelling import speller
+from coatcheck.errors import Unreadable
 
 Headers: TypeAlias = Sequence[tuple[bytes, bytes]]
 Keep: TypeAlias = "Literal['final', 'all'] | Callable[[Response], bool]"
@@ -155,7 +156,9 @@ def _encoded(name: bytes, value: bytes) -> bytes:
 
 
 def decode_response(blob: bytes) -> Response:
-    """What `encode_response` made *blob* from."""
+    """What `encode_response` made *blob* from, also where a store has compressed it since."""
+    if blob[0] == COMPRESSED:
+        blob = decompressed(blob)
     assert blob[0] == _RESPONSE
     status = int.from_bytes(blob[1:3], "big")
     count, at = _read_varint(blob, 3)
@@ -195,8 +198,22 @@ def decode_value(blob: bytes) -> Any:  # noqa: ANN401 - any result of a user's f
     return blob[1:] if kind == _BYTES else _from_json(blob.decode(), 1)[0]
 
 
+def decompressed(blob: bytes) -> bytes:
+    """What a store had compressed, which every engine can read."""
+    assert blob[0] == COMPRESSED
+    try:
+        return zlib.decompress(blob[1:])
+    except zlib.error as error:
+        raise Unreadable(f"what was compressed is damaged: {error}") from error
+
+
 def outline_of(blob: bytes) -> tuple[int | None, int]:
     """What operators may see of *blob*: its status, None for a value, and its size in bytes."""
+    if blob[0] == COMPRESSED:
+        try:
+            blob = decompressed(blob)
+        except Unreadable:  # then how much of it there is
+            pass
     if blob[0] != _RESPONSE:
         return None, len(blob) - 1
     response = decode_response(blob)

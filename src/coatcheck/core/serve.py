@@ -44,8 +44,8 @@ from coatcheck.core.record import (
     new_record,
     next_version,
 )
-from coatcheck.core.replay import KEEP, PACKED, Fate
-from coatcheck.errors import Resumable, StepInDoubt, StoreUnavailable
+from coatcheck.core.replay import KEEP, PACKED, SEALED, Fate, decompressed
+from coatcheck.errors import Resumable, StepInDoubt, StoreUnavailable, Unreadable
 
 
 class Ticket(NamedTuple):
@@ -262,9 +262,18 @@ def of_completed(standing: Record, ticket: Ticket) -> Replay | Refuse:
     """The answer where *standing* is completed: what it keeps, if that can be read."""
     if standing.response is None:
         return _refuse("result-unavailable", ticket, reason="its response was not kept")
-    if standing.response[:1] in PACKED:  # by an engine with a key ring, and this one has none
-        return _refuse("result-unavailable", ticket, reason="it is sealed, and here is no key")
+    if standing.response[:1] in PACKED:  # by an engine that packs, and this one does not
+        return _of_packed(standing, standing.response, ticket)
     return Replay(standing, standing.response)
+
+
+def _of_packed(standing: Record, response: bytes, ticket: Ticket) -> Replay | Refuse:
+    if response[0] == SEALED:
+        return _refuse("result-unavailable", ticket, reason="it is sealed, and here is no key")
+    try:
+        return Replay(standing, decompressed(response))
+    except Unreadable as error:
+        return _refuse("result-unavailable", ticket, reason=str(error))
 
 
 def _of_running(standing: Record, ticket: Ticket, policy: Policy, now_ms: int) -> Verdict:

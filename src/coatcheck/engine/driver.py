@@ -50,11 +50,12 @@ class Driver:
         archive: Archive | None = None,
         recover_every_s: float | None = RECOVER_EVERY_S,
         keyring: KeyRing | None = None,
+        compress: bool = False,
         transactions: object = None,
     ) -> None:
         self._transactions = None if transactions is None else source_of(transactions)
         opened = open_store(store) if isinstance(store, str) else store
-        self.store = opened if keyring is None else AtRest(opened, keyring)
+        self.store = AtRest(opened, keyring) if keyring or compress else opened
         self.desk = Desk(
             self.store,
             policy,

@@ -56,11 +56,12 @@ class AsyncDriver:
         archive: Archive | None = None,
         recover_every_s: float | None = RECOVER_EVERY_S,
         keyring: KeyRing | None = None,
+        compress: bool = False,
         transactions: object = None,
     ) -> None:
         self._transactions = None if transactions is None else source_of(transactions)
         self.store = open_async_store(store) if isinstance(store, str) else store
-        if keyring is not None:  # in the writing thread: sealing takes its time
+        if keyring or compress:  # in the writing thread, because it takes its time
             self.store = ThreadedStore(AtRest(self.store.blocking, keyring))
         self.desk = Desk(
             self.store.blocking,

@@ -47,6 +47,8 @@ class Engine(Driver):
         recover_every_s: about how often this engine looks for abandoned operations whose policy
             is not "retry", and settles them; None: never.
         keyring: seals what is stored of responses (X1).
+        compress: keeps large responses compressed where that saves something; a key ring does so
+            in any case.
         transactions: who lends connections for transaction mode (L9): a pool, an engine or a
             session maker, or a function that gives a connection or a context manager for one;
             without it the engine has some of its own, to the store's database.

@@ -1,10 +1,10 @@
 """At rest: what is stored of a response, smaller and, with a key ring, unreadable to others (X1).
 
 A store around a store. It changes two fields of a record on their way in, `response` and
-`progress`, and changes them back on their way out, so nobody else knows of it. Large ones are
-compressed where that saves something; with a key ring all of them are sealed with AES-256-GCM,
-under the newest key, bound to their record and field: what was copied to another record does not
-open there. What was stored before there was a ring stays readable.
+`progress`, and changes them back on their way out, so nobody else knows of it. Large responses are
+compressed where that saves something, which every engine can read; with a key ring both are sealed
+with AES-256-GCM, under the newest key, bound to their record and field: what was copied to another
+record does not open there. What was stored before there was a ring stays readable.
 
 Invariant: what cannot be opened is an error (`Unreadable`), never an empty answer: a record that
 nobody can read still says that the work was done.
@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from coatcheck.core.record import Record, Swap
-from coatcheck.core.replay import COMPRESSED, PACKED, SEALED
+from coatcheck.core.replay import COMPRESSED, PACKED, SEALED, decompressed
 from coatcheck.errors import Misconfigured, MissingExtra, Unreadable
 from coatcheck.stores.contract import SWEEP_BATCH, Bell, Finding, Page, Query, Store, bell_of
 from coatcheck.stores.ledger import Ledger
@@ -149,17 +149,19 @@ class AtRest:
         record = swap.record
         if record is None or (record.response is None and record.progress is None):
             return swap
+        # Unsealed progress stays as it is: who goes on with it may know nothing of packing.
+        is_sealed = self._keyring is not None
         packed = record._replace(
-            progress=self._packed(record.progress, record.id + _PROGRESS),
+            progress=self._packed(record.progress, record.id + _PROGRESS, compresses=is_sealed),
             response=self._packed(record.response, record.id + _RESPONSE),
         )
         return Swap(swap.id, swap.expected, packed)
 
-    def _packed(self, blob: bytes | None, about: bytes) -> bytes | None:
+    def _packed(self, blob: bytes | None, about: bytes, *, compresses: bool = True) -> bytes | None:
         if blob is None:
             return None
         looks_packed = blob[:1] in PACKED  # none of ours does, but whatever is given comes back
-        if looks_packed or len(blob) >= COMPRESSED_BYTES_MIN:
+        if looks_packed or (compresses and len(blob) >= COMPRESSED_BYTES_MIN):
             smaller = b"%c%b" % (COMPRESSED, zlib.compress(blob))
             if looks_packed or len(smaller) <= len(blob) * (1 - _SAVED_MIN):
                 blob = smaller
@@ -181,12 +183,7 @@ class AtRest:
             blob = self._keyring.open(blob, about)
         elif is_sealed:
             raise Unreadable("it is sealed, and there is no key ring here")
-        if not blob.startswith(b"%c" % COMPRESSED):
-            return blob
-        try:
-            return zlib.decompress(blob[1:])
-        except zlib.error as error:
-            raise Unreadable("it cannot be unpacked: it was cut off, or changed") from error
+        return decompressed(blob) if blob.startswith(b"%c" % COMPRESSED) else blob
 
     def _shown(self, record: Record) -> Record:
         try:
