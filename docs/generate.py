@@ -57,8 +57,8 @@ def problems() -> str:
 def stores() -> str:
     """What each store declares of itself."""
     first = "| store | URL | needs | survives | shared by | keeps | forgets | waiters elsewhere "
-    first += "| transaction mode |"
-    lines = [NOTE, "# Stores\n", first, "|---|---|---|---|---|---|---|---|---|"]
+    first += "| transaction mode | `archive=` |"
+    lines = [NOTE, "# Stores\n", first, "|---|---|---|---|---|---|---|---|---|---|"]
     for store in DECLARED:
         urls = ", ".join(f"`{url}`" for url in store.urls)
         needs = f"`coatcheck[{store.extra}]`" if store.extra else "nothing"
@@ -66,11 +66,19 @@ def stores() -> str:
         waiters = "are woken" if store.wakes else "poll" if store.shared else "there are none"
         lines.append(
             f"| {store.title} | {urls} | {needs} | {store.survives} | {store.shared_by} "
-            f"| {store.keeps} | {forgets} | {waiters} | {'yes' if store.transacts else 'no'} |"
+            f"| {store.keeps} | {forgets} | {waiters} | {'yes' if store.transacts else 'no'} "
+            f"| {_ARCHIVES[store.archives]} |"
         )
     laws = "Every one passes the same law-suite (`tests/laws`), sync and async"
     lines += ["", f"{laws}; Redis alone, behind Sentinels and as a cluster."]
     return "\n".join(lines) + "\n"
+
+
+_ARCHIVES = {
+    "yes": "yes",
+    "usually": "unless the store's own expiry is first",
+    "no": "refused: it would never be called",
+}
 
 
 def recovery() -> str:

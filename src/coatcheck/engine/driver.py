@@ -28,6 +28,7 @@ from coatcheck.lent.source import source_of
 from coatcheck.operation import Operation
 from coatcheck.stores import Batcher, Store, open_store
 from coatcheck.stores.at_rest import AtRest, KeyRing
+from coatcheck.stores.declared import refuse_archive
 from coatcheck.stores.ledger import ledger_of
 from coatcheck.telemetry import Observer
 
@@ -53,6 +54,8 @@ class Driver:
         compress: bool = False,
         transactions: object = None,
     ) -> None:
+        if archive is not None:
+            refuse_archive(store)
         self._transactions = None if transactions is None else source_of(transactions)
         opened = open_store(store) if isinstance(store, str) else store
         self.store = AtRest(opened, keyring) if keyring or compress else opened

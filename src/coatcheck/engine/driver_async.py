@@ -34,6 +34,7 @@ from coatcheck.lent.source import source_of
 from coatcheck.operation import Operation
 from coatcheck.stores import AsyncStore, ThreadedStore, open_async_store
 from coatcheck.stores.at_rest import AtRest, KeyRing
+from coatcheck.stores.declared import refuse_archive
 from coatcheck.stores.ledger import ledger_of
 from coatcheck.telemetry import Observer
 
@@ -59,6 +60,8 @@ class AsyncDriver:
         compress: bool = False,
         transactions: object = None,
     ) -> None:
+        if archive is not None:
+            refuse_archive(store if isinstance(store, str) else store.blocking)
         self._transactions = None if transactions is None else source_of(transactions)
         self.store = open_async_store(store) if isinstance(store, str) else store
         if keyring or compress:  # in the writing thread, because it takes its time

@@ -43,7 +43,8 @@ class Engine(Driver):
         clock: milliseconds; the store's own clock unless a test brings another.
         observers: called with each `Decision`.
         sweep_every_s: about how often this engine sweeps; None: never.
-        archive: called with expired records before they are deleted.
+        archive: called with expired records before they are deleted; refused on a store that
+            forgets by itself.
         recover_every_s: about how often this engine looks for abandoned operations whose policy
             is not "retry", and settles them; None: never.
         keyring: seals what is stored of responses (X1).

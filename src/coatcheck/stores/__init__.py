@@ -20,7 +20,7 @@ from coatcheck.stores.contract import (
     Query,
     Store,
 )
-from coatcheck.stores.declared import DECLARED
+from coatcheck.stores.declared import BY_SCHEME
 from coatcheck.stores.looped import LoopedStore
 from coatcheck.stores.memory import AsyncMemoryStore, MemoryStore
 from coatcheck.stores.threaded import ThreadedStore
@@ -38,10 +38,6 @@ __all__ = [
 ]
 
 
-# By the scheme of its URLs.
-_STORES = {url.partition(":")[0]: declared for declared in DECLARED for url in declared.urls}
-
-
 def open_store(url: str, *, create: bool = True) -> Store:
     """
     The store that *url* names, for sync code: `sqlite:///path`, `postgresql://host/db` and so on.
@@ -52,9 +48,9 @@ def open_store(url: str, *, create: bool = True) -> Store:
         scheme = urlsplit(url).scheme
     except ValueError as error:
         raise Misconfigured(f"{url!r} is not a URL: {error}") from error
-    declared = _STORES.get(scheme)
+    declared = BY_SCHEME.get(scheme)
     if declared is None:
-        known = ", ".join(f"{scheme}://" for scheme in _STORES)
+        known = ", ".join(f"{scheme}://" for scheme in BY_SCHEME)
         raise Misconfigured(f"no store is known for {scheme or url!r}; there are {known}")
     try:
         module = import_module(f"coatcheck.stores.{declared.module}")

@@ -22,6 +22,7 @@ from coatcheck.core.record import Record, Swap
 from coatcheck.core.replay import COMPRESSED, PACKED, SEALED, decompressed
 from coatcheck.errors import Misconfigured, MissingExtra, Unreadable
 from coatcheck.stores.contract import SWEEP_BATCH, Bell, Finding, Page, Query, Store, bell_of
+from coatcheck.stores.declared import Declaration
 from coatcheck.stores.ledger import Ledger
 
 # 1 KiB: below this there is little to save. An eighth must go, or it is not worth the unpacking.
@@ -132,6 +133,11 @@ class AtRest:
     def close(self) -> None:
         """Close the store beneath."""
         self._store.close()
+
+    @property
+    def declared(self) -> Declaration | None:
+        """What the store beneath declares of itself."""
+        return getattr(self._store, "declared", None)
 
     @property
     def ledger(self) -> Ledger | None:

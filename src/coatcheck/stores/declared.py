@@ -6,7 +6,13 @@ keep is a field here, and the law then asserts what the store does instead.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from typing import Literal
+
+from coatcheck.errors import Misconfigured
+
+logger = logging.getLogger("coatcheck")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +31,8 @@ class Declaration:
     shared: bool = True  # every process that opens the URL sees the same records
     closes: bool = True  # a closed store refuses further use with StoreUnavailable
     sweeps: bool = True  # forgets when told to, on the caller's clock; else by itself, on its own
+    # What is about to be forgotten can be archived first; "usually": unless the store was quicker.
+    archives: Literal["yes", "usually", "no"] = "yes"
     transacts: bool = False  # a record can be written in the handler's own transaction (L9)
     wakes: bool = False  # who waits on another node is woken by a bell; else it only polls
 
@@ -84,6 +92,7 @@ REDIS = Declaration(
     survives="a crash of the process; of the machine what its append-only file has synced",
     shared_by="any number of machines",
     sweeps=False,
+    archives="no",
     wakes=True,
 )
 DYNAMODB = Declaration(
@@ -95,6 +104,34 @@ DYNAMODB = Declaration(
     survives="the loss of a data centre",
     shared_by="any number of machines",
     keeps="400 kB; a longer response is not kept, and a retry is told so",
+    archives="usually",
 )
 
 DECLARED = (MEMORY, SQLITE, POSTGRES, MYSQL, REDIS, DYNAMODB)
+
+# By the scheme of its URLs.
+BY_SCHEME = {url.partition(":")[0]: declared for declared in DECLARED for url in declared.urls}
+
+
+def refuse_archive(store: object) -> None:
+    """
+    Raise, if nothing of *store* could ever be archived; warn, if something could be missed.
+
+    *store* is a URL, or what its URL opens; of a store of somebody else's nothing is known.
+    """
+    if isinstance(store, str):
+        declared = BY_SCHEME.get(store.partition(":")[0])
+    else:
+        declared = getattr(store, "declared", None)
+    if not isinstance(declared, Declaration) or declared.archives == "yes":
+        return
+    if declared.archives == "no":
+        raise Misconfigured(
+            f"{declared.title}: such a store forgets by itself and tells nobody what, so archive= "
+            "would never be called; leave it out, or use another store"
+        )
+    logger.warning(
+        "%s: the store may delete a record before it is archived, unless its table has no time to "
+        "live",
+        declared.title,
+    )

@@ -26,6 +26,7 @@ from coatcheck.errors import StoreUnavailable
 from coatcheck.stores import dynamodb_items as items
 from coatcheck.stores import dynamodb_table as table
 from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, matches
+from coatcheck.stores.declared import DYNAMODB
 from coatcheck.stores.dynamodb_line import Line, is_too_large
 from coatcheck.stores.dynamodb_place import Place, place_of
 
@@ -46,6 +47,8 @@ class DynamoStore:
 
     Where *create* is true it is made if it is missing: billed on demand, with a time to live.
     """
+
+    declared = DYNAMODB
 
     def __init__(self, place: Place, *, create: bool = True) -> None:
         self.name = place.table

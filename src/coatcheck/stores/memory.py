@@ -14,11 +14,14 @@ from collections.abc import Sequence
 from coatcheck.core.record import GONE, Record, Swap, is_retention_over
 from coatcheck.errors import Misconfigured
 from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, Store, matches
+from coatcheck.stores.declared import MEMORY
 from coatcheck.stores.fork import renew_after_fork
 
 
 class MemoryStore:
     """Records in a dictionary of this process."""
+
+    declared = MEMORY
 
     def __init__(self) -> None:
         self._records: dict[bytes, Record] = {}

@@ -22,6 +22,7 @@ from coatcheck.core.record import GONE, Record, Swap
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores import mysql_schema as schema
 from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, Wire
+from coatcheck.stores.declared import MYSQL
 from coatcheck.stores.mysql_ledger import ledger_for
 from coatcheck.stores.mysql_line import Address, Line, Lines, Row, Session, new_stamp
 from coatcheck.stores.mysql_rows import Statements, record_of, stamp_of
@@ -47,6 +48,8 @@ class MysqlStore:
         compact: keep only digests; label, scope and key are stored empty.
         create: make our tables where they are missing.
     """
+
+    declared = MYSQL
 
     def __init__(
         self, address: Address, *, table: str = TABLE, compact: bool = False, create: bool = True

@@ -25,6 +25,7 @@ from coatcheck.core.record import Record, Swap
 from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.stores import postgres_rows as rows
 from coatcheck.stores.contract import SWEEP_BATCH, Bell, Finding, Page, Query, Wire
+from coatcheck.stores.declared import POSTGRES
 from coatcheck.stores.postgres_bell import PostgresBell
 from coatcheck.stores.postgres_ledger import ledger_for
 from coatcheck.stores.postgres_link import Link
@@ -49,6 +50,8 @@ class PostgresStore:
         timeout_s: how long to wait for the server, each time.
         create: make our tables where they are missing.
     """
+
+    declared = POSTGRES
 
     def __init__(
         self,

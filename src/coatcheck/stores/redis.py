@@ -22,6 +22,7 @@ from coatcheck.core.record import Record, Swap
 from coatcheck.errors import CoatcheckError, Misconfigured, StoreUnavailable
 from coatcheck.stores import redis_values as values
 from coatcheck.stores.contract import SWEEP_BATCH, Bell, Finding, Page, Query, Wire, matches
+from coatcheck.stores.declared import REDIS
 from coatcheck.stores.redis_bell import RedisBell
 from coatcheck.stores.redis_cluster import Cluster
 from coatcheck.stores.redis_dangers import health_of
@@ -50,6 +51,8 @@ class RedisStore:
         wait: how many replicas must have a write before it counts.
         allow: the dangers that are known and wanted: eviction, no-persistence, replica.
     """
+
+    declared = REDIS
 
     def __init__(
         self,

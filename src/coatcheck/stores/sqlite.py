@@ -25,6 +25,7 @@ from coatcheck.core.record import GONE, Record, Swap
 from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.stores import sqlite_rows as rows
 from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query
+from coatcheck.stores.declared import SQLITE
 from coatcheck.stores.sqlite_file import findings_about, identity_of, in_turn, prepare
 from coatcheck.stores.sqlite_ledger import ledger_for
 from coatcheck.stores.sqlite_line import Line
@@ -43,6 +44,8 @@ class SqliteStore:
         busy_timeout_s: how long to wait while other processes write.
         create: make the file, or our tables in it, where they are missing.
     """
+
+    declared = SQLITE
 
     def __init__(
         self,

@@ -1,0 +1,62 @@
+"""Archives: what an engine is promised to see before it is deleted, and where nobody can promise."""
+
+import asyncio
+
+import pytest
+from servers.dynamodb import dynamodb
+from servers.redis import redis_server
+
+from coatcheck import AsyncEngine, Engine, KeyRing, Misconfigured, open_store
+from coatcheck.stores import ThreadedStore
+from coatcheck.stores.at_rest import AtRest
+from coatcheck.stores.declared import DECLARED
+
+RING = KeyRing({"one": b"k" * 32})
+
+
+def never(_records):
+    raise AssertionError
+
+
+@pytest.mark.parametrize("make", [Engine, AsyncEngine])
+def test_an_archive_that_could_never_get_anything_is_refused(make):
+    """T3: Redis forgets by itself, and tells nobody what."""
+    with pytest.raises(Misconfigured, match=r"Redis and Valkey: .* forgets by itself .* archive="):
+        make(redis_server().fresh_url(), archive=never)
+
+
+def test_a_store_that_is_given_as_one_is_refused_as_well():
+    """T3: also where it is sealed."""
+    store = open_store(redis_server().fresh_url())
+    try:
+        for given in (store, AtRest(store, RING)):
+            with pytest.raises(Misconfigured, match="forgets by itself"):
+                Engine(given, archive=never)
+            with pytest.raises(Misconfigured, match="forgets by itself"):
+                AsyncEngine(ThreadedStore(given), archive=never)
+    finally:
+        store.close()
+
+
+def test_an_archive_that_may_miss_something_is_warned_of(caplog):
+    """T3: the time to live of DynamoDB may be first."""
+    Engine(dynamodb().fresh_url(), archive=never).close()
+    assert "may delete a record before it is archived" in caplog.text
+
+
+@pytest.mark.parametrize("url", ["memory://", "sqlite:///{}/a.db"])
+def test_every_other_store_archives_without_a_word(url, tmp_path, caplog):
+    """T3: with a ring, too."""
+    Engine(url.format(tmp_path), archive=never, keyring=RING).close()
+
+    async def story():
+        async with AsyncEngine(url.format(tmp_path), archive=never):
+            pass
+
+    asyncio.run(story())
+    assert caplog.text == ""
+
+
+def test_a_store_that_cannot_be_swept_cannot_be_archived():
+    """T3: what is declared of a store fits together."""
+    assert [d.title for d in DECLARED if not d.sweeps and d.archives != "no"] == []
