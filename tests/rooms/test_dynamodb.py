@@ -26,8 +26,11 @@ from coatcheck.stores import Batcher, Query, open_store
 from coatcheck.stores import dynamodb as module
 from coatcheck.stores import dynamodb_items as items
 from coatcheck.stores.dynamodb import DynamoStore
+from coatcheck.stores.dynamodb_line import CONFLICT_TRIES_MAX
 from coatcheck.stores.dynamodb_table import clock_ms
 
+# 2 s: less than a request may take in all.
+TRIED_AGAIN_S_MAX = 2
 # 30 s: nothing here takes a tenth of it, also on a busy machine.
 TIMEOUT_S = 30
 NUMBERS = count()
@@ -555,6 +558,50 @@ def test_what_aws_refuses_is_an_outage_and_ambiguous_only_where_it_may_have_writ
             or "throttled" in str(caught.value)
             or "no such" in str(caught.value)
         )
+
+
+def answer_first(store: DynamoStore, times: int, code: str) -> None:
+    """Have the first requests answered like this, and the others by DynamoDB."""
+    body = json.dumps({"__type": f"com.amazonaws.dynamodb#{code}", "message": "no"}).encode()
+    asked = count()
+
+    def refuse(**_: Any) -> AWSResponse | None:
+        return AWSResponse("", 400, {}, Said(body)) if next(asked) < times else None
+
+    on(store, "before-send.dynamodb", refuse)
+
+
+@pytest.mark.parametrize(
+    ("times", "code"),
+    [
+        (1, "ProvisionedThroughputExceededException"),
+        (1, "ThrottlingException"),
+        (1, "TransactionConflictException"),
+        (CONFLICT_TRIES_MAX - 1, "TransactionConflictException"),
+    ],
+)
+def test_what_passes_is_tried_again_and_is_no_outage(store, monkeypatch, times, code):
+    """D1, D2: a moment of throttling, or of somebody else's transaction on the same item."""
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    with requests_of(store) as sent:
+        answer_first(store, times, code)
+        claim = claimed(store)
+    assert sent == ["PutItem"] * (times + 1)
+    assert len(pauses) == times
+    assert sum(pauses) <= TRIED_AGAIN_S_MAX
+    assert swap(store, claim.id, claim.version, None) is None
+
+
+def test_a_conflict_that_does_not_pass_is_given_up(store, monkeypatch):
+    """D2: after a few tries it is an outage, in which nothing was written."""
+    monkeypatch.setattr(time, "sleep", lambda _s: None)
+    with requests_of(store) as sent:
+        answer_first(store, 1_000, "TransactionConflictException")
+        with pytest.raises(StoreUnavailable, match="somebody's transaction") as caught:
+            claimed(store)
+    assert len(sent) == CONFLICT_TRIES_MAX
+    assert not caught.value.is_ambiguous
 
 
 @pytest.mark.parametrize("page", [b"<html>please log in</html>", b"", b"{}"])

@@ -4,9 +4,9 @@ Between `dynamodb.py`, which says what to ask, and boto3; nothing else knows bot
 client serves all threads. It keeps a connection for each request that is under way, and connects
 anew where one broke, so that a server that comes back needs nothing from us.
 
-A request that fails in passing is sent once more by botocore. A write that had taken effect the
-first time then loses against itself; its caller gets its own record and recognises it, as after
-any lost acknowledgement.
+A request that fails in passing is sent once more by botocore, and by us where somebody else's
+transaction was in the way. A write that had taken effect the first time then loses against itself;
+its caller gets its own record and recognises it, as after any lost acknowledgement.
 
 Invariants: every failure is a `StoreUnavailable`, and is ambiguous exactly if one of its tries may
 have been carried out; no connection and no thread crosses a fork.
@@ -15,7 +15,9 @@ have been carried out; no connection and no thread crosses a fork.
 from __future__ import annotations
 
 import os
+import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from ipaddress import ip_address
@@ -44,6 +46,12 @@ R = TypeVar("R")
 # 2: a lost packet or a moment of throttling is not an outage; longer trouble is, and an engine
 # that must know tries again by itself.
 TRIES_MAX = 2
+# 5: botocore takes a conflict for final, but the transaction that holds the item is over in
+# milliseconds.
+CONFLICT_TRIES_MAX = 5
+# Up to 20 ms before the second try, twice as long before each further one; at random, so that the
+# same two do not meet again.
+_PAUSE_S = 0.02
 # For callers that send in their own threads beside ours: a heart, a reader, an operator.
 _CONNECTIONS_BESIDE = 8
 
@@ -55,6 +63,7 @@ _THROTTLED = {
     "RequestLimitExceeded",
 }
 _LOST = "ConditionalCheckFailedException"
+_CONFLICT = "TransactionConflictException"
 
 
 class Line:
@@ -98,7 +107,7 @@ class Line:
     def _send(self, operation: str, parameters: dict[str, object]) -> dict[str, Any]:
         send = getattr(self._connected(), operation)
         self._tries.may_have_written = False
-        answer: dict[str, Any] = send(**parameters)
+        answer = _sent_again(send, parameters)
         if not answer["ResponseMetadata"].get("RequestId"):
             # Botocore takes any page with the status 200 for a yes, also one of a proxy's.
             raise StoreUnavailable(
@@ -174,6 +183,8 @@ class Line:
         code = code_of(error)
         if code in _THROTTLED:
             sentence = f"throttled ({code}); give it more capacity, or bill it on demand"
+        elif code == _CONFLICT:
+            sentence = f"somebody's transaction holds the item, again and again ({error})"
         elif code == "ResourceNotFoundException":
             sentence = "there is no such table (any more) where this store looks for it"
         elif isinstance(error, ClientError):
@@ -185,6 +196,22 @@ class Line:
         return StoreUnavailable(
             f"{self._name}: {sentence}", is_ambiguous=self._tries.may_have_written or is_garbled
         )
+
+
+def _sent_again(
+    send: Callable[..., dict[str, Any]], parameters: dict[str, object]
+) -> dict[str, Any]:
+    """The answer to a request, sent again where somebody's transaction was in the way."""
+    pause_s = _PAUSE_S
+    for tries_left in reversed(range(CONFLICT_TRIES_MAX)):
+        try:
+            return send(**parameters)
+        except ClientError as error:
+            if code_of(error) != _CONFLICT or not tries_left:
+                raise
+        time.sleep(random.uniform(0, pause_s))  # noqa: S311 - no secret
+        pause_s *= 2
+    raise AssertionError  # the last one has returned or raised
 
 
 class _Tries(threading.local):
