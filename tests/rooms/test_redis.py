@@ -27,6 +27,7 @@ from coatcheck.stores import Batcher, open_async_store, open_store
 from coatcheck.stores import redis_values as values
 from coatcheck.stores.contract import Query, Store
 from coatcheck.stores.redis_cluster import slot_of
+from coatcheck.stores.redis_dangers import Watch
 from coatcheck.stores.redis_flow import Flows
 from coatcheck.stores.redis_replies import Refusal
 from coatcheck.stores.redis_url import Address, target_and_options
@@ -447,19 +448,20 @@ def test_a_server_that_refuses_says_that_nothing_was_written(opened, server: Red
         first = next(records)
         assert store.swap([claim(first)]) == [None]
 
-        def refuses(words: str) -> None:
+        def refuses(first: str, then: str) -> None:
             record = next(records)
-            for swaps in ([claim(record)], [claim(record), claim(next(records))]):
+            both = [claim(record), claim(next(records))]
+            for swaps, words in ((both[:1], first), (both, then)):
                 error = refused(store, swaps)
                 assert words in str(error)
                 assert not error.is_ambiguous
 
         server.ask("CONFIG", "SET", "maxmemory", "1")
-        refuses("OOM")
+        refuses("OOM", "OOM")
         assert store.get([first.id]) == [first]
         server.ask("CONFIG", "SET", "maxmemory", "0")
         server.ask("REPLICAOF", "127.0.0.1", "1")
-        refuses("READONLY")
+        refuses("READONLY", "is a replica of")  # a new connection asks who it is
         assert "error" in [finding.level for finding in store.check()]
         server.ask("REPLICAOF", "NO", "ONE")
         assert store.swap([claim(next(records))]) == [None]
@@ -468,7 +470,7 @@ def test_a_server_that_refuses_says_that_nothing_was_written(opened, server: Red
         with socket.create_connection(("127.0.0.1", server.port)) as busy:
             busy.sendall(b"EVAL 'while true do end' 0\r\n")
             until(lambda: is_busy(server))
-            refuses("BUSY")
+            refuses("BUSY", "BUSY")
             server.ask("SCRIPT", "KILL")
             until(lambda: not is_busy(server))
         assert store.swap([claim(next(records))]) == [None]
@@ -526,7 +528,8 @@ def test_a_batch_that_was_answered_by_half_is_a_doubt_about_all_of_it(opened, ot
 @pytest.mark.parametrize("is_known", [False, True])
 def test_a_script_that_could_not_be_sent_again_is_a_doubt_where_some_knew_it(is_known):
     """D2, L1: nothing has become of the one part, and all of the other."""
-    flows = Flows("redis", values.Packer(values.Keys("x:"), compact=False, is_spread=False))
+    packer = values.Packer(values.Keys("x:"), compact=False, is_spread=False)
+    flows = Flows("redis", packer, Watch(frozenset(), "single"))
     flow = flows.swap([claim(record) for record in claims(0, 100)])
     assert len(next(flow).commands) == 2
     forgotten = Refusal("NOSCRIPT", "No matching script")

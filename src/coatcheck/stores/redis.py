@@ -25,9 +25,9 @@ from coatcheck.stores.contract import SWEEP_BATCH, Bell, Finding, Page, Query, W
 from coatcheck.stores.declared import REDIS
 from coatcheck.stores.redis_bell import RedisBell
 from coatcheck.stores.redis_cluster import Cluster
-from coatcheck.stores.redis_dangers import health_of
+from coatcheck.stores.redis_dangers import QUESTIONS, Health, Watch
 from coatcheck.stores.redis_flow import Flows, Send, Wait, refuse_refusals
-from coatcheck.stores.redis_line import Denied, connector, master_connector
+from coatcheck.stores.redis_line import Denied, Line, connector, master_connector
 from coatcheck.stores.redis_places import Place, Single
 from coatcheck.stores.redis_replies import Reply
 from coatcheck.stores.redis_url import Target, target_and_options
@@ -35,6 +35,8 @@ from coatcheck.stores.redis_url import Target, target_and_options
 PREFIX = "coatcheck:"
 # 5 s: thousands of times what an answer takes. Who has waited that long is better told so.
 TIMEOUT_S = 5.0
+# 60 s: a look is three short commands, and what is evicted in a minute is little.
+RECHECK_EVERY_MS = 60_000
 # 1000: a page of a search takes the server less than a millisecond, between those of others.
 _SCAN_COUNT = 1_000
 
@@ -66,10 +68,12 @@ class RedisStore:
     ) -> None:
         self.name = target.name
         self._allow = allow
+        self._looked_ms: int | None = None
         self._keys = values.Keys(prefix)
-        self._place = _place(target, Wait(wait, timeout_s))
+        self._watch = Watch(allow, target.shape)
+        self._place = _place(target, Wait(wait, timeout_s), self._watch)
         packer = values.Packer(self._keys, compact=compact, is_spread=self._place.is_spread)
-        self._flows = Flows(self.name, packer)
+        self._flows = Flows(self.name, packer, self._watch)
         self._new_bell = partial(RedisBell, target, prefix, timeout_s)
         try:
             self._refuse_dangers()
@@ -96,15 +100,25 @@ class RedisStore:
 
     def _refuse_dangers(self) -> None:
         """Refuse a server that could forget, unless somebody has said that it may."""
-        for server in self._place.servers():
-            for danger in health_of(server, is_cluster=self._place.is_spread).dangers:
-                if danger.name not in self._allow:
-                    raise Misconfigured(
-                        f"{danger.message} (or, knowing that, write ?allow={danger.name})"
-                    )
+        for health in self._healths().values():
+            if refusal := self._watch.refusal_of(health):
+                raise Misconfigured(refusal)
+
+    def _healths(self) -> dict[str, Health]:
+        """What every server says of itself, by name."""
+        return {server.name: self._health(server) for server in self._place.servers()}
+
+    def _health(self, server: Line) -> Health:
+        health = self._watch.health_of(server.name, server.ask_all(QUESTIONS))
+        if health.is_replica:  # it was the master when we have connected: who is by now?
+            server.hang_up()
+            health = self._watch.health_of(server.name, server.ask_all(QUESTIONS))
+        return health
 
     def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
         """Write each record if the version its caller saw still stands."""
+        if self._watch.refused and self._place.is_spread:
+            self._watch.learn(self._healths())
         return run(self._flows.swap(swaps), self._write)
 
     def get(self, ids: Sequence[bytes]) -> Sequence[Record | None]:
@@ -161,8 +175,7 @@ class RedisStore:
         """Whether the servers answer, and can forget; what was allowed is warned of."""
         findings: list[Finding] = []
         try:
-            for server in self._place.servers():
-                health = health_of(server, is_cluster=self._place.is_spread)
+            for health in self._healths().values():
                 findings += health.findings
                 for danger in health.dangers:
                     level: Literal["warning", "error"] = (
@@ -174,7 +187,22 @@ class RedisStore:
         return findings
 
     def now_ms(self) -> int:
-        """The server's clock; of a cluster, that of one of its masters."""
+        """
+        The server's clock; of a cluster, that of one of its masters.
+
+        Who asks does so from time to time, and not on the path of a request: so this is also
+        where the servers are asked again whether they could forget.
+        """
+        now_ms = self._time_ms()
+        looked_ms = self._looked_ms
+        if looked_ms is None:  # it was looked at when it was opened
+            self._looked_ms = now_ms
+        elif not 0 <= now_ms - looked_ms < RECHECK_EVERY_MS:
+            self._looked_ms = now_ms
+            self._watch.learn(self._healths())
+        return now_ms
+
+    def _time_ms(self) -> int:
         server = next(iter(self._place.servers()))
         told = server.ask("TIME")
         refuse_refusals(self.name, [told])
@@ -194,12 +222,12 @@ class RedisStore:
         self._place.close()
 
 
-def _place(target: Target, wait: Wait) -> Place:
+def _place(target: Target, wait: Wait, watch: Watch) -> Place:
     """The servers that *target* names."""
     if target.shape == "cluster":
-        return Cluster(target, wait)
+        return Cluster(target, wait, watch)
     if target.shape == "sentinel":
         connect = master_connector(target, wait.timeout_s)
     else:
         connect = connector(target, target.addresses[0], wait.timeout_s)
-    return Single(connect, target.name, wait)
+    return Single(connect, target.name, wait, watch)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.stores.contract import Wire
 from coatcheck.stores.fork import renew_after_fork
+from coatcheck.stores.redis_dangers import Watch
 from coatcheck.stores.redis_flow import Flows, Wait, in_doubt_if
 from coatcheck.stores.redis_line import Ask, Line, connector, exchange
 from coatcheck.stores.redis_places import Single
@@ -56,9 +57,10 @@ class Cluster:
 
     is_spread = True
 
-    def __init__(self, target: Target, wait: Wait) -> None:
+    def __init__(self, target: Target, wait: Wait, watch: Watch) -> None:
         self._target = target
         self._wait = wait
+        self._watch = watch
         self._nodes: dict[Address, Single] = {}
         self._owners: list[Address | None] = [None] * SLOTS
         self._masters: list[Address] = []
@@ -140,7 +142,8 @@ class Cluster:
             node = self._nodes.get(address)
             if node is None:
                 connect = connector(self._target, address, self._wait.timeout_s)
-                node = self._nodes[address] = Single(connect, f"redis {address}", self._wait)
+                node = Single(connect, f"redis {address}", self._wait, self._watch)
+                self._nodes[address] = node
             return node
 
     def _learn_if_outdated(self) -> None:

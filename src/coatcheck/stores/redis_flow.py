@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from coatcheck.core.flow import Effect, Flow
-from coatcheck.core.record import GONE, Record, Swap
+from coatcheck.core.record import GONE, RUNNING, Record, Swap
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores import redis_values as values
+from coatcheck.stores.redis_dangers import QUESTIONS, Watch
 from coatcheck.stores.redis_replies import Refusal, Reply
 
 # Said of the server, not of one record: everybody in the batch would be told the same.
@@ -45,16 +46,20 @@ class Flows:
     Args:
         name: the servers, for people.
         packer: makes commands.
+        watch: knows whether anything may begin here.
     """
 
     name: str
     packer: values.Packer
+    watch: Watch
 
     def swap(self, swaps: Sequence[Swap]) -> Flow[list[Record | None]]:
         """Write each record if the version its caller saw still stands."""
         results: list[Record | None] = [None] * len(swaps)
         if not swaps:
             return results
+        if self.watch.refused:
+            yield from self._refuse_beginnings(swaps)
         calls = list(self.packer.calls_of(swaps))
         replies = yield from Send([call.by_name() for call in calls])
         if not any(replies):
@@ -69,6 +74,18 @@ class Flows:
         except values.UnreadableValue as error:
             raise self._of_one(error, swaps) from error
         return results
+
+    def _refuse_beginnings(self, swaps: Sequence[Swap]) -> Flow[None]:
+        """Raise, if any of *swaps* is a claim and the danger is still there."""
+        beginnings = sum(map(_begins, swaps))
+        if not beginnings:
+            return
+        if not self.watch.is_spread:  # else several servers were asked already
+            told = yield from Send(QUESTIONS)
+            self.watch.learn({self.name: self.watch.health_of(self.name, told)})
+        if self.watch.refused:
+            mixed = beginnings < len(swaps)  # then each is asked for alone, and may end
+            raise (values.UnreadableValue if mixed else StoreUnavailable)(self.watch.refused)
 
     def get(self, ids: Sequence[bytes]) -> Flow[list[Record | None]]:
         """The records that stand, in the order of *ids*."""
@@ -88,6 +105,17 @@ class Flows:
     def _of_one(self, error: values.UnreadableValue, asked: Sequence[object]) -> Exception:
         """Whoever groups asks for each alone when this is raised, so that one fails alone."""
         return StoreUnavailable(f"{self.name}: {error}") if len(asked) == 1 else error
+
+
+def _begins(swap: Swap) -> bool:
+    """
+    *swap* is a claim: whoever wins it executes.
+
+    Whoever renews its own claim, or notes something in it, writes its next version; a claim begins
+    with the time, which is long past that.
+    """
+    record = swap.record
+    return record is not None and record.state == RUNNING and record.version > swap.expected + 1
 
 
 def _repeated(calls: Sequence[values.Call], replies: list[Reply]) -> Flow[None]:

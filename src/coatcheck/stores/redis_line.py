@@ -25,10 +25,11 @@ from redis.sentinel import Sentinel
 
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.fork import renew_after_fork
+from coatcheck.stores.redis_dangers import QUESTIONS, Watch
 from coatcheck.stores.redis_flow import NO_WAIT, Wait, in_doubt_if
 from coatcheck.stores.redis_replies import Refusal, Reply, refusal_of
 from coatcheck.stores.redis_url import Address, Target
-from coatcheck.stores.redis_values import packed
+from coatcheck.stores.redis_values import Command, packed
 
 Connection: TypeAlias = Any  # the driver's, which says little of its types
 
@@ -80,6 +81,11 @@ class Line:
         spelt = [word if isinstance(word, bytes) else str(word).encode() for word in words]
         self.send(packed(*spelt))
         return self.receive(1)[0]
+
+    def ask_all(self, commands: Sequence[Command]) -> list[Reply]:
+        """Send *commands* in one go, and wait for their answers."""
+        self.send(b"".join(command.packed for command in commands))
+        return self.receive(len(commands))
 
     def send(self, commands: bytes) -> None:
         """Send *commands*; the line is then the caller's until `receive` or `abandon`."""
@@ -233,6 +239,24 @@ _CODES: dict[type[Exception], str] = {
     exceptions.TryAgainError: "TRYAGAIN",
 }
 _AT_THE_DOOR = (exceptions.AuthenticationError, exceptions.BusyLoadingError)
+
+
+def checked(connect: Callable[[], Connection], name: str, watch: Watch) -> Callable[[], Connection]:
+    """What connects as *connect* does, and asks whoever answers whether it could forget."""
+
+    def connect_and_ask() -> Connection:
+        connection = connect()
+        try:
+            questions = b"".join(question.packed for question in QUESTIONS)
+            connection.send_packed_command([questions], check_health=False)
+            told = [_reply(connection) for _ in QUESTIONS]
+            watch.meet(name, watch.health_of(name, told))
+        except BaseException:
+            connection.disconnect()
+            raise
+        return connection
+
+    return connect_and_ask
 
 
 def connector(target: Target, address: Address, timeout_s: float) -> Callable[[], Connection]:

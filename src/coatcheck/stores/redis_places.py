@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from coatcheck.stores.contract import Wire
+from coatcheck.stores.redis_dangers import Watch
 from coatcheck.stores.redis_flow import Flows, Wait, is_demoted
-from coatcheck.stores.redis_line import Connection, Line
+from coatcheck.stores.redis_line import Connection, Line, checked
 from coatcheck.stores.redis_replies import Reply
 from coatcheck.stores.redis_values import Command
 from coatcheck.stores.redis_wire import RedisWire
@@ -55,16 +56,19 @@ class Single:
     One server, or whichever server is the master.
 
     One line writes, one reads beside it, one is for operators: nobody waits for a replica but who
-    has written, and nobody for a search.
+    has written, and nobody for a search. Whom the operators reach is not asked whether it could
+    forget: they are about to.
     """
 
     is_spread = False
 
-    def __init__(self, connect: Callable[[], Connection], name: str, wait: Wait) -> None:
-        self._connect = connect
+    def __init__(
+        self, connect: Callable[[], Connection], name: str, wait: Wait, watch: Watch
+    ) -> None:
+        self._connect = checked(connect, name, watch)
         self._wait = wait
-        self.writer = Line(connect, name, is_writer=True, wait=wait)
-        self.reader = Line(connect, name)
+        self.writer = Line(self._connect, name, is_writer=True, wait=wait)
+        self.reader = Line(self._connect, name)
         self.operator = Line(connect, name)
 
     def write(self, commands: Sequence[Command]) -> list[Reply]:
@@ -102,5 +106,7 @@ class Single:
 
 
 def _ask(line: Line, commands: Sequence[Command]) -> list[Reply]:
-    line.send(commands[0].packed if len(commands) == 1 else b"".join(c.packed for c in commands))
-    return line.receive(len(commands))
+    if len(commands) > 1:
+        return line.ask_all(commands)
+    line.send(commands[0].packed)
+    return line.receive(1)

@@ -6,7 +6,7 @@ meant is refused here, with a sentence that says what could be.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypedDict
+from typing import Literal, NamedTuple, TypeAlias, TypedDict
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from coatcheck.core.policy import duration_ms
@@ -15,9 +15,11 @@ from coatcheck.errors import Misconfigured
 # The dangers that are refused unless they are allowed by name; see `redis_dangers.py`.
 DANGERS = ("eviction", "no-persistence", "replica")
 
+Shape: TypeAlias = Literal["single", "sentinel", "cluster"]
+
 _PORT = 6379
 _SENTINEL_PORT = 26379
-_SHAPES: dict[str, Literal["single", "sentinel", "cluster"]] = {
+_SHAPES: dict[str, Shape] = {
     "redis": "single",
     "rediss": "single",
     "redis+sentinel": "sentinel",
@@ -47,7 +49,7 @@ class Address(NamedTuple):
 class Target(NamedTuple):
     """Which servers, and how to be let in."""
 
-    shape: Literal["single", "sentinel", "cluster"]
+    shape: Shape
     addresses: tuple[Address, ...]
     service: str = ""  # sentinel: what the master is known as
     database: int = 0
