@@ -1,8 +1,8 @@
 """The command line: the demo, and what operators ask a store.
 
 Exit codes: 0 yes; 1 no: not found, an error diagnosed, a promise broken; 2 the question was wrong:
-usage, or a store that cannot be opened. Operators' commands never create a database, and never
-print what a response contains.
+usage, or a store that cannot be opened. No operators' command but `migrate` creates a database, and
+none prints what a response contains.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from coatcheck.core.record import COMPLETED, IN_DOUBT, STATE_NAMES, Record
 from coatcheck.engine import Engine
 from coatcheck.errors import CoatcheckError, Misconfigured, NotResolved
 from coatcheck.operation import DidNotHappen, Happened
-from coatcheck.stores import Query, Store, open_store
+from coatcheck.stores import Query, Store, migrate_store, open_store
 
 STORE_VARIABLE = "COATCHECK_STORE"
 STORE_DEFAULT = "sqlite:///coatcheck.db"
@@ -110,6 +110,9 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
         _add_list_options(command)
     if name == "resolve":
         _add_resolve_options(command)
+    if name == "migrate":
+        command.add_argument("url", metavar="STORE_URL", nargs="?", help="the same as --store URL")
+        command.add_argument("--check", action="store_true", help="only tell; 1: it is to be done")
 
 
 def _add_demo_options(command: argparse.ArgumentParser) -> None:
@@ -185,7 +188,8 @@ def _demo(arguments: argparse.Namespace) -> int:
 def _lookup(arguments: argparse.Namespace) -> int:
     wanted: str = arguments.reference_or_key
     with closing(open_store(arguments.store, create=False)) as store:
-        records = _find_reference(store, wanted) or _find_key(store, wanted)
+        by_key = Query(key=wanted, limit=LOOKUP_LIMIT)
+        records = _find_reference(store, wanted) or list(store.find(by_key).records)
         now_ms = store.now_ms()
     if arguments.json:
         _print_json([facts_of(record, now_ms) for record in records])
@@ -202,10 +206,6 @@ def _find_reference(store: Store, text: str) -> list[Record]:
         return []
     page = store.find(Query(id_prefix=prefix_of(reference), limit=LOOKUP_LIMIT))
     return [record for record in page.records if reference_of(record.id) == reference]
-
-
-def _find_key(store: Store, text: str) -> list[Record]:
-    return list(store.find(Query(key=text, limit=LOOKUP_LIMIT)).records)
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -241,15 +241,13 @@ def _list(arguments: argparse.Namespace) -> int:
 
 def _resolve(arguments: argparse.Namespace) -> int:
     outcome = _outcome(arguments)
-    by, why, abandoned = arguments.by, arguments.why, arguments.abandoned
+    said = {name: getattr(arguments, name) for name in ("by", "why", "abandoned")}
     store = open_store(arguments.store, create=False)
     reason, record = None, None
     with Engine(store, sweep_every_s=None, recover_every_s=None) as engine:
         now_ms = store.now_ms()
         try:
-            record = engine.resolve(
-                arguments.reference, outcome, by=by, why=why, abandoned=abandoned
-            )
+            record = engine.resolve(arguments.reference, outcome, **said)
         except NotResolved as error:
             reason, record = str(error), error.record
             print(f"coatcheck: {reason}", file=sys.stderr)
@@ -322,6 +320,15 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return 1 if any(finding.level == "error" for finding in findings) else 0
 
 
+def _migrate(arguments: argparse.Namespace) -> int:
+    migration = migrate_store(arguments.url or arguments.store, only_look=arguments.check)
+    if arguments.json:
+        _print_json(migration._asdict())
+    else:
+        print(migration.sentence)
+    return 1 if migration.is_due else 0
+
+
 # --- stores and records ---------------------------------------------------------------------
 
 
@@ -379,6 +386,11 @@ _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, str]] = {
         _sweep,
         "delete what retention allows, as servers also do by themselves",
         "coatcheck sweep --store sqlite:///orders.db",
+    ),
+    "migrate": (
+        _migrate,
+        "make what a store needs, or bring it up to date",
+        "coatcheck migrate postgresql://shop@localhost/shop",
     ),
     "doctor": (
         _doctor,

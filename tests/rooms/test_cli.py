@@ -24,7 +24,7 @@ from coatcheck.core.replay import (
     encode_value,
 )
 
-COMMANDS = ("demo", "lookup", "list", "resolve", "sweep", "doctor")
+COMMANDS = ("demo", "lookup", "list", "resolve", "sweep", "migrate", "doctor")
 
 HOUR_MS = 3_600_000
 BODY = b'{"secret": "of the customer"}'

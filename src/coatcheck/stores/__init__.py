@@ -8,6 +8,7 @@ Stores do not know each other, and nothing here knows what a request is.
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 from urllib.parse import urlsplit
 
 from coatcheck.errors import Misconfigured, MissingExtra
@@ -23,16 +24,19 @@ from coatcheck.stores.contract import (
 from coatcheck.stores.declared import BY_SCHEME
 from coatcheck.stores.looped import LoopedStore
 from coatcheck.stores.memory import AsyncMemoryStore, MemoryStore
+from coatcheck.stores.migration import Migration
 from coatcheck.stores.threaded import ThreadedStore
 
 __all__ = [
     "AsyncStore",
     "Batcher",
     "Finding",
+    "Migration",
     "Page",
     "Query",
     "Store",
     "ThreadedStore",
+    "migrate_store",
     "open_async_store",
     "open_store",
 ]
@@ -42,8 +46,34 @@ def open_store(url: str, *, create: bool = True) -> Store:
     """
     The store that *url* names, for sync code: `sqlite:///path`, `postgresql://host/db` and so on.
 
-    Where *create* is False it must be there already: who looks must not make what is looked for.
+    Where *create* is False, or the URL says `create=0`, it must be there already: who looks must
+    not make what is looked for, and in production that is for `coatcheck migrate` to do (D4).
     """
+    url, may_create = _without_create(url)
+    store: Store = _named_by(url).from_url(url, create=create and may_create)
+    return store
+
+
+def migrate_store(url: str, *, only_look: bool = False) -> Migration:
+    """Make what the store at *url* needs, or bring it up to date; or *only_look* whether it is."""
+    url, _ = _without_create(url)
+    migration: Migration = _named_by(url).migrate(url, only_look=only_look)
+    return migration
+
+
+def _without_create(url: str) -> tuple[str, bool]:
+    """*url* without what every store's may say: whether it may be created."""
+    address, mark, query = url.partition("?")
+    options = query.split("&")
+    ours = [option for option in options if option.partition("=")[0] == "create"]
+    for option in ours:
+        if option not in ("create=0", "create=1"):
+            raise Misconfigured(f"{option} is no option; there are create=0 and create=1")
+        options.remove(option)
+    return address + mark * bool(options) + "&".join(options), "create=0" not in ours
+
+
+def _named_by(url: str) -> Any:  # noqa: ANN401 - a class of a module that may not be importable
     try:
         scheme = urlsplit(url).scheme
     except ValueError as error:
@@ -58,8 +88,7 @@ def open_store(url: str, *, create: bool = True) -> Store:
         if not declared.extra:
             raise
         raise MissingExtra(declared.extra, error.name or declared.title) from error
-    store: Store = getattr(module, declared.name).from_url(url, create=create)
-    return store
+    return getattr(module, declared.name)
 
 
 def open_async_store(url: str) -> AsyncStore:

@@ -19,6 +19,7 @@ import os
 import random
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 
 from coatcheck.core.key import reference_of
 from coatcheck.core.record import GONE, Record, Swap
@@ -29,6 +30,7 @@ from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, matches
 from coatcheck.stores.declared import DYNAMODB
 from coatcheck.stores.dynamodb_line import Line, is_too_large
 from coatcheck.stores.dynamodb_place import Place, place_of
+from coatcheck.stores.migration import Migration
 
 logger = logging.getLogger("coatcheck")
 
@@ -70,6 +72,17 @@ class DynamoStore:
         Options: `endpoint=http://…`, `compact=1`, `timeout=5s`, `concurrency=32`.
         """
         return cls(place_of(url), create=create)
+
+    @classmethod
+    def migrate(cls, url: str, *, only_look: bool = False) -> Migration:
+        """Make the table that *url* names; one that is there is never altered."""
+        place = place_of(url)
+        with closing(Line(place)) as line:
+            found = table.version_of(line)
+        if not only_look:
+            cls(place).close()
+        is_done = not found and not only_look
+        return Migration(f"dynamodb table {place.table}", found, 1, is_done)
 
     def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
         """Write each record if the version its caller saw still stands; all at the same time."""

@@ -15,6 +15,7 @@ from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.stores.contract import Finding
 from coatcheck.stores.dynamodb_items import EXPIRY_ATTRIBUTE
 from coatcheck.stores.dynamodb_line import Line, code_of
+from coatcheck.stores.migration import HOW
 
 logger = logging.getLogger("coatcheck")
 
@@ -36,8 +37,7 @@ def prepare(line: Line, *, create: bool) -> None:
     if description is None:
         if not create:
             raise Misconfigured(
-                f"dynamodb: there is no table {table}; check its name, region and account, or "
-                "open the store once with the right to create it"
+                f"dynamodb: there is no table {table}; check its name, region and account, or {HOW}"
             )
         _create(line)
     if is_new:
@@ -50,6 +50,11 @@ def prepare(line: Line, *, create: bool) -> None:
     finding = _about_expiry(line)
     if finding.level != "ok":
         logger.warning(finding.message)
+
+
+def version_of(line: Line) -> int:
+    """1 where the table is there, 0 where it is not; there is no other so far."""
+    return 0 if _describe(line) is None else 1
 
 
 def _describe(line: Line) -> dict[str, Any] | None:

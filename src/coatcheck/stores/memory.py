@@ -16,6 +16,7 @@ from coatcheck.errors import Misconfigured
 from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, Store, matches
 from coatcheck.stores.declared import MEMORY
 from coatcheck.stores.fork import renew_after_fork
+from coatcheck.stores.migration import Migration
 
 
 class MemoryStore:
@@ -34,6 +35,12 @@ class MemoryStore:
         if not create:
             raise Misconfigured("memory:// ends with its process, so there is nothing to look at")
         return cls()
+
+    @classmethod
+    def migrate(cls, _url: str, *, only_look: bool = False) -> Migration:
+        """Nothing is to be made."""
+        del only_look
+        return Migration("memory", 0, 0)
 
     def _renew(self) -> None:
         """A child has a copy, and nobody in it holds the lock."""

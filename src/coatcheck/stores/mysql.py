@@ -23,6 +23,7 @@ from coatcheck.errors import StoreUnavailable
 from coatcheck.stores import mysql_schema as schema
 from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, Wire
 from coatcheck.stores.declared import MYSQL
+from coatcheck.stores.migration import Migration
 from coatcheck.stores.mysql_ledger import ledger_for
 from coatcheck.stores.mysql_line import Address, Line, Lines, Row, Session, new_stamp
 from coatcheck.stores.mysql_rows import Statements, record_of, stamp_of
@@ -73,6 +74,18 @@ class MysqlStore:
         """
         address, table, compact = named_by(url)
         return cls(address, table=table, compact=compact, create=create)
+
+    @classmethod
+    def migrate(cls, url: str, *, only_look: bool = False) -> Migration:
+        """Make the tables in the database that *url* names, or bring them up to date."""
+        address, table, _ = named_by(url)
+        if only_look:
+            found = schema.version_at(address, table)
+        else:
+            found = schema.prepare(address, table, create=True)
+        wanted = len(schema.MIGRATIONS)
+        what = f"{address}: {table}"
+        return Migration(what, found, wanted, found < wanted and not only_look)
 
     def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
         """Write each record if the version its caller saw still stands."""

@@ -23,6 +23,9 @@ _OF_THE_RECORD = frozenset({1048, 1366, 1264, 1406, 1118, _STATEMENT_TOO_LARGE})
 # After these the connection is as good as before.
 PASSING = COLLISIONS | _OF_THE_RECORD - {_STATEMENT_TOO_LARGE}
 
+# What a statement is told that would make what is there: a table, a column, an index.
+MADE_ALREADY = frozenset({1050, 1060, 1061})
+
 # What the driver says, not the server: no connection; lost while sending; lost while waiting.
 UNREACHABLE, _SERVER_GONE, _SERVER_LOST, _NO_TLS = 2003, 2006, 2013, 2026
 

@@ -25,7 +25,13 @@ import pymysql
 
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.fork import renew_after_fork
-from coatcheck.stores.mysql_faults import COLLISIONS, PASSING, UNREACHABLE, explained
+from coatcheck.stores.mysql_faults import (
+    COLLISIONS,
+    MADE_ALREADY,
+    PASSING,
+    UNREACHABLE,
+    explained,
+)
 
 R = TypeVar("R")
 Row: TypeAlias = tuple[Any, ...]
@@ -109,6 +115,15 @@ class Session:
         self.is_clean, self.is_unsure = not self._is_in_transaction, False
         self.has_committed |= affected > 0 and not self._is_in_transaction
         return affected
+
+    def write_once(self, statement: bytes) -> None:
+        """A change of a table, unless somebody has made it and was cut off before saying so."""
+        try:
+            self.write(statement)
+        except pymysql.MySQLError as error:
+            if _code_of(error) not in MADE_ALREADY:
+                raise
+            self.undo()
 
     def refuse_if_too_large(self, *statements: bytes) -> None:
         """Raise, before anything is sent, where the server would hang up on one of them."""

@@ -13,18 +13,18 @@ import time
 from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
-from coatcheck.errors import Misconfigured
+from coatcheck.errors import Misconfigured, StoreUnavailable
+from coatcheck.stores.migration import HOW
 from coatcheck.stores.mysql_line import Address, Line, Session
 
 logger = logging.getLogger("coatcheck")
 
-SCHEMA_VERSION = 1
 META_TABLE = "coatcheck_meta"
 
 # Clustered by `id`, which is found by no other way; rows come in at random places, as ids do.
 # `expires_ms` is the only other index. It changes only with a new life, so completing touches
 # none, and it grows at its end. Texts are blobs, because a collation would compare and convert.
-_TABLE = """
+_FIRST = """
 create table if not exists `{}` (
   id              varbinary(16) not null,
   version         bigint        not null,
@@ -46,6 +46,10 @@ create table if not exists `{}` (
   key expires (expires_ms)
 ) engine = innodb row_format = dynamic
 """
+# A list that only grows; how many of them were made is the version of the table. Each is one
+# statement: MySQL commits every change of a table at once, and cannot undo it.
+MIGRATIONS: tuple[str, ...] = (_FIRST,)
+
 # One row for each table of records.
 _META = f"""
 create table if not exists {META_TABLE} (
@@ -54,6 +58,8 @@ create table if not exists {META_TABLE} (
 ) engine = innodb
 """
 
+# One for each database of the server.
+_LOCK = "concat('coatcheck_', md5(database()))"
 _CLOCK = "select timestampdiff(microsecond, '1970-01-01', utc_timestamp(6)) div 1000"
 
 # 9 MiB: the largest response that is kept by default, and what quoting adds to it.
@@ -64,32 +70,48 @@ _CLOCK_OFF_MS_MAX = 1_000
 Told: TypeAlias = tuple[Literal["ok", "warning", "error"], str]
 
 
-def prepare(address: Address, table: str, *, create: bool) -> None:
+def prepare(address: Address, table: str, *, create: bool) -> int:
     """
     Make the database at *address* one that a store can use, or say why it cannot be one.
 
     Where *create* is False nothing is made: what is missing is an error. The connection is closed
     again, so that a server that opens a store and forks afterwards has nothing to hand down.
+    Returns the version that was found.
     """
     line = Line(address, opening=True)
     try:
-        found = line.run(lambda session: schema_version(session, table))
-        if found == 0 and not create:
-            raise Misconfigured(f"{address}: there is no table {table} of coatcheck's")
-        if found == 0:
-            line.run(lambda session: _create(session, table))
-            # Somebody who knows a newer one may have been faster.
-            found = line.run(lambda session: schema_version(session, table))
-        if found > SCHEMA_VERSION:
-            raise Misconfigured(
-                f"{address}: {table} has coatcheck schema {found}, but this version of coatcheck "
-                f"knows schemas up to {SCHEMA_VERSION}; upgrade coatcheck, or use another table"
-            )
+        found = line.run(lambda session: _known_version(session, address, table))
+        if found < len(MIGRATIONS):
+            if not create:
+                missing = f"there is no table {table} of coatcheck's"
+                older = f"{table} has schema {found}, older than {len(MIGRATIONS)} of this release"
+                raise Misconfigured(f"{address}: {older if found else missing}; {HOW}")
+            found = line.run(lambda session: _migrate(session, address, table))
         for level, text in line.run(lambda session: list(findings_about(session, table))):
             if level != "ok":  # a store that could forget says so when it is opened
                 logger.warning("%s: %s", address, text)
     finally:
         line.close()
+    return found
+
+
+def version_at(address: Address, table: str) -> int:
+    """The version of *table* at *address*, if this release knows it; 0 where there is none."""
+    line = Line(address, opening=True)
+    try:
+        return line.run(lambda session: _known_version(session, address, table))
+    finally:
+        line.close()
+
+
+def _known_version(session: Session, address: Address, table: str) -> int:
+    found = schema_version(session, table)
+    if found > len(MIGRATIONS):
+        raise Misconfigured(
+            f"{address}: {table} has coatcheck schema {found}, but this version of coatcheck knows "
+            f"schemas up to {len(MIGRATIONS)}; upgrade coatcheck, or use another table"
+        )
+    return found
 
 
 def schema_version(session: Session, table: str) -> int:
@@ -104,13 +126,22 @@ def schema_version(session: Session, table: str) -> int:
     return int(rows[0][0]) if rows else 0
 
 
-def _create(session: Session, table: str) -> None:
-    session.write(_TABLE.format(table).encode())
-    # If it was there already, is it ours? Whatever stands in it is not looked at.
-    session.read(f"select id, version, expires_ms, nonce, stamp from `{table}` limit 0")
-    session.write(_META.encode())
-    noted = f"insert into {META_TABLE} values ('{table}', {SCHEMA_VERSION})"
-    session.write(f"{noted} on duplicate key update name = name".encode())
+def _migrate(session: Session, address: Address, table: str) -> int:
+    """Make what has not been made; the version that was found when it was our turn."""
+    # Nodes that start together do it one after the other; the later ones find it done. The lock
+    # goes with the connection, which is closed soon.
+    ((is_ours,),) = session.read(f"select get_lock({_LOCK}, {address.lock_timeout_s})")
+    if is_ours != 1:
+        raise StoreUnavailable(f"{address}: another node is changing the schema")
+    found = _known_version(session, address, table)
+    for version, migration in enumerate(MIGRATIONS[found:], found + 1):
+        session.write_once(migration.format(table).encode())
+        # If it was there already, is it ours? Whatever stands in it is not looked at.
+        session.read(f"select id, version, expires_ms, nonce, stamp from `{table}` limit 0")
+        session.write(_META.encode())
+        noted = f"insert into {META_TABLE} values ('{table}', {version})"
+        session.write(f"{noted} on duplicate key update value = {version}".encode())
+    return found
 
 
 def clock_ms(session: Session) -> int:
@@ -121,7 +152,7 @@ def clock_ms(session: Session) -> int:
 def findings_about(session: Session, table: str) -> Iterator[Told]:
     """What a doctor should know about the server, and about *table* in it."""
     settings: dict[str, str] = dict(session.read("show global variables"))
-    yield "ok", f"MySQL or MariaDB {settings['version']}, coatcheck schema {SCHEMA_VERSION}"
+    yield "ok", f"MySQL or MariaDB {settings['version']}, coatcheck schema {len(MIGRATIONS)}"
     yield from _about_writing(settings)
     yield from _about_durability(settings)
     yield from _about_table(session, table)
@@ -177,5 +208,5 @@ def _about_table(session: Session, table: str) -> Iterator[Told]:
     elif engine.lower() != "innodb":
         yield "error", f"{table} is a table of {engine}, which has no transactions; alter it"
     version = schema_version(session, table)
-    if version != SCHEMA_VERSION:
+    if version != len(MIGRATIONS):
         yield "error", f"{table} has schema {version} by now, and this process knows only its own"

@@ -24,12 +24,14 @@ from coatcheck.core.policy import duration_ms
 from coatcheck.core.record import Record, Swap
 from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.stores import postgres_rows as rows
+from coatcheck.stores import postgres_schema
 from coatcheck.stores.contract import SWEEP_BATCH, Bell, Finding, Page, Query, Wire
 from coatcheck.stores.declared import POSTGRES
+from coatcheck.stores.migration import Migration
 from coatcheck.stores.postgres_bell import PostgresBell
 from coatcheck.stores.postgres_ledger import ledger_for
 from coatcheck.stores.postgres_link import Link
-from coatcheck.stores.postgres_schema import Names, findings_of, prepare
+from coatcheck.stores.postgres_schema import Names, findings_of, known_version, prepare
 from coatcheck.stores.postgres_talk import Talk
 from coatcheck.stores.postgres_wire import PostgresWire
 
@@ -89,10 +91,26 @@ class PostgresStore:
         Options: `?schema=name`, `?compact=1`, `?timeout=5s`; all others are libpq's own, such as
         `sslmode`.
         """
-        parts = urlsplit(url)
-        options, others = _options(parts.query)
-        bare = urlunsplit(parts._replace(query=urlencode(others, quote_via=quote)))
-        return cls(bare, create=create, **options)
+        conninfo, options = _named_by(url)
+        return cls(conninfo, create=create, **options)
+
+    @classmethod
+    def migrate(cls, url: str, *, only_look: bool = False) -> Migration:
+        """Make the tables in the database that *url* names, or bring them up to date."""
+        conninfo, options = _named_by(url)
+        timeout_s = options.get("timeout_s", TIMEOUT_S)
+        names = Names(options.get("schema", ""))
+        link = Link(_conninfo(conninfo, timeout_s), timeout_s)
+        try:
+            if only_look:
+                found = link.run(lambda connection: known_version(connection, names))
+            else:
+                found = link.run(lambda connection: prepare(connection, names, create=True))
+        finally:
+            link.close()
+        wanted = len(postgres_schema.MIGRATIONS)
+        what = f"postgresql: {names.records}"
+        return Migration(what, found, wanted, found < wanted and not only_look)
 
     def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
         """Write each record if the version its caller saw still stands."""
@@ -164,6 +182,13 @@ def _conninfo(given: str, timeout_s: float) -> str:
     }
     # In which we write and read texts.
     return make_conninfo(**{**defaults, **chosen, "client_encoding": "UTF8"})
+
+
+def _named_by(url: str) -> tuple[str, _Options]:
+    """What libpq understands of *url*, and what is ours."""
+    parts = urlsplit(url)
+    options, others = _options(parts.query)
+    return urlunsplit(parts._replace(query=urlencode(others, quote_via=quote))), options
 
 
 class _Options(TypedDict, total=False):

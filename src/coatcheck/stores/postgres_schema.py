@@ -14,6 +14,7 @@ from psycopg import sql
 
 from coatcheck.errors import Misconfigured
 from coatcheck.stores.contract import Finding
+from coatcheck.stores.migration import HOW
 
 # What a record costs beside its response, in the compact layout: 28 bytes for the row as such, 63
 # for what is in it, some 50 for the index on `id` and 11 to 16 for the other one; the rest is free
@@ -52,7 +53,7 @@ create table {records} (
 );
 create index coatcheck_records_expires on {records} ((expires_ms / 1000));
 """
-MIGRATIONS = (_FIRST,)
+MIGRATIONS: tuple[str, ...] = (_FIRST,)
 
 # Any number that nobody else locks: the ASCII codes of "coatchk".
 _LOCK = 0x636F61746368
@@ -71,18 +72,18 @@ class Names:
         return name.as_string()
 
 
-def prepare(connection: psycopg.Connection[Any], names: Names, *, create: bool) -> None:
-    """Make the tables, or bring them up to date; refuse what is missing or from a newer release."""
-    version = version_of(connection, names)
-    if version == len(MIGRATIONS):
-        return
-    if version > len(MIGRATIONS):
-        raise Misconfigured(
-            f"{names.records}: its schema has version {version}, and this release knows "
-            f"{len(MIGRATIONS)}; a newer coatcheck has been here, so update this one"
-        )
+def prepare(connection: psycopg.Connection[Any], names: Names, *, create: bool) -> int:
+    """
+    Make the tables, or bring them up to date; refuse what is missing or from a newer release.
+
+    Returns the version that was found.
+    """
+    found = known_version(connection, names)
+    if found == len(MIGRATIONS):
+        return found
     if not create:
-        raise Misconfigured(f"{names.records} is missing or older than this release")
+        older = f"has schema {found}, older than {len(MIGRATIONS)} of this release"
+        raise Misconfigured(f"{names.records} {older if found else 'is missing'}; {HOW}")
     with connection.transaction():
         # Nodes that start together do it one after the other; the later ones find it done.
         connection.execute("select pg_advisory_xact_lock(%s)", (_LOCK,))
@@ -90,10 +91,22 @@ def prepare(connection: psycopg.Connection[Any], names: Names, *, create: bool) 
             schema = sql.Identifier(names.schema).as_string()
             _say(connection, f"create schema if not exists {schema}")
         _say(connection, f"create table if not exists {names.versions} (version integer)")
-        made = version_of(connection, names)
-        for version, migration in enumerate(MIGRATIONS[made:], made + 1):
+        found = known_version(connection, names)
+        for version, migration in enumerate(MIGRATIONS[found:], found + 1):
             _say(connection, migration.format(records=names.records))
             _say(connection, f"insert into {names.versions} values ({version})")
+    return found
+
+
+def known_version(connection: psycopg.Connection[Any], names: Names) -> int:
+    """How many migrations have been made, if this release knows them all."""
+    version = version_of(connection, names)
+    if version > len(MIGRATIONS):
+        raise Misconfigured(
+            f"{names.records}: its schema has version {version}, and this release knows "
+            f"{len(MIGRATIONS)}; a newer coatcheck has been here, so update this one"
+        )
+    return version
 
 
 def version_of(connection: psycopg.Connection[Any], names: Names) -> int:

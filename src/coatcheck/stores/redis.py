@@ -23,6 +23,7 @@ from coatcheck.errors import CoatcheckError, Misconfigured, StoreUnavailable
 from coatcheck.stores import redis_values as values
 from coatcheck.stores.contract import SWEEP_BATCH, Bell, Finding, Page, Query, Wire, matches
 from coatcheck.stores.declared import REDIS
+from coatcheck.stores.migration import Migration
 from coatcheck.stores.redis_bell import RedisBell
 from coatcheck.stores.redis_cluster import Cluster
 from coatcheck.stores.redis_dangers import QUESTIONS, Health, Watch
@@ -97,6 +98,14 @@ class RedisStore:
         del create  # there is nothing to create: a prefix without records is an empty store
         target, options = target_and_options(url)
         return cls(target, **options)
+
+    @classmethod
+    def migrate(cls, url: str, *, only_look: bool = False) -> Migration:
+        """Nothing is to be made; but whether the servers will do is looked at."""
+        del only_look
+        store = cls.from_url(url)
+        store.close()
+        return Migration(store.name, 0, 0)
 
     def _refuse_dangers(self) -> None:
         """Refuse a server that could forget, unless somebody has said that it may."""

@@ -23,10 +23,12 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from coatcheck.core.policy import duration_ms
 from coatcheck.core.record import GONE, Record, Swap
 from coatcheck.errors import Misconfigured, StoreUnavailable
+from coatcheck.stores import sqlite_file as file
 from coatcheck.stores import sqlite_rows as rows
 from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query
 from coatcheck.stores.declared import SQLITE
-from coatcheck.stores.sqlite_file import findings_about, identity_of, in_turn, prepare
+from coatcheck.stores.migration import Migration
+from coatcheck.stores.sqlite_file import findings_about, identity_of, in_turn
 from coatcheck.stores.sqlite_ledger import ledger_for
 from coatcheck.stores.sqlite_line import Line
 
@@ -57,7 +59,7 @@ class SqliteStore:
     ) -> None:
         # Absolute, because a server may change its directory before the first request.
         self.path = os.path.abspath(path)  # noqa: PTH100 - no pathlib word says only that
-        prepare(self.path, busy_timeout_s, create=create)
+        file.prepare(self.path, busy_timeout_s, create=create)
         self._identity = identity_of(self.path)
         self._rows_of = rows.Packer(compact=compact).rows_of  # used by who holds the writer
         self._busy_timeout_s = busy_timeout_s
@@ -73,14 +75,19 @@ class SqliteStore:
 
         Options: `?compact=1`, `?busy_timeout=5s`.
         """
-        parts = urlsplit(url)
-        path = unquote(parts.path.removeprefix("/"))
-        if parts.netloc or parts.fragment or path in ("", ":memory:"):
-            raise Misconfigured(
-                f"{url!r} names no file; write sqlite:///relative.db or sqlite:////absolute.db "
-                "('#' as %23), or memory:// for a store that may forget"
-            )
-        return cls(path, create=create, **_options(parts.query))
+        path, options = _named_by(url)
+        return cls(path, create=create, **options)
+
+    @classmethod
+    def migrate(cls, url: str, *, only_look: bool = False) -> Migration:
+        """Make the file and the tables in it, or bring them up to date."""
+        path, options = _named_by(url)
+        busy_timeout_s = options.get("busy_timeout_s", BUSY_TIMEOUT_S)
+        found = file.version_at(path, busy_timeout_s)
+        if not only_look:
+            file.prepare(path, busy_timeout_s, create=True)
+        wanted = len(file.MIGRATIONS)
+        return Migration(path, found, wanted, found < wanted and not only_look)
 
     def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
         """Write each record if the version its caller saw still stands."""
@@ -247,6 +254,17 @@ def _records(swaps: Sequence[Swap]) -> list[Record]:
 
 def _flat(written: Iterable[rows.Row]) -> list[object]:
     return list(chain.from_iterable(written))
+
+
+def _named_by(url: str) -> tuple[str, _Options]:
+    parts = urlsplit(url)
+    path = unquote(parts.path.removeprefix("/"))
+    if parts.netloc or parts.fragment or path in ("", ":memory:"):
+        raise Misconfigured(
+            f"{url!r} names no file; write sqlite:///relative.db or sqlite:////absolute.db "
+            "('#' as %23), or memory:// for a store that may forget"
+        )
+    return path, _options(parts.query)
 
 
 class _Options(TypedDict, total=False):

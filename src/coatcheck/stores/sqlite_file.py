@@ -20,11 +20,10 @@ from typing import Literal
 from urllib.parse import quote
 
 from coatcheck.errors import CoatcheckError, Misconfigured, StoreUnavailable
+from coatcheck.stores.migration import HOW
 
 # 3.35 (2021): the oldest we test with; `update … from` and its early bugs are behind it.
 SQLITE_VERSION_MIN = (3, 35)
-
-SCHEMA_VERSION = 1
 
 # Bytes for each completed record, 64 at a time, beside a response of 150: 169 in this layout (a
 # million records), 197 clustered by id (`without rowid`, 200 000 records); beside one of 400: 232
@@ -58,12 +57,14 @@ create table coatcheck_records (
   response       blob
 )
 """
-_SCHEMA = (
+_FIRST = (
     "create table coatcheck_meta (name text primary key, value integer) without rowid",
     _TABLE,
     "create unique index coatcheck_records_id on coatcheck_records (id)",
     "create index coatcheck_records_expires on coatcheck_records (expires_ms)",
 )
+# A list that only grows; how many of them were made is the version of the schema.
+MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST,)
 
 # So many pages of the write-ahead log are gathered before they are copied into the file: 1 000, and
 # up to 4 000 in a large one. There the copying takes long, because most pages of the log are pages
@@ -125,12 +126,10 @@ def prepare(path: str, busy_timeout_s: float, *, create: bool) -> None:
             "use a newer Python, or another store"
         )
     if not create and not Path(path).is_file():
-        raise Misconfigured(f"there is no database at {path}")
+        raise Misconfigured(f"there is no database at {path}; {HOW}")
     try:
         with closing(connect(path, busy_timeout_s, writes=True, mode="rwc")) as connection:
-            if not create and schema_version(connection) == 0:
-                raise Misconfigured(f"{path} holds no records of coatcheck")
-            _ensure_schema(connection, path, busy_timeout_s)
+            _ensure_schema(connection, path, busy_timeout_s, create=create)
             in_turn(connection, busy_timeout_s, "pragma journal_mode = wal")
     except sqlite3.Error as error:
         raise explained(error, path, opening=True) from error
@@ -171,22 +170,48 @@ def _checkpoint_pages(connection: sqlite3.Connection) -> int:
     return max(_CHECKPOINT_PAGES_MIN, min(wanted, _CHECKPOINT_PAGES_MAX))
 
 
-def _ensure_schema(connection: sqlite3.Connection, path: str, busy_timeout_s: float) -> None:
-    # Immediate: of several processes that start at once the first creates, the others see it; and
-    # a file that cannot be written says so now, not at the first request.
+def _ensure_schema(
+    connection: sqlite3.Connection, path: str, busy_timeout_s: float, *, create: bool
+) -> None:
+    if not create and schema_version(connection) == 0:  # then nothing of it is touched
+        raise Misconfigured(f"{path} holds no records of coatcheck; {HOW}")
+    # Immediate: of several processes that start at once the first creates or upgrades, and the
+    # others see it; and a file that cannot be written says so now, not at the first request.
     in_turn(connection, busy_timeout_s, "begin immediate")
-    found = schema_version(connection)
-    if found > SCHEMA_VERSION:
+    found = known_version(connection, path)
+    if found < len(MIGRATIONS) and not create:
         raise Misconfigured(
-            f"{path} has coatcheck schema {found}, but this version of coatcheck knows schemas up "
-            f"to {SCHEMA_VERSION}; upgrade coatcheck, or use another file"
+            f"{path} has coatcheck schema {found}, older than {len(MIGRATIONS)} of this release; "
+            f"{HOW}"
         )
-    if found == 0:
-        for statement in _SCHEMA:
+    for version, statements in enumerate(MIGRATIONS[found:], found + 1):
+        for statement in statements:
             connection.execute(statement)
-        connection.execute("insert into coatcheck_meta values ('schema', ?)", (SCHEMA_VERSION,))
+        connection.execute("insert or replace into coatcheck_meta values ('schema', ?)", (version,))
     # In a new file, which has no write-ahead log yet, a commit waits for those who read.
     in_turn(connection, busy_timeout_s, "commit")
+
+
+def version_at(path: str, busy_timeout_s: float) -> int:
+    """The version of our tables in the file at *path*, which may not be there; nothing is made."""
+    if not Path(path).is_file():
+        return 0
+    try:
+        with closing(connect(path, busy_timeout_s)) as connection:
+            return known_version(connection, path)
+    except sqlite3.Error as error:
+        raise explained(error, path, opening=True) from error
+
+
+def known_version(connection: sqlite3.Connection, path: str) -> int:
+    """The version of our tables in this file, if this release knows it."""
+    found = schema_version(connection)
+    if found > len(MIGRATIONS):
+        raise Misconfigured(
+            f"{path} has coatcheck schema {found}, but this version of coatcheck knows schemas up "
+            f"to {len(MIGRATIONS)}; upgrade coatcheck, or use another file"
+        )
+    return found
 
 
 def schema_version(connection: sqlite3.Connection) -> int:
