@@ -110,11 +110,20 @@ class Server:
         return (self.directory / "log").read_text(errors="replace")
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send a signal to it; where that ends it, wait for the end."""
+        """
+        Send a signal to it, and wait until it has stopped, or has ended.
+
+        Its children, which a server may have one of for each session, notice that a moment later,
+        and would still answer; but for those that somebody has stopped.
+        """
         assert self.process is not None
+        children = _children_of(self.process.pid)
         self.process.send_signal(number)
-        if number not in (signal.SIGSTOP, signal.SIGCONT):
+        if number == signal.SIGSTOP:
+            until(lambda: _state_of(self.process.pid) in _STOPPED)
+        elif number != signal.SIGCONT:
             self.process.wait()
+            until(lambda: all(_state_of(pid) in _STOPPED for pid in children))
 
     def remove(self) -> None:
         """End it, and leave nothing behind."""
@@ -122,3 +131,24 @@ class Server:
             self.process.send_signal(signal.SIGCONT)
             self.kill()
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+# Of a process, as the system shows it: stopped, ended and not yet taken note of, or gone.
+_STOPPED = ("T", "t", "Z", "X", "")
+
+
+def _state_of(pid: int) -> str:
+    return _status_of(pid).partition(" ")[0]
+
+
+def _children_of(pid: int) -> list[int]:
+    others = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    return [other for other in others if _status_of(other).split(" ")[1:2] == [str(pid)]]
+
+
+def _status_of(pid: int) -> str:
+    """Its state, its parent and so on; nothing where it is gone, or where the system has no such."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2]
+    except OSError:
+        return ""
