@@ -14,7 +14,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -n 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test simulate check bench docs format clean
+.PHONY: help demo test simulate test-faults check bench docs format clean
 
 help: ## list what is behind this door
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,7 +30,7 @@ test: check $(VENV)/.servers ## everything that must hold before a commit: check
 simulate: $(VENV)/.test ## 100 000 random schedules of the whole protocol (ARGS="--seed 7": one, with its trace)
 	cd tests && ../$(BIN)/python -m simulation $(ARGS)
 
-test-faults: $(VENV)/.test $(VENV)/.servers ## every fault at every point under every recovery (four minutes)
+test-faults: $(VENV)/.test $(VENV)/.servers ## every fault at every point under every recovery, in sync and async code (eight minutes)
 	COATCHECK_FAULTS=all $(PYTEST) tests/faults $(ARGS)
 
 check: $(VENV)/.test ## lint, format, types, who imports whom, spelling
