@@ -18,7 +18,7 @@ from coatcheck.core.policy import POLICY_FIELDS, PRESETS, Policy
 from coatcheck.core.problem import KINDS
 from coatcheck.core.record import MOVES, STATE_NAMES, State
 from coatcheck.stores.declared import DECLARED
-from coatcheck.verify.outcomes import table
+from coatcheck.verify.outcomes import absences, table
 
 HERE = Path(__file__).parent / "reference"
 NOTE = "<!-- Made by docs/generate.py from the code; change the code. -->\n"
@@ -82,12 +82,14 @@ _ARCHIVES = {
 
 
 def recovery() -> str:
-    """The page as it is, with the table of outcomes made anew."""
+    """The page as it is, with what is made from the outcomes made anew."""
     page = (HERE / "../recovery.md").read_text()
-    head, begin, rest = page.partition("<!-- outcomes:begin")
-    note, close, _ = rest.partition("-->\n")
-    _, end, tail = rest.partition("<!-- outcomes:end -->")
-    return f"{head}{begin}{note}{close}\n{table()}\n{end}{tail}"
+    for name, made in {"absences": absences(), "outcomes": table()}.items():
+        head, begin, rest = page.partition(f"<!-- {name}:begin")
+        note, close, _ = rest.partition("-->\n")
+        _, end, tail = rest.partition(f"<!-- {name}:end -->")
+        page = f"{head}{begin}{note}{close}\n{made}\n{end}{tail}"
+    return page
 
 
 def policy() -> str:

@@ -5,17 +5,18 @@ about where an attempt died in it; what its probe tells is what the file says.
 """
 
 import asyncio
-import os
 import signal
 from pathlib import Path
 
 import pytest
-from cells import LEASE, PROCESSES, WAIT_S_MAX
-from test_matrix import STORES, place_of
+from cells import IS_ALL
+from test_matrix import place_of
+from victims import LEASE, PROCESSES, WAIT_S_MAX, async_points
 
-from coatcheck import AsyncEngine, DidNotHappen, Happened, Policy, current_operation, open_store
-from coatcheck.stores import ThreadedStore
+from coatcheck import AsyncEngine, DidNotHappen, Happened, Policy, current_operation
+from coatcheck.stores import open_async_store
 from coatcheck.verify import crash
+from coatcheck.verify.outcomes import STORES
 
 STEPS = ("reserve", "charge", "ship")
 # Who waits for the lease of the dead gets the claim.
@@ -60,7 +61,7 @@ def die(place, point, number):
     """The process that is killed, the *number*-th time that it reaches *point*."""
     injector = crash.Injector(point, crash.kill, number)
     downstream = Downstream(place.ledger)
-    store = ThreadedStore(injector.store(open_store(place.url)))
+    store = async_points(open_async_store(place.url), injector)
 
     async def main():
         async with AsyncEngine(store, POLICY) as engine:
@@ -79,11 +80,7 @@ def retried(place):
     return asyncio.run(main())
 
 
-def stores():
-    return STORES if os.environ.get("COATCHECK_FAULTS") == "all" else ("sqlite",)
-
-
-@pytest.mark.parametrize("store", stores())
+@pytest.mark.parametrize("store", STORES if IS_ALL else ["SQLite"])
 @pytest.mark.parametrize("number", [1, 2, 3])
 @pytest.mark.parametrize("point", ["in step", "after effect", "after step"])
 def test_whichever_step_a_process_dies_in_each_happens_once(point, number, store, tmp_path):

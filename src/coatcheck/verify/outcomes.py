@@ -6,7 +6,7 @@ real processes and signals, and effects that are counted outside of the system.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal, NamedTuple, TypeAlias
 
 from coatcheck.verify.crash import POINTS, Point
@@ -15,6 +15,11 @@ Fault: TypeAlias = Literal[
     "kill", "freeze", "exception", "cancellation", "store killed", "store frozen", "client gone"
 ]
 Recovery: TypeAlias = Literal["retry", "reconcile", "manual", "transaction", "steps"]
+Place: TypeAlias = Literal["SQLite", "PostgreSQL", "Redis", "async", "sync"]
+
+# Every cell is run on each of these stores, in each of these kinds of code.
+STORES: tuple[Place, ...] = ("SQLite", "PostgreSQL", "Redis")
+CODE: tuple[Place, ...] = ("async", "sync")
 
 FAULTS: Mapping[Fault, str] = {
     "kill": "kill -9",
@@ -82,6 +87,51 @@ def outcome_of(fault: Fault, point: Point, recovery: Recovery) -> Outcome | None
     if point in _IN_STEPS and recovery != "steps":
         return None
     return {**_ALL_ONE, **_DIFFERS.get((fault, point), {})}[recovery]
+
+
+class Absent(NamedTuple):
+    """What cannot be *where*: a fault, a recovery, or both together."""
+
+    where: Place
+    fault: Fault | None
+    recovery: Recovery | None
+    why: str
+
+    def is_met_by(self, fault: Fault, recovery: Recovery, places: Collection[Place]) -> bool:
+        """This is one of those."""
+        return (
+            self.where in places
+            and self.fault in (None, fault)
+            and self.recovery in (None, recovery)
+        )
+
+    def __str__(self) -> str:
+        words = [FAULTS[self.fault]] if self.fault else []
+        words += [f"`{self.recovery}`"] if self.recovery else []
+        where = f"{self.where} code" if self.where in CODE else self.where
+        return f"| {', with '.join(words)} | {where} | {self.why} |"
+
+
+ABSENT = (
+    Absent("SQLite", "store killed", None, "a file is no server that could be killed"),
+    Absent(
+        *("SQLite", "store frozen", "transaction"),
+        "the transaction itself has the file, and nobody else can keep it from it",
+    ),
+    Absent("Redis", None, "transaction", "it is no place for the application's own rows"),
+    Absent("sync", "cancellation", None, "a thread cannot be cancelled"),
+    Absent("sync", "client gone", None, "a WSGI server does not cancel: the handler runs on"),
+)
+
+
+def is_run(fault: Fault, recovery: Recovery, *places: Place) -> bool:
+    """Whether there is such a thing at all of *places*."""
+    return not any(absent.is_met_by(fault, recovery, places) for absent in ABSENT)
+
+
+def absences() -> str:
+    """What is not run where, for the documentation."""
+    return "\n".join(["| what is not run | where | why |", "|---|---|---|", *map(str, ABSENT), ""])
 
 
 def table() -> str:
