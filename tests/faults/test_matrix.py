@@ -100,7 +100,7 @@ def trouble(cell, place, line):
     if cell.fault == "store killed":
         server.kill()
         line.send("go on")
-        server.start()
+        server.restart()
         return
     frozen = family_of(server.process.pid)
     for pid in frozen:

@@ -99,6 +99,22 @@ class Server:
                 raise AssertionError(f"{self.name} did not start")
             time.sleep(0.02)
 
+    def start(self) -> None:
+        """Start it, again where it has ended."""
+        raise NotImplementedError
+
+    def restart(self) -> None:
+        """Start it again, as soon as what is left of the old one knows that it is dead."""
+        deadline = time.monotonic() + START_S_MAX
+        while True:
+            try:
+                self.start()
+            except AssertionError:
+                assert time.monotonic() < deadline, f"{self.name} does not come back"
+                time.sleep(0.02)
+            else:
+                return
+
     def _as_user(self, command: Sequence[str | Path]) -> list[str]:
         words = [str(word) for word in command]
         if not self.user:

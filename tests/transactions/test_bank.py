@@ -105,16 +105,6 @@ def own():
 class Database(Postgres):
     """A server that may be killed while it is at work."""
 
-    def restart(self):
-        eventually(self._is_started)
-
-    def _is_started(self):
-        try:
-            self.start()
-        except AssertionError:  # what is left of the old one has not noticed yet that it is dead
-            return False
-        return True
-
     def close(self):
         self.remove()
 
