@@ -51,7 +51,7 @@ def store(opened) -> Iterator[Store]:
 @pytest.fixture
 def server() -> Iterator[Redis]:
     """A server of the test's own, to be hurt."""
-    server = Redis()
+    server = Redis(appendfsync="always")  # every second would be a promise of less
     yield server
     server.remove()
 

@@ -1,9 +1,10 @@
 """The Redis store: for those who have one already. Redis or Valkey; single, Sentinel or Cluster.
 
 What a swap has acknowledged survives what the server's own settings make it survive: with an
-append-only file a crash, and a power cut but for its last second. A replica that is promoted may
-not have the last writes; who cannot have that asks for `wait=1`. A server that throws records away
-when memory is short, or keeps nothing on disk, or is a replica, is refused.
+append-only file a crash, and a power cut but for its last second; with `appendfsync always` both,
+on a busy disk, too. A replica that is promoted may not have the last writes; who cannot have that
+asks for `wait=1`. A server that throws records away when memory is short, or keeps nothing on disk,
+or is a replica, is refused.
 
 A batch is one round trip: a script compares and writes, and answers only for those who lost (see
 `redis_values.py`). Threads ask through a place (`redis_places.py`), event loops through a wire
