@@ -291,7 +291,7 @@ def _body(name: str) -> bytes:
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
-    from coatcheck.engine.heart import sweep  # noqa: PLC0415 - no other command needs it
+    from coatcheck.engine.sweeping import sweep  # noqa: PLC0415 - no other command needs it
 
     taken = 0
     with closing(open_store(arguments.store, create=False)) as store:

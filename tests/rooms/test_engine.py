@@ -590,7 +590,11 @@ def test_a_result_that_cannot_be_written_down_is_not_given_away(guards, store, c
 
     with pytest.raises(StoreUnavailable):
         guards.run(engine, "k", unplug)
-    assert engine.heart.held == {}
+    (held,) = engine.heart.held.values()  # until its end is written
+    assert held.end.record.state == COMPLETED
+    store.is_down = False
+    eventually(lambda: engine.heart.held == {})
+    assert store.record.state == COMPLETED
 
 
 # --- limits -----------------------------------------------------------------------------------

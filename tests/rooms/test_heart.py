@@ -11,7 +11,9 @@ from engines import NOW_MS, WAIT_S_MAX, Clock, Handler, WatchedStore, eventually
 from coatcheck import AsyncEngine, Engine, Policy
 from coatcheck.core.record import GONE, RUNNING, Record, completed, failed
 from coatcheck.engine.clock import StoreClock
-from coatcheck.engine.heart import BEATS_PER_LEASE, LEASE_MS_MAX, SWEEP_BATCHES_MAX, Heart, sweep
+from coatcheck.engine.heart import BEATS_PER_LEASE, LEASE_MS_MAX, Heart
+from coatcheck.engine.held import Held
+from coatcheck.engine.sweeping import SWEEP_BATCHES_MAX, sweep
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.contract import SWEEP_BATCH
 from coatcheck.stores.memory import AsyncMemoryStore
@@ -168,6 +170,107 @@ def test_a_zombie_does_not_let_go_of_what_its_successor_holds(heart):
     heart.let_go(successor)
     heart.let_go(successor)
     assert heart.held == {}
+
+
+def test_whoever_takes_over_in_the_same_process_tells_its_predecessor(heart):
+    """L5: nobody else does, because the heart renews the successor from now on."""
+    told = threading.Event()
+    zombie = heart.hold(CLAIM, LEASE_MS)
+    zombie.on_lost(told.set)
+    again = heart.hold(CLAIM._replace(version=NOW_MS + 1), LEASE_MS)
+    assert not zombie.is_lost  # the same attempt, held anew
+    again.on_lost(told.set)
+    heart.hold(CLAIM._replace(version=NOW_MS + 2, nonce=8, attempt=2), LEASE_MS)
+    assert again.is_lost
+    wait_for(told)
+
+
+class Overtaken(Held):
+    """Lost by another thread at the very moment at which somebody looks whether it is."""
+
+    is_late = False  # it comes just after the look, and not just before it
+
+    @property
+    def is_lost(self):
+        before = self.__dict__["flag"]
+        if not self.__dict__.setdefault("is_overtaken", False):
+            self.is_overtaken = True
+            self.lose()
+        return before if self.is_late else self.flag
+
+    @is_lost.setter
+    def is_lost(self, flag):
+        self.flag = flag
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["just before", "just after"])
+@pytest.mark.parametrize("asks_late", [False, True], ids=["asked before", "asks meanwhile"])
+def test_a_callback_is_called_once_however_many_lose_it_at_once(is_late, asks_late):
+    """L5: the heart, a step, and the handler that asks to be told."""
+    held, calls = Overtaken(CLAIM, LEASE_MS), []
+    held.is_late = is_late
+    if not asks_late:
+        held._on_lost = type(held._on_lost)((lambda: calls.append("told"),))
+        held.lose()
+    else:
+        held.on_lost(lambda: calls.append("told"))
+    held.lose()
+    assert calls == ["told"]
+
+
+def test_a_callback_that_asks_to_be_told_again_is_not_called_twice(heart):
+    """L5: each registration counts once."""
+    held, calls = heart.hold(CLAIM, LEASE_MS), []
+
+    def first():
+        calls.append("first")
+        held.on_lost(lambda: calls.append("second"))
+
+    held.on_lost(first)
+    held.lose()
+    held.lose()
+    assert calls == ["first", "second"]
+
+
+def test_who_is_told_of_a_lost_claim_may_take_its_time(heart, store, clock):
+    """L5: a callback that blocks costs nobody a lease, nor any other its call."""
+    others = [CLAIM._replace(id=b"%16d" % number) for number in range(2)]
+    store._records.update({other.id: other for other in others})
+    blocks, may_end, told = threading.Event(), threading.Event(), threading.Event()
+    threads = []
+    lost, kept = heart.hold(CLAIM, LEASE_MS), heart.hold(others[0], LEASE_MS)
+    also_lost = heart.hold(others[1], LEASE_MS)
+
+    def block():
+        threads.append(threading.current_thread())
+        blocks.set()
+        wait_for(may_end)
+
+    lost.on_lost(block)
+    also_lost.on_lost(told.set)
+    for held in (lost, also_lost):
+        taken = held.claim._replace(version=held.claim.version + 5, nonce=8, attempt=2)
+        store._records[taken.id] = taken
+    clock.pass_s(20)
+    heart.beat()
+    wait_for(blocks)
+    wait_for(told)
+    assert threading.current_thread() not in threads
+    assert heart._thread not in threads
+    assert (lost.is_lost, also_lost.is_lost) == (True, True)
+    clock.pass_s(20)
+    heart.beat()
+    assert store._records[kept.claim.id].lease_until_ms == clock.now_ms + LEASE_MS
+    may_end.set()
+
+
+def test_a_callback_that_fails_does_not_stop_the_others(heart, caplog):
+    held, calls = heart.hold(CLAIM, LEASE_MS), []
+    held.on_lost(lambda: 1 / 0)
+    held.on_lost(lambda: calls.append(1))
+    held.lose()
+    assert calls == [1]
+    assert "who was told of a lost claim failed" in caplog.text
 
 
 def test_a_handler_that_ends_during_its_own_renewal_is_not_marked_as_lost(heart, store, clock):
@@ -417,9 +520,11 @@ def test_a_heart_sweeps_about_as_often_as_it_was_told(clock):
     assert store.sweeps == []
     clock.pass_s(61)
     heart.beat()
+    heart.stop()  # and waits for the sweep that is under way
     assert store.sweeps == [1]
     clock.pass_s(29)
     heart.beat()
+    heart.stop()
     assert store.sweeps == [1]
 
 
@@ -429,7 +534,7 @@ def test_nodes_do_not_sweep_in_step(clock):
     for _ in range(50):
         heart = heart_of(WatchedStore(), clock, sweep_every_s=60)
         heart.beat()
-        times.add(heart._sweep_ms - clock.now_ms)
+        times.add(heart.sweeper._due_ms - clock.now_ms)
     assert len(times) > 40
     assert all(30_000 <= time_ms <= 90_000 for time_ms in times)
 
@@ -440,7 +545,7 @@ def test_the_first_sweep_is_jittered_on_the_stores_own_clock():
     heart = Heart(store, StoreClock(store), sweep_every_s=60)
     heart.beat()
     assert store.sweeps == []
-    assert 29_000 <= heart._sweep_ms - store.now_ms() <= 91_000
+    assert 29_000 <= heart.sweeper._due_ms - store.now_ms() <= 91_000
 
 
 def test_a_heart_that_was_told_not_to_sweep_does_not(clock):
@@ -463,3 +568,97 @@ def test_an_engine_sweeps_and_archives_by_itself(guards, clock):
     engine.heart.beat()
     eventually(lambda: len(archived) == 3)
     assert len(store.records) == 1
+
+
+class SlowArchive:
+    """Takes its time, and says when it has begun."""
+
+    def __init__(self):
+        self.calls = 0
+        self.is_running = threading.Event()
+        self.may_end = threading.Event()
+
+    def __call__(self, _records):
+        self.calls += 1
+        self.is_running.set()
+        wait_for(self.may_end)
+
+
+def test_an_archive_that_takes_long_costs_nobody_a_lease(clock):
+    """L5, T3: it is the application's own, and may take hours."""
+    store, archive = expired(3), SlowArchive()
+    store._records[CLAIM.id] = CLAIM
+    heart = heart_of(store, clock, sweep_every_s=1, archive=archive)
+    heart.hold(CLAIM, LEASE_MS)
+    heart.beat()
+    for _ in range(10):
+        clock.pass_s(20)
+        heart.beat()
+        wait_for(archive.is_running)
+        assert store._records[CLAIM.id].lease_until_ms == clock.now_ms + LEASE_MS
+    assert archive.calls == 1  # never two of them at once
+    archive.may_end.set()
+    heart.stop()
+    assert store.records == [store._records[CLAIM.id]]
+
+
+def test_a_sweep_that_fails_is_tried_again(clock, caplog):
+    """T3."""
+    store, archived = expired(3), []
+
+    def archive(records):
+        archived.append(len(records))
+        if len(archived) == 1:
+            raise OSError("the archive is full")
+
+    heart = heart_of(store, clock, sweep_every_s=1, archive=archive)
+    heart.beat()
+    for number in range(1, 3):
+        clock.pass_s(20)
+        heart.beat()
+        eventually(lambda number=number: len(archived) == number)
+        eventually(lambda: not heart.sweeper.is_sweeping())
+    assert (archived, store.records) == ([3, 3], [])
+    assert "a sweep failed and is tried again: the archive is full" in caplog.text
+    heart.stop()
+
+
+def test_a_sweep_ends_with_its_engine(clock):
+    """T3: what is closed begins no further batch, and no further sweep."""
+    store, archive = expired(3 * SWEEP_BATCH), SlowArchive()
+    heart = heart_of(store, clock, sweep_every_s=1, archive=archive)
+    heart.beat()
+    clock.pass_s(20)
+    heart.beat()
+    wait_for(archive.is_running)
+    stopping = threading.Thread(target=heart.stop)
+    stopping.start()
+    eventually(lambda: heart.sweeper._is_closed)
+    archive.may_end.set()
+    stopping.join(WAIT_S_MAX)
+    assert not heart.sweeper.is_sweeping()
+    assert archive.calls == 1
+    assert len(store.records) == 2 * SWEEP_BATCH
+    clock.pass_s(20)
+    heart.beat()
+    assert archive.calls == 1
+
+
+def test_a_sweep_does_not_keep_an_engine_that_is_forgotten():
+    """T3: it ends with the batch that is under way."""
+    clock, archive = Clock(), SlowArchive()
+    store = expired(3 * SWEEP_BATCH)
+    engine = Engine(store, clock=clock, archive=archive, sweep_every_s=1)
+    engine.heart.beat()
+    clock.pass_s(20)
+    engine.heart.beat()
+    wait_for(archive.is_running)
+    thread, living = engine.heart.sweeper._thread, weakref.ref(engine.heart)
+    assert thread.daemon
+    del engine
+    gc.collect()
+    assert living() is None
+    archive.may_end.set()
+    thread.join(WAIT_S_MAX)
+    assert not thread.is_alive()
+    assert archive.calls == 1

@@ -125,7 +125,7 @@ def test_nobody_may_wait_where_the_limit_is_zero(guards, store):
     wait_for(handler.is_running)
     with pytest.raises(LimitExceeded):
         guards.run(engine, "k", handler)
-    assert engine.desk.line._waiting == {}
+    assert engine.desk.line.waiting == {}
     handler.may_end.set()
     assert first.result() == "done"
 
@@ -215,7 +215,7 @@ def test_an_empty_line_takes_no_memory():
         line.join(id, str, 10)
         assert not line.join(id, print, 1)
         line.leave(id, str)
-    assert line._waiting == {}
+    assert line.waiting == {}
 
 
 def test_a_waiter_whose_event_loop_is_gone_hurts_nobody():

@@ -35,6 +35,7 @@ from coatcheck.core.serve import (
 from coatcheck.core.transact import IN_TRANSACTION, transact
 from coatcheck.engine.desk import Desk, ending_of_error, judged
 from coatcheck.engine.patience import Patience
+from coatcheck.engine.waiting import has_changed
 from coatcheck.errors import ClaimLost, StepInDoubt, StoreUnavailable
 from coatcheck.operation import Operation
 
@@ -44,7 +45,7 @@ from .transactions import SimulatedTransaction
 from .world import Pause, Resume
 
 if TYPE_CHECKING:
-    from coatcheck.engine.heart import Held
+    from coatcheck.engine.held import Held
 
     from .process import Process
 
@@ -104,7 +105,7 @@ class Visit:
         """Do what was *handed* over; `Engine.resume`. The answer; None: an error."""
         self.is_work = True
         try:
-            standing = yield from self.standing(handed.id)
+            standing = (yield from self._look(handed.id)).record
         except StoreUnavailable:
             return None
         self.ticket = self.ticket._replace(fingerprint=standing.fingerprint)
@@ -168,7 +169,7 @@ class Visit:
     def recover(self) -> Generator[Pause, Any, None]:
         """Settle what nobody may come back for; raises where the store does not answer."""
         ticket = self.ticket
-        seen = Seen((yield from self.standing(ticket.id)), ticket.now_ms)
+        seen = Seen((yield from self._look(ticket.id)).record, ticket.now_ms)
         if seen.record.version:
             fate = yield from self._drive(recover(seen, ticket, self.policy))
             if fate is not None:
@@ -286,7 +287,7 @@ class Visit:
                 if waiter.record is not None:
                     return Seen(waiter.record, now_ms())
                 seen = yield from self._look(watch.id)
-                if seen.record.version != watch.version or seen.now_ms >= watch.until_ms:
+                if has_changed(seen, watch):
                     return seen
         finally:
             process.line.leave(watch.id, waiter.wake)
@@ -300,7 +301,8 @@ class Visit:
             pause_ms *= POLL_GROWTH
 
     def _look(self, id: bytes) -> Generator[Pause, Any, Seen]:
-        return Seen((yield from self.standing(id)), self.process.clock.now_ms())
+        standing = self.process.standing((yield from self.standing(id)))
+        return Seen(standing, self.process.clock.now_ms())
 
     def standing(self, id: bytes) -> Generator[Pause, Any, Record]:
         """What the store has of *id*."""

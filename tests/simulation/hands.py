@@ -22,7 +22,7 @@ from coatcheck.operation import StepAsked
 from .world import Pause
 
 if TYPE_CHECKING:
-    from coatcheck.engine.heart import Held
+    from coatcheck.engine.held import Held
 
     from .driver import Visit
 

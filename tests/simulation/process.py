@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from coatcheck.core.hand_over import opened
 from coatcheck.core.policy import Policy
@@ -27,7 +27,9 @@ from coatcheck.core.record import (
 from coatcheck.core.serve import Answer, Ending
 from coatcheck.engine.cache import Cache
 from coatcheck.engine.clock import LOOK_EVERY_MS
-from coatcheck.engine.heart import BEATS_PER_LEASE, Held
+from coatcheck.engine.desk import Desk
+from coatcheck.engine.heart import BEATS_PER_LEASE
+from coatcheck.engine.held import Held
 from coatcheck.engine.waiting import Line
 from coatcheck.errors import StoreUnavailable
 from coatcheck.operation import Operation
@@ -114,7 +116,6 @@ class Process(Host):
         self.cache = Cache()
         self.held: dict[bytes, Held] = {}
         self.under_way: dict[bytes, Record] = {}
-        self._unfinished: dict[bytes, Swap] = {}
         is_looking = setting.broken.engine_asks_the_store_for_the_time
         self.clock = Clock(world, setting.policy.lease_ms, is_looking=is_looking)
         self.is_asking_the_time = False
@@ -194,8 +195,7 @@ class Process(Host):
             yield from self.look()
             found: list[Record] = yield store.ask(functools.partial(store.find, RUNNING, IN_DOUBT))
             for record in found:
-                is_over = is_lease_over(record, self.clock.now_ms())
-                if is_over and record.id not in self.held:
+                if is_lease_over(self.standing(record), self.clock.now_ms()):
                     yield from Visit(self, record.id, record.fingerprint).recover()
         except StoreUnavailable:
             pass
@@ -207,11 +207,17 @@ class Process(Host):
         if lost is not None:
             is_own = is_same_write(lost, record)
             if not is_own or not self.setting.broken.engine_recognises_its_own_write:
-                return lost
+                return lost if lost.nonce == record.nonce else self.standing(lost)
             self.world.happened(self, "meets its own record", record)
         if record.state != RUNNING:
             self._remember(record)
         return None
+
+    def standing(self, record: Record) -> Record:
+        """*record* as it stands in this process; see `Desk.standing`."""
+        if not self.setting.broken.engine_knows_what_lives_in_it:
+            return record
+        return Desk.standing(cast("Any", self), record)
 
     def _remember(self, record: Record) -> None:
         if record.response is not None:
@@ -227,20 +233,28 @@ class Process(Host):
 
     def hold(self, claim: Record) -> Held:
         """Keep *claim* alive from now on."""
+        before = self.held.get(claim.id)
         held = self.held[claim.id] = Held(claim, self.setting.policy.lease_ms)
+        if before is not None and before.claim.nonce != claim.nonce:
+            before.lose()
         self._beat_from_now_on()
         return held
 
     def let_go(self, held: Held) -> None:
-        """Stop renewing."""
-        if self.held.get(held.claim.id) is held:
-            del self.held[held.claim.id]
+        """Stop renewing, unless its end is still to be written; who waits looks at the store."""
+        id = held.claim.id
+        if held.end is None and self.held.get(id) is held:
+            del self.held[id]
+            self.line.nudge(id, is_promised=False)
 
-    def finish(self, swap: Swap) -> None:
+    def finish(self, held: Held, end: Swap) -> None:
         """Write the end of an execution as soon as the store is back."""
-        self.world.happened(self, "leaves an end to the heart", swap.record)
-        self._unfinished[swap.id] = swap
+        self.world.happened(self, "leaves an end to the heart", end.record)
+        held.end = end
         self._beat_from_now_on()
+
+    def wake(self) -> None:
+        """It beats when it does."""
 
     def _beat_from_now_on(self) -> None:
         if not self._is_beating:
@@ -248,35 +262,35 @@ class Process(Host):
             self.start(self._beats())
 
     def _beats(self) -> Body:
-        while self.held or self._unfinished:
+        while self.held:
             yield self.setting.policy.lease_ms / BEATS_PER_LEASE
-            try:
-                yield from self._write_unfinished()
-                yield from self.look()
-                if self.setting.broken.heart_renews:
-                    yield from self._renew(self.clock.now_ms())
-            except StoreUnavailable:
-                self.world.happened(self, "a beat fails")
+            renews = self.setting.broken.heart_renews
+            for part in (self._renew, self._finish, self.look) if renews else (self._finish,):
+                try:
+                    yield from part()
+                except StoreUnavailable:
+                    self.world.happened(self, "a beat fails")
         self._is_beating = False
 
-    def _write_unfinished(self) -> Generator[Pause, Any, None]:
+    def _finish(self) -> Generator[Pause, Any, None]:
         """`Unfinished.write`: what could not be ended when it was over."""
-        for swap in list(self._unfinished.values()):
-            record = swap.record
-            assert record is not None
-            while True:
+        for held in [held for held in self.held.values() if held.end is not None]:
+            while held.end is not None:
+                swap, record = held.end, held.end.record
+                assert record is not None
                 [lost] = yield from self._swap([swap])
+                held.end = None
                 if lost is None or is_same_write(lost, record):
                     self._remember(record)
-                    break
-                is_ours = lost.nonce == record.nonce and lost.state in (RUNNING, IN_DOUBT)
-                if not is_ours or lost.state == record.state:
-                    break
-                record = record._replace(version=lost.version + 1, progress=lost.progress)
-                swap = Swap(swap.id, lost.version, record)  # noqa: PLW2901 - on top of a renewal
-            self._unfinished.pop(swap.id, None)
+                elif lost.nonce == record.nonce and lost.state in {RUNNING, IN_DOUBT} - {
+                    record.state
+                }:  # on top of a renewal, or of who parked it
+                    ended = record._replace(version=lost.version + 1, progress=lost.progress)
+                    held.end = Swap(swap.id, lost.version, ended)
+            self.let_go(held)
 
-    def _renew(self, now_ms: int) -> Generator[Pause, Any, None]:
+    def _renew(self) -> Generator[Pause, Any, None]:
+        now_ms = self.clock.now_ms()
         due = [held for held in self.held.values() if held.is_due(now_ms)]
         if not due:
             return
@@ -290,7 +304,7 @@ class Process(Host):
                 held.claim = swap.record
             elif is_same_attempt(lost, held.claim):
                 held.claim = lost
-            elif self.held.get(held.claim.id) is held:
+            elif held.end is None and self.held.get(held.claim.id) is held:
                 self.let_go(held)
                 held.lose()
 

@@ -48,6 +48,9 @@ PARTS = {
     "engine_recognises_its_own_write": ("retry", "who has an answer holds no claim any more"),
     "engine_believes_in_its_claims": ("manual", "an attempt executes at most once"),
     "engine_asks_the_store_for_the_time": ("retry", "no claim holds longer than its lease"),
+    "engine_knows_what_lives_in_it": (
+        *("retry", "nobody takes over from who lives in the same process"),
+    ),
     # Why nobody freezes while it asks for the time: it would believe in a time that is yet to come.
     "freezes_while_it_asks_the_time": ("retry", "no claim holds longer than its lease"),
 }

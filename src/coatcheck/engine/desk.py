@@ -21,9 +21,12 @@ from coatcheck.core.key import reference_of
 from coatcheck.core.policy import Policy, changed
 from coatcheck.core.problem import problem
 from coatcheck.core.record import (
+    COMPLETED,
+    FAILED,
     RUNNING,
     Record,
     Swap,
+    is_lease_over,
     is_same_write,
 )
 from coatcheck.core.replay import Fate, Response, decode_value, encode_response, encode_value
@@ -43,7 +46,8 @@ from coatcheck.engine.bell import Doorbell
 from coatcheck.engine.cache import Cache
 from coatcheck.engine.clock import StoreClock
 from coatcheck.engine.crowd import Crowd
-from coatcheck.engine.heart import Archive, Heart
+from coatcheck.engine.heart import Heart
+from coatcheck.engine.sweeping import Archive
 from coatcheck.engine.waiting import Line
 from coatcheck.errors import StoreUnavailable
 from coatcheck.operation import DidNotHappen, Happened, Operation, Unknown
@@ -105,6 +109,7 @@ class Desk:
             self.clock,
             sweep_every_s=self._sweep_every_s,
             archive=self._archive,
+            line=self.line,
             tell=functools.partial(_remember, self.cache, self.line),
             chores=self.chores,
         )
@@ -161,8 +166,11 @@ class Desk:
         Of what we have written a final answer is remembered, and who waits for it is woken.
         """
         record = swap.record
-        if record is None or (lost is not None and not is_same_write(lost, record)):
+        if record is None:
             return lost
+        if lost is not None and not is_same_write(lost, record):
+            # Of our own attempt it is to be known how it stands; of another's, whether it lives.
+            return lost if lost.nonce == record.nonce else self.standing(lost)
         if record.state != RUNNING:
             if record.response is not None:
                 self.cache.put(record)
@@ -174,14 +182,32 @@ class Desk:
                 logger.warning("late retry: %s began a new life", reference_of(record.id))
         return None
 
+    def standing(self, record: Record) -> Record:
+        """
+        *record* as it stands in this process: what lives here is held, whatever its lease says.
+
+        The store may have been away for longer than a lease; and somebody may have parked it, who
+        saw that run out. But its executor is here, or its end, which is only still to be written.
+        """
+        held = self.heart.held.get(record.id)
+        if held is None or held.claim.nonce != record.nonce or held.is_stopped():
+            return record
+        if held.end is not None:
+            self.heart.wake()  # the store has just answered, so it may take the end
+        now_ms = self.now_ms()
+        if record.state in (COMPLETED, FAILED) or not is_lease_over(record, now_ms):
+            return record
+        return record._replace(state=RUNNING, lease_until_ms=now_ms + held.lease_ms)
+
     def give_up(self, effect: Effect[Any], failure: Exception) -> None:
         """*effect* has failed for good; the end of an execution is left to the heart."""
-        if isinstance(failure, StoreUnavailable) and isinstance(effect, Swap):
-            record, held = effect.record, self.heart.held.get(effect.id)
-            if record is None or held is None or record.state == RUNNING:
-                return
-            if held.claim.nonce == record.nonce:  # else it is another visit's, of the same key
-                self.heart.finish(effect)
+        if isinstance(failure, StoreUnavailable):
+            _leave_end(self.heart, effect)
+
+    def interrupt(self, effect: Effect[Any] | None, interruption: BaseException) -> None:
+        """Whoever performs *effect* is cancelled, or ends; what it has executed stays executed."""
+        if not isinstance(interruption, Exception):
+            _leave_end(self.heart, effect)
 
     def tell(self, ticket: Ticket, policy: Policy, answer: Answer | None) -> None:
         """Tell the observers what became of *ticket*; None: its handler failed."""
@@ -226,6 +252,16 @@ class Desk:
         if isinstance(answer, Replay):
             response = answer.response
         return result if response is None else decode_value(response)
+
+
+def _leave_end(heart: Heart, effect: Effect[Any] | None) -> None:
+    """Have *heart* write what *effect* was to write, if that is the end of an execution."""
+    if isinstance(effect, Swap):
+        record, held = effect.record, heart.held.get(effect.id)
+        if record is None or held is None or record.state == RUNNING:
+            return
+        if held.claim.nonce == record.nonce:  # else it is another visit's, of the same key
+            heart.finish(held, effect)
 
 
 def _remember(cache: Cache, line: Line, record: Record) -> None:

@@ -1,17 +1,20 @@
 """What could not be ended: executions whose end the store has not heard of yet.
 
 Their clients have been told so. The heart tries them at every beat, because the work is done: if
-nobody wrote that down, it would be done again.
+nobody wrote that down, it would be done again. Until then they stay held, so that their leases are
+renewed if the store takes that at least, and whoever asks for them in this process waits.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from coatcheck.core.key import reference_of
 from coatcheck.core.record import IN_DOUBT, RUNNING, Record, Swap, is_same_write
-from coatcheck.stores.contract import Store
+from coatcheck.engine.apart import Apart, Outcome
+from coatcheck.engine.held import Held
+from coatcheck.errors import Unreadable
 
 logger = logging.getLogger("coatcheck")
 
@@ -22,39 +25,62 @@ UNFINISHED_MAX = 10_000
 class Unfinished:
     """The ends that are still to be written; *tell* is called with each that has been."""
 
-    def __init__(self, store: Store, tell: Callable[[Record], None]) -> None:
-        self._store = store
+    def __init__(self, tell: Callable[[Record], None]) -> None:
         self._tell = tell
-        self._swaps: dict[bytes, Swap] = {}
+        self._helds: dict[bytes, Held] = {}
 
     def __len__(self) -> int:
-        return len(self._swaps)
+        return len(self._helds)
 
-    def add(self, swap: Swap) -> None:
-        """Write *swap* as soon as that can be done."""
-        if len(self._swaps) >= UNFINISHED_MAX:
-            logger.error("the end of %s is not tried any more", reference_of(swap.id))
+    def add(self, held: Held, end: Swap) -> None:
+        """Write the *end* of what is *held* as soon as that can be done."""
+        if len(self._helds) >= UNFINISHED_MAX:
+            logger.error("the end of %s is not tried any more", reference_of(end.id))
             return
-        self._swaps[swap.id] = swap
+        held.end = end
+        self._helds[end.id] = held
 
-    def write(self) -> None:
-        """Write what can be written; raises while the store is away."""
-        for swap in list(self._swaps.values()):
-            while True:
-                (lost,) = self._store.swap((swap,))
-                record = swap.record
-                assert record is not None
-                if lost is None or is_same_write(lost, record):
-                    self._tell(record)
-                    logger.info("the end of %s is written after all", reference_of(swap.id))
-                    break
-                # Parked by somebody who saw our lease run out; but who executed knows.
-                is_ours = lost.nonce == record.nonce and lost.state in (RUNNING, IN_DOUBT)
-                if not is_ours or lost.state == record.state:
-                    logger.warning("the end of %s came too late", reference_of(swap.id))
-                    break
-                version = lost.version
-                swap = Swap(  # noqa: PLW2901 - the same end, on top of it
-                    swap.id, version, record._replace(version=version + 1, progress=lost.progress)
-                )
-            self._swaps.pop(swap.id, None)
+    def write(self, apart: Apart, now_ms: int) -> Iterator[Held]:
+        """Write what can be written; what is over then: it was, or it is too late for that."""
+        helds = list(self._helds.values())
+        while helds:
+            again = []
+            asks = [(held, held.end) for held in helds if held.end is not None]
+            for held, swap, lost in apart.write(asks):
+                held.end = self._on_top_of(swap, lost)
+                if held.end is not None:
+                    again.append(held)
+                else:
+                    yield self._over(held)
+            helds = again
+        # After its window nobody asks for it any more; so nothing is held for ever.
+        for held in [h for h in list(self._helds.values()) if h.claim.window_until_ms <= now_ms]:
+            logger.error("the end of %s is not tried any more", reference_of(held.claim.id))
+            held.end = None
+            yield self._over(held)
+
+    def _over(self, held: Held) -> Held:
+        if self._helds.get(held.claim.id) is held:  # and no later attempt's
+            self._helds.pop(held.claim.id, None)
+        return held
+
+    def _on_top_of(self, swap: Swap, lost: Outcome) -> Swap | None:
+        """What is to be written after *swap* has *lost*; None: nothing."""
+        record = swap.record
+        assert record is not None
+        if lost is None or (isinstance(lost, Record) and is_same_write(lost, record)):
+            self._tell(record)
+            logger.info("the end of %s is written after all", reference_of(swap.id))
+            return None
+        # Renewed meanwhile, or parked by who saw our lease run out; but who executed knows.
+        if (
+            isinstance(lost, Unreadable)
+            or lost.nonce != record.nonce
+            or lost.state not in (RUNNING, IN_DOUBT)
+            or lost.state == record.state
+        ):
+            logger.warning("the end of %s came too late", reference_of(swap.id))
+            return None
+        version = lost.version
+        ended = record._replace(version=version + 1, progress=lost.progress)
+        return Swap(swap.id, version, ended)

@@ -19,7 +19,7 @@ from coatcheck.core.record import Record, Swap, is_same_write
 from coatcheck.core.replay import decode_value, encode_value
 from coatcheck.core.steps import Plan, Probe, Unmet, remember, take
 from coatcheck.engine.desk import Desk, ending_of_reconcile, logger
-from coatcheck.engine.heart import Held
+from coatcheck.engine.held import Held
 from coatcheck.engine.patience import Patience
 from coatcheck.errors import ClaimLost, Misconfigured, StepInDoubt, StoreUnavailable
 from coatcheck.operation import StepAsked

@@ -19,7 +19,7 @@ from coatcheck.core.serve import Answer, Ending, Execute, Refuse, Replay, Ticket
 from coatcheck.engine.desk import Desk, logger
 from coatcheck.engine.driver import Driver
 from coatcheck.engine.driver_async import AsyncDriver
-from coatcheck.engine.heart import Held
+from coatcheck.engine.held import Held
 from coatcheck.operation import Happened
 
 # --- from a request ---------------------------------------------------------------------------

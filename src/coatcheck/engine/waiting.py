@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TypeAlias
 
-from coatcheck.core.record import Record
+from coatcheck.core.record import Record, is_lease_over
+from coatcheck.core.serve import Seen, Watch
 
 # With the record that ended, or with None: then the store is to be looked at.
 Wake: TypeAlias = Callable[[Record | None], None]
@@ -34,7 +35,7 @@ class Line:
     """Who waits for which record in this process, and which of them others want to hear of."""
 
     def __init__(self) -> None:
-        self._waiting: dict[bytes, list[Wake]] = {}
+        self.waiting: dict[bytes, list[Wake]] = {}  # changed here only
         self._wanted: dict[bytes, Ring] = {}  # executed here, and waited for elsewhere
         self._promised: set[bytes] = set()  # waited for here, and executed where its end is rung
         self._mutex = threading.Lock()
@@ -42,10 +43,10 @@ class Line:
     def join(self, id: bytes, wake: Wake, waiters_max: int) -> bool:
         """Stand in line for *id*; False if the line is full."""
         with self._mutex:
-            line = self._waiting.setdefault(id, [])
+            line = self.waiting.setdefault(id, [])
             if len(line) >= waiters_max:
                 if not line:
-                    del self._waiting[id]
+                    del self.waiting[id]
                 return False
             line.append(wake)
             return True
@@ -53,21 +54,21 @@ class Line:
     def leave(self, id: bytes, wake: Wake) -> None:
         """Stop waiting; nothing happens if one was woken already."""
         with self._mutex:
-            line = self._waiting.get(id, [])
+            line = self.waiting.get(id, [])
             if wake in line:
                 line.remove(wake)
             if not line:
-                self._waiting.pop(id, None)
+                self.waiting.pop(id, None)
                 self._promised.discard(id)
 
     def tell(self, record: Record) -> None:
         """Wake all who wait for *record*, here and elsewhere: its attempt has ended."""
         if self._wanted and (ring := self._wanted.pop(record.id, None)) is not None:
             ring(record.id)
-        if not self._waiting:
+        if not self.waiting:
             return
         with self._mutex:
-            line = self._waiting.pop(record.id, [])
+            line = self.waiting.pop(record.id, [])
             self._promised.discard(record.id)
         for wake in line:
             wake(record)
@@ -88,7 +89,7 @@ class Line:
     def nudge(self, id: bytes, *, is_promised: bool) -> None:
         """Have all who wait for *id* look at the store; *is_promised*: its end will be rung."""
         with self._mutex:
-            line = list(self._waiting.get(id, ()))
+            line = list(self.waiting.get(id, ()))
             if line and is_promised:
                 self._promised.add(id)
             else:
@@ -108,11 +109,11 @@ class Line:
     def ids(self) -> list[bytes]:
         """What is waited for now."""
         with self._mutex:
-            return list(self._waiting)
+            return list(self.waiting)
 
     def length(self, id: bytes) -> int:
         """How many wait for *id* now."""
-        return len(self._waiting.get(id, ()))
+        return len(self.waiting.get(id, ()))
 
 
 class Waiter:
@@ -169,6 +170,13 @@ def _is_running(loop: asyncio.AbstractEventLoop) -> bool:
         return asyncio.get_running_loop() is loop
     except RuntimeError:  # none does
         return False
+
+
+def has_changed(seen: Seen, watch: Watch) -> bool:
+    """What is waited for has come: another record, the time, or the death of who lived here."""
+    record, now_ms = seen
+    is_other = record.version != watch.version
+    return is_other or now_ms >= watch.until_ms or is_lease_over(record, now_ms)
 
 
 def poll_pauses_s() -> Iterator[float]:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from coatcheck.core.policy import Policy
 from coatcheck.core.replay import Response
 from coatcheck.engine import AsyncEngine
-from coatcheck.engine.heart import Held
+from coatcheck.engine.held import Held
 from coatcheck.engine.resuming import hand_over_async
 from coatcheck.server.asgi_input import App, Rewound, Send
 from coatcheck.server.counter import Counter

@@ -202,7 +202,7 @@ class Api(ABC):
 
     def waiters(self) -> int:
         """How many duplicates stand in line now."""
-        return sum(len(line) for line in list(self.engine.desk.line._waiting.values()))
+        return sum(len(line) for line in list(self.engine.desk.line.waiting.values()))
 
     def _flow_of_post(self, key: str, path: str) -> Any:
         fields = {name.lower().encode(): value.encode() for name, value in with_key(key)}

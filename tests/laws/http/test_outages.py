@@ -198,15 +198,31 @@ def test_a_file_that_somebody_else_has_locked_is_an_outage(open_api: OpenApi, ne
     assert api.post("k-1").status == 201
 
 
-@pytest.mark.parametrize("failure", [ValueError("a defect"), StoreUnavailable("down")])
-def test_a_claim_whose_completion_failed_is_renewed_no_longer(api: Api, store: Faulty, failure):
-    """L5, D2: whatever went wrong, else its key would be held for as long as the process lives."""
+def refusing_ends(failure: Exception):
+    """A store that takes every claim, and then nothing more of it."""
 
     def fail_to_complete(swaps):
         if any(swap.expected for swap in swaps):
             raise failure
 
-    store.before = fail_to_complete
-    assert api.post().status in (500, 503)
+    return fail_to_complete
+
+
+def test_a_claim_whose_completion_failed_is_renewed_no_longer(api: Api, store: Faulty):
+    """L5, D2: a defect is not cured by waiting, and must not hold the key while we live."""
+    store.before = refusing_ends(ValueError("a defect"))
+    assert api.post().status == 500
     assert api.effects() == 1
     assert not api.engine.heart.held
+
+
+def test_a_claim_whose_completion_found_no_store_is_held_until_it_does(api: Api, store: Faulty):
+    """L5, D2: the work is done, and a retry waits here for its end."""
+    store.before = refusing_ends(StoreUnavailable("down"))
+    assert api.post().status == 503
+    (held,) = api.engine.heart.held.values()
+    assert held.end.record.state == COMPLETED
+    store.before = len
+    until(lambda: not api.engine.heart.held)
+    assert api.post().is_replay
+    assert api.effects() == 1
