@@ -17,12 +17,14 @@ from coatcheck.core.serve import Answer, Ending, Execute, Reconcile, Seen, Ticke
 from coatcheck.core.transact import IN_TRANSACTION, transact
 from coatcheck.engine.desk import SWEEP_EVERY_S, Desk
 from coatcheck.engine.hand import Hand
-from coatcheck.engine.heart import Archive, Heart, Held
+from coatcheck.engine.heart import Heart
+from coatcheck.engine.held import Held
 from coatcheck.engine.patience import Patience
 from coatcheck.engine.reconciler import RECOVER_EVERY_S, Reconciler
+from coatcheck.engine.sweeping import Archive
 from coatcheck.engine.together import Lender
 from coatcheck.engine.transaction import Transaction
-from coatcheck.engine.waiting import Waiter
+from coatcheck.engine.waiting import Waiter, has_changed
 from coatcheck.lent.shelf import Shelf
 from coatcheck.lent.source import source_of
 from coatcheck.operation import Operation
@@ -153,16 +155,15 @@ class Driver:
         *within* the transaction that is given, where the policy's mode is that.
         """
         patience: Patience | None = None
+        effect: Effect[Any] | None = None
         try:
             effect = flow.send(ending) if error is None else flow.throw(error)
             while not isinstance(effect, Execute):
                 try:
                     if isinstance(effect, Swap):
                         result: Any = self.desk.noticed(effect, self._batcher.swap(effect))
-                    elif within is not None and isinstance(effect, IN_TRANSACTION):
-                        result = within.perform(effect)
                     else:
-                        result = self._perform(effect, policy, as_value=as_value)
+                        result = self._perform(effect, policy, within, as_value=as_value)
                 except Exception as failure:  # noqa: BLE001 - the flow decides what it means
                     patience = patience or self._patience(policy, is_end=ending is not None)
                     pause_s = patience.pause_s(effect, failure)
@@ -176,13 +177,20 @@ class Driver:
         except StopIteration as done:
             answer: T = done.value
             return answer
+        except BaseException as interruption:
+            self.desk.interrupt(effect, interruption)
+            raise
         return effect
 
     @staticmethod
     def _patience(policy: Policy, *, is_end: bool) -> Patience:
         return Patience(policy.patience_ms / 1_000 if is_end else 0)
 
-    def _perform(self, effect: Effect[Any], policy: Policy, *, as_value: bool) -> Any:  # noqa: ANN401 - whatever the effect results in
+    def _perform(
+        self, effect: Effect[Any], policy: Policy, within: Transaction | None, *, as_value: bool
+    ) -> Any:  # noqa: ANN401 - whatever the effect results in
+        if within is not None and isinstance(effect, IN_TRANSACTION):
+            return within.perform(effect)
         if isinstance(effect, Watch):
             return self._watch(effect, policy.waiters_max)
         assert isinstance(effect, Reconcile)
@@ -202,7 +210,7 @@ class Driver:
                 if waiter.record is not None:
                     return Seen(waiter.record, now_ms())
                 seen = self._look(watch.id)
-                if seen.record.version != watch.version or seen.now_ms >= watch.until_ms:
+                if has_changed(seen, watch):
                     return seen
         finally:
             self.desk.line.leave(watch.id, waiter.wake)
@@ -210,4 +218,5 @@ class Driver:
 
     def _look(self, id: bytes) -> Seen:
         record = self._batcher.get(id)
-        return Seen(GONE if record is None else record, self.desk.now_ms())
+        standing = GONE if record is None else self.desk.standing(record)
+        return Seen(standing, self.desk.now_ms())

@@ -23,12 +23,14 @@ from coatcheck.engine.desk import (
     ending_of_reconcile,
 )
 from coatcheck.engine.hand import AsyncHand
-from coatcheck.engine.heart import Archive, Heart, Held
+from coatcheck.engine.heart import Heart
+from coatcheck.engine.held import Held
 from coatcheck.engine.patience import Patience
 from coatcheck.engine.reconciler import RECOVER_EVERY_S, Reconciler
+from coatcheck.engine.sweeping import Archive
 from coatcheck.engine.together import Lender
 from coatcheck.engine.transaction_async import AsyncTransaction
-from coatcheck.engine.waiting import AsyncWaiter
+from coatcheck.engine.waiting import AsyncWaiter, has_changed
 from coatcheck.lent.shelf import AsyncShelf
 from coatcheck.lent.source import source_of
 from coatcheck.operation import Operation
@@ -166,16 +168,15 @@ class AsyncDriver:
         *within* the transaction that is given, where the policy's mode is that.
         """
         patience: Patience | None = None
+        effect: Effect[Any] | None = None
         try:
             effect = flow.send(ending) if error is None else flow.throw(error)
             while not isinstance(effect, Execute):
                 try:
                     if isinstance(effect, Swap):
                         result: Any = self.desk.noticed(effect, *await self.store.swap((effect,)))
-                    elif within is not None and isinstance(effect, IN_TRANSACTION):
-                        result = await within.perform(effect)
                     else:
-                        result = await self._perform(effect, policy, as_value=as_value)
+                        result = await self._perform(effect, policy, within, as_value=as_value)
                 except Exception as failure:  # noqa: BLE001 - the flow decides what it means
                     patience = patience or self._patience(policy, is_end=ending is not None)
                     pause_s = patience.pause_s(effect, failure)
@@ -189,13 +190,25 @@ class AsyncDriver:
         except StopIteration as done:
             answer: T = done.value
             return answer
+        except BaseException as interruption:
+            self.desk.interrupt(effect, interruption)
+            raise
         return effect
 
     @staticmethod
     def _patience(policy: Policy, *, is_end: bool) -> Patience:
         return Patience(policy.patience_ms / 1_000 if is_end else 0)
 
-    async def _perform(self, effect: Effect[Any], policy: Policy, *, as_value: bool) -> Any:  # noqa: ANN401 - whatever the effect results in
+    async def _perform(
+        self,
+        effect: Effect[Any],
+        policy: Policy,
+        within: AsyncTransaction | None,
+        *,
+        as_value: bool,
+    ) -> Any:  # noqa: ANN401 - whatever the effect results in
+        if within is not None and isinstance(effect, IN_TRANSACTION):
+            return await within.perform(effect)
         if isinstance(effect, Watch):
             return await self._watch(effect, policy.waiters_max)
         assert isinstance(effect, Reconcile)
@@ -215,7 +228,7 @@ class AsyncDriver:
                 if waiter.record is not None:
                     return Seen(waiter.record, now_ms())
                 seen = await self._look(watch.id)
-                if seen.record.version != watch.version or seen.now_ms >= watch.until_ms:
+                if has_changed(seen, watch):
                     return seen
         finally:
             self.desk.line.leave(watch.id, waiter.wake)
@@ -223,7 +236,8 @@ class AsyncDriver:
 
     async def _look(self, id: bytes) -> Seen:
         (record,) = await self.store.get((id,))
-        return Seen(GONE if record is None else record, self.desk.now_ms())
+        standing = GONE if record is None else self.desk.standing(record)
+        return Seen(standing, self.desk.now_ms())
 
     async def _reconcile(self, claim: Record, policy: Policy, *, as_value: bool) -> Ending:
         held = self.heart.hold(claim, policy.lease_ms, asyncio.get_running_loop())

@@ -184,9 +184,7 @@ class Reconciler:
 
     def _is_due(self, desk: Desk, record: Record, policy: Policy) -> bool:
         now_ms = desk.now_ms()
-        if not is_lease_over(record, now_ms):
-            return False
-        if record.id in desk.heart.held:  # it lives, here; only its renewals did not come through
+        if not is_lease_over(desk.standing(record), now_ms):
             return False
         if policy.recovery != "reconcile":
             return True
@@ -204,7 +202,7 @@ class Reconciler:
             ticket = desk.ticket(
                 id, record.fingerprint, key=record.key, caller=record.scope, route=record.label
             )
-            flow = recover(Seen(record, ticket.now_ms), ticket, policy)
+            flow = recover(Seen(desk.standing(record), ticket.now_ms), ticket, policy)
             as_value = is_of_function(record)
             fate = run(flow, partial(self._perform, desk, policy, as_value=as_value))
         except StoreUnavailable:
