@@ -1,24 +1,29 @@
 """Steps, notes and progress as handlers use them, with both engines and over HTTP (L6, L7)."""
 
 import asyncio
+import functools
 import inspect
 import io
 import threading
 
 import httpx
 import pytest
-from engines import WatchedStore
+from engines import WatchedStore, held_up, wait_for
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 
 from coatcheck import AsyncEngine, DidNotHappen, Happened, Policy, Unknown, current_operation
 from coatcheck.core.facts import story_of
+from coatcheck.core.hand_over import Handed, sealed
 from coatcheck.core.progress import progress_of
-from coatcheck.core.record import FAILED, IN_DOUBT
+from coatcheck.core.record import COMPLETED, FAILED, IN_DOUBT, RUNNING
+from coatcheck.core.replay import Response, encode_response, encode_value
 from coatcheck.errors import (
     ClaimLost,
+    KeyBusy,
     Misconfigured,
     OutcomeUnknown,
+    ResultUnavailable,
     Resumable,
     StepInDoubt,
     StepsChanged,
@@ -544,22 +549,102 @@ def test_what_is_no_note_and_no_progress_is_refused(guards, engine):
 # --- who has lost its claim -------------------------------------------------------------------
 
 
+def taken_over(store, **fields):
+    """What somebody else makes of the only record, as its second attempt."""
+    record = store.record
+    taken = {"nonce": 1, "attempt": 2, "version": record.version + 1, **fields}
+    store._records[record.id] = record._replace(**taken)
+
+
 def test_an_attempt_that_was_taken_over_learns_it_at_its_next_step(guards, engine, store):
-    """L5: before the step runs, and it is told once."""
+    """L5: before the step runs, and it is told once; its caller is told to ask again."""
     told, ran = [], []
 
     def handle():
         operation = current_operation()
         operation.on_lost(lambda: told.append("lost"))
         assert not operation.is_lost
-        record = store.record
-        store._records[record.id] = record._replace(nonce=1, attempt=2, version=record.version + 1)
+        taken_over(store)
         return operation.step("charge", lambda: ran.append(1), at_most_once=True)
 
-    with pytest.raises(ClaimLost):
+    with pytest.raises(KeyBusy):
         guards.run(engine, "k", handle)
     assert (told, ran) == (["lost"], [])
     assert store.record.nonce == 1
+
+
+def test_who_learns_it_at_a_step_gets_the_answer_that_stands(guards, store):
+    """L5, L7: as over HTTP; and that is what the observers are told."""
+    decisions = []
+    engine = guards.engine(store, observers=[decisions.append])
+
+    def handle():
+        taken_over(store, state=COMPLETED, response=encode_value("survivor"), lease_until_ms=0)
+        return current_operation().step(
+            "late", lambda: pytest.fail("the step has run"), at_most_once=True
+        )
+
+    assert guards.run(engine, "k", handle) == "survivor"
+    assert [decision.outcome for decision in decisions] == ["replayed"]
+    assert guards.run(engine, "k", handle) == "survivor"
+
+
+def test_who_learns_it_at_a_step_may_find_an_answer_that_was_not_kept(guards, engine, store):
+    """L5: a refusal stands, too."""
+
+    def handle():
+        taken_over(store, state=COMPLETED, response=None, lease_until_ms=0)
+        return current_operation().step(
+            "late", lambda: pytest.fail("the step has run"), at_most_once=True
+        )
+
+    with pytest.raises(ResultUnavailable):
+        guards.run(engine, "k", handle)
+
+
+def test_who_learns_it_at_a_step_and_can_ask_nobody_is_told_that_it_is_lost(guards, store):
+    """L5, D2: what stands is not known."""
+    engine = guards.engine(store, Policy(patience=0))
+
+    def handle():
+        taken_over(store)
+        late = functools.partial(pytest.fail, "the step has run")
+        try:
+            taken = current_operation().step("late", late, at_most_once=True)
+        except ClaimLost:
+            store.is_down = True
+            raise
+        return failing(taken)
+
+    async def failing(taken):
+        try:
+            await taken
+        finally:
+            store.is_down = True
+
+    with pytest.raises(ClaimLost):
+        guards.run(engine, "k", handle)
+
+
+def test_work_that_was_taken_over_gets_the_response_that_stands(guards, engine, store):
+    """L5, L10: the same for whoever takes it from a queue."""
+    guards.run(engine, "k", lambda: None, scope="s")
+    standing = store.record
+    running = standing._replace(
+        state=RUNNING, lease_until_ms=standing.created_ms + 60_000, response=None
+    )
+    store._records[standing.id] = running
+    handed = sealed(Handed(running.id, running.created_ms, running.nonce), engine.desk.secret)
+    response = encode_response(Response(201, [], b"survivor"))
+
+    def handle():
+        taken_over(store, state=COMPLETED, response=response, lease_until_ms=0)
+        return current_operation().step(
+            "late", lambda: pytest.fail("the step has run"), at_most_once=True
+        )
+
+    served = guards.done(engine.resume(handed, guards.flavoured(handle)))
+    assert (served.status, served.body) == (201, b"survivor")
 
 
 def test_an_attempt_that_was_taken_over_learns_it_from_the_heart(guards, engine, store):
@@ -569,8 +654,7 @@ def test_an_attempt_that_was_taken_over_learns_it_from_the_heart(guards, engine,
     def handle():
         operation = current_operation()
         operation.on_lost(told.set)
-        record = store.record
-        store._records[record.id] = record._replace(nonce=1, attempt=2, version=record.version + 1)
+        taken_over(store)
         (held,) = engine.heart.held.values()
         held.lease_ms = 0  # due at once
         held.claim = held.claim._replace(lease_until_ms=0)
@@ -578,9 +662,31 @@ def test_an_attempt_that_was_taken_over_learns_it_from_the_heart(guards, engine,
         assert operation.is_lost
         return "too late"
 
-    with pytest.raises(Exception, match="still running"):
+    with pytest.raises(KeyBusy):
         guards.run(engine, "k", handle)
-    assert told.is_set()
+    wait_for(told)
+
+
+def test_an_attempt_that_is_taken_over_in_its_own_process_is_told(guards, engine, store):
+    """L5: somebody else had taken over and failed, so the next attempt is here again."""
+    zombie, told, seen = held_up("zombie"), threading.Event(), []
+
+    def first():
+        seen.append(current_operation())
+        current_operation().on_lost(told.set)
+        return zombie()
+
+    def second():
+        wait_for(told)
+        return seen[0].is_lost
+
+    call = guards.beside(engine, "k", first, scope="s")
+    wait_for(zombie.is_running)
+    taken_over(store, state=FAILED, lease_until_ms=0)
+    assert guards.run(engine, "k", second, scope="s") is True
+    zombie.may_end.set()
+    assert call.result() is True
+    assert store.record.attempt == 3
 
 
 # --- resumable --------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from coatcheck.core.flow import Flow
 from coatcheck.core.policy import Policy
 from coatcheck.core.record import Record
 from coatcheck.core.replay import Response
-from coatcheck.core.serve import Answer, Execute, Executed, Seen, Ticket
+from coatcheck.core.serve import Answer, Execute, Executed, Refuse, Replay, Seen, Ticket
 from coatcheck.engine.desk import (
     checked,
     ending_of_error,
@@ -24,12 +24,12 @@ from coatcheck.engine.desk import (
     policy_of,
 )
 from coatcheck.engine.driver_async import AsyncDriver
-from coatcheck.engine.heart import Held
+from coatcheck.engine.held import Held
 from coatcheck.engine.resolving import Case, id_among, query_of
 from coatcheck.engine.resuming import Work
 from coatcheck.engine.together import Lender
 from coatcheck.engine.transaction_async import AsyncTransaction
-from coatcheck.errors import StoreUnavailable
+from coatcheck.errors import ClaimLost, StoreUnavailable
 from coatcheck.operation import DidNotHappen, Happened, Operation, enter, leave
 
 P = ParamSpec("P")
@@ -110,11 +110,14 @@ class AsyncEngine(AsyncDriver):
             if isinstance(answer, Execute):
                 loop = asyncio.get_running_loop()
                 held, is_in_call = desk.heart.hold(answer.claim, policy.lease_ms, loop), True
-                result = await self._execute(flow, held, call, ticket, policy)
+                result, standing = await self._execute(flow, held, call, ticket, policy)
                 is_in_call = False
-                ending = ending_of_result(ticket, result)
-                response = ending.response
-                answer = await self.advance(flow, policy, ending)
+                if standing is None:
+                    ending = ending_of_result(ticket, result)
+                    response = ending.response
+                    answer = await self.advance(flow, policy, ending)
+                else:
+                    answer = standing
         except StoreUnavailable as error:
             if not is_in_call:  # it is our store, and not one of the function's own
                 desk.tell_outage(ticket, policy, error)
@@ -137,15 +140,23 @@ class AsyncEngine(AsyncDriver):
         policy: Policy,
         *,
         is_persons: bool = False,
-    ) -> T:
+    ) -> tuple[T | None, Replay | Refuse | None]:
+        """What *call* returned; or, where another attempt has taken over, the answer to that."""
         operation = self.operation(held)
         entered = enter(operation)
         try:
-            return checked(operation, await call(), is_persons=is_persons)
+            return checked(operation, await call(), is_persons=is_persons), None
         except Exception as error:
-            self.desk.tell(ticket, policy, None)
+            is_lost, standing = isinstance(error, ClaimLost), None
+            if not is_lost:
+                self.desk.tell(ticket, policy, None)
             with suppress(StoreUnavailable):  # the handler's own error matters more
-                await self.advance(flow, policy, ending_of_error(operation, error, policy))
+                ending = ending_of_error(operation, error, policy)
+                standing = await self.advance(flow, policy, ending)
+            if is_lost and isinstance(standing, (Replay, Refuse)):
+                return None, standing
+            if is_lost:
+                self.desk.tell(ticket, policy, None)
             raise
         finally:
             leave(entered)
@@ -183,7 +194,7 @@ class AsyncEngine(AsyncDriver):
         claim = case.claimed(await self.advance(flow, policy))
         held = self.desk.heart.hold(claim, policy.lease_ms, asyncio.get_running_loop())
         try:
-            result = await self._execute(flow, held, call, case.ticket, policy, is_persons=True)
+            result, _ = await self._execute(flow, held, call, case.ticket, policy, is_persons=True)
             ending = case.ending_of(result)
             answer = await self.advance(flow, policy, ending)
         finally:
@@ -223,8 +234,11 @@ class AsyncEngine(AsyncDriver):
             if isinstance(answer, Execute):
                 loop = asyncio.get_running_loop()
                 held = self.desk.heart.hold(answer.claim, policy.lease_ms, loop)
-                result = await self._execute(flow, held, call, work.ticket, policy)
-                answer = await self.advance(flow, policy, work.ending_of(result))
+                result, standing = await self._execute(flow, held, call, work.ticket, policy)
+                if standing is None:
+                    answer = await self.advance(flow, policy, work.ending_of(result))
+                else:
+                    answer = standing
         finally:
             if held is not None:
                 self.desk.heart.let_go(held)
