@@ -181,6 +181,9 @@ class Visit:
                 refusal = problem("store-unavailable", id=claim.id, reason=RAN_UNRECORDED)
                 return self._refuse(refusal)
             step = Executed(claim)  # and the heart writes it down
+        except BaseException:
+            close(said)
+            raise
         assert not isinstance(step, Execute)
         if self._operation.is_in_doubt:  # whatever the handler made of it
             close(said)
