@@ -67,6 +67,22 @@ def test_a_stopped_event_loop_is_noticed_and_its_lease_runs_out(heart, store, cl
     loop.close()
 
 
+def test_a_heart_that_found_no_thread_begins_to_beat_when_there_is_one(heart, store, clock, caplog):
+    """L5: else one moment without threads would cost every lease from then on."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", _refused)
+        heart.hold(CLAIM, LEASE_MS)
+    assert "no thread can be started" in caplog.text
+    clock.pass_s(30)
+    heart.hold(CLAIM, LEASE_MS)
+    heart.wake()
+    eventually(lambda: store.record.version > CLAIM.version)
+
+
+def _refused(_thread):
+    raise RuntimeError("can't start new thread")
+
+
 def test_an_event_loop_that_is_only_blocked_keeps_its_claim(heart, store, clock):
     """L5: blocking code is work like any other."""
 

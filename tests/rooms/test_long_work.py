@@ -266,6 +266,18 @@ def test_work_of_a_dead_process_is_shown_as_interrupted_and_recovered(open_api, 
         assert api.post().status == status
 
 
+def test_work_that_lives_in_this_process_is_not_shown_as_interrupted(open_api, clock):
+    """L5, L10: its renewals did not come through, but whoever executes it is here."""
+    api = open_api(in_flight="202", lease="60s")
+    gate = accepting(api, says(201, b"done"))
+    address = address_of(api.post())
+    api.engine.heart.stop()
+    clock.advance(61)
+    assert members_of(api.send("GET", address))["status"] == "running"
+    gate.open()
+    assert poll(api, address).body == b"done"
+
+
 # --- where it cannot be ---------------------------------------------------------------------
 
 

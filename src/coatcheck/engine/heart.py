@@ -130,7 +130,8 @@ class Heart:
         with suppress(Exception):  # then it is lost with us
             self._finish(self.now_ms())
         self._wake.set()
-        thread = self._thread
+        with self._mutex:  # else it may be there already, and not yet begun
+            thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
         self.sweeper.close()
@@ -190,15 +191,21 @@ class Heart:
         return lease_ms / 1_000 / BEATS_PER_LEASE
 
     def _start(self) -> None:
+        """Begin to beat; where there is no room for another thread now, whoever is next tries."""
         with self._mutex:
             if self._thread is None and not self._stopped:
-                self._thread = threading.Thread(
+                thread = threading.Thread(
                     target=_beat_until_gone,
                     args=(weakref.ref(self), self._wake),
                     name="coatcheck-heart",
                     daemon=True,
                 )
-                self._thread.start()
+                try:
+                    thread.start()
+                except RuntimeError:
+                    logger.exception("no lease is renewed, because no thread can be started")
+                else:
+                    self._thread = thread
 
 
 def _beat_until_gone(heart: weakref.ref[Heart], wake: threading.Event) -> None:

@@ -117,7 +117,7 @@ class Counter:
             return None
         policy, accept_encoding = self.desk.policy, request.header(b"accept-encoding")
         asked = Asked(_location(token, policy, request), self.desk.now_ms(), accept_encoding)
-        response = status_of(record, asked, policy)
+        response = status_of(self.desk.standing(record), asked, policy)
         return response._replace(body=b"") if request.method == "HEAD" else response
 
     def _is_address(self, token: str, record: Record, request: Request) -> bool:
