@@ -46,13 +46,14 @@ class Sweeper:
         jitter = random.uniform(0.5, 1.5)  # noqa: S311 - no secret
         self._due_ms = now_ms + round(1_000 * self._every_s * jitter)
         if due_ms is not None and not self._is_closed:
-            self._thread = threading.Thread(
+            thread = threading.Thread(
                 target=_sweep_or_log,
                 args=(weakref.ref(self), self._store, now_ms, self._archive),
                 name="coatcheck-sweep",
                 daemon=True,
             )
-            self._thread.start()
+            thread.start()
+            self._thread = thread
 
     def is_sweeping(self) -> bool:
         """A sweep is under way."""
