@@ -36,7 +36,7 @@ from coatcheck import AsyncEngine, Engine
 Operation: TypeAlias = Callable[[int], Awaitable[None]]
 
 AT_A_TIME = 64
-ROUNDS = 7
+ROUNDS = 5
 
 SLOT_S = 0.5
 SLOT_S_QUICK = 0.2

@@ -33,7 +33,7 @@ from coatcheck.stores.postgres_link import Link
 FEW = 10_000
 MANY = 5_000_000
 MANY_QUICK = 500_000
-ROUNDS = 7
+ROUNDS = 5
 # Claims alone in each round and table, and batches. They stay, so that 10 000 keys become 17 000.
 ALONE, BATCHES = 200, 10
 # The first change of a page after a checkpoint takes the whole page to the log. Where 64 come
