@@ -80,6 +80,7 @@ class Visit:
         self.is_work = False
         self.claim: Record | None = None  # what it executed, and how that ended
         self.ending: Ending | None = None
+        self.beside: int | None = None  # whose claim its process held when it last decided to write
         self._error: Exception | None = None  # of its handler
         self._desk = cast("Any", process)  # which has the cache and the heart of a desk
         self._held: Held | None = None
@@ -219,6 +220,8 @@ class Visit:
 
     def _swap(self, swap: Swap) -> Generator[Pause, Any, Record | None]:
         setting = self.process.setting
+        beside = self.process.held.get(swap.id)
+        self.beside = None if beside is None else beside.claim.nonce
         ask = functools.partial(setting.store.swap, [swap], self)
         results: list[Record | None] = yield setting.store.ask(ask)
         assert swap.record is not None

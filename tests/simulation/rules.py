@@ -114,18 +114,12 @@ class Rules(Middle):
             return
         self.require(not self._is_calm, "a living executor keeps its claim")
         is_person = getattr(writer, "is_person", False)
-        is_free = is_person or not self._lives_beside(writer, before)
+        # Held in its own process, when it decided to write.
+        is_free = is_person or getattr(writer, "beside", None) != before.nonce
         self.require(is_free, "nobody takes over from who lives in the same process")
         is_parked = is_person or record.state in (RUNNING, IN_DOUBT)
         is_parked = is_parked and is_lease_over(before, ahead_ms)
         self.require(is_parked, "only its holder ends an attempt, unless its lease has run out")
-
-    @staticmethod
-    def _lives_beside(writer: object, before: Record) -> bool:
-        """The holder of *before* is in the process of *writer*, and was when that decided."""
-        process = getattr(writer, "process", None)
-        held = None if process is None else process.held.get(before.id)
-        return held is not None and held.claim.nonce == before.nonce
 
     def swept(self, record: Record, now_ms: int) -> None:
         """*record* is forgotten."""
