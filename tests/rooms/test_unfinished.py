@@ -13,6 +13,7 @@ from laws.http.shop import Gate, Shop, says
 
 from coatcheck import AsyncEngine, DidNotHappen, Engine, Policy
 from coatcheck.core.record import COMPLETED, IN_DOUBT, RUNNING, in_doubt
+from coatcheck.core.serve import Park, TakeOver, Ticket, Wait, verdict
 from coatcheck.errors import KeyBusy, NotResolved, OutcomeUnknown, StoreUnavailable
 from coatcheck.stores.memory import AsyncMemoryStore
 
@@ -161,6 +162,20 @@ def test_nobody_takes_over_from_who_is_alive_in_this_process(guards, engine, sto
     handler.may_end.set()
     assert [first.result(), second.result()] == ["done", "done"]
     assert handler.calls == 1
+
+
+def test_a_clock_that_is_set_back_makes_nobody_take_over_either(guards, engine, store, clock):
+    """L5: a request that came before it was, with a time at which the lease seems to be over."""
+    handler = held_up("done")
+    first = guards.beside(engine, "k", handler, scope="s")
+    wait_for(handler.is_running)
+    record = store.record
+    standing = engine.desk.standing(record)
+    late = Ticket(record.id, record.fingerprint, record.lease_until_ms + 1, nonce=7)
+    assert isinstance(verdict(record, late, engine.desk.policy, late.now_ms), (TakeOver, Park))
+    assert isinstance(verdict(standing, late, engine.desk.policy, late.now_ms), Wait)
+    handler.may_end.set()
+    assert first.result() == "done"
 
 
 def test_who_does_not_wait_is_told_that_it_runs(guards, store, clock):

@@ -26,7 +26,6 @@ from coatcheck.core.record import (
     RUNNING,
     Record,
     Swap,
-    is_lease_over,
     is_same_write,
 )
 from coatcheck.core.replay import Fate, Response, decode_value, encode_response, encode_value
@@ -194,10 +193,12 @@ class Desk:
             return record
         if held.end is not None:
             self.heart.wake()  # the store has just answered, so it may take the end
-        now_ms = self.now_ms()
-        if record.state in (COMPLETED, FAILED) or not is_lease_over(record, now_ms):
+        if record.state in (COMPLETED, FAILED):
             return record
-        return record._replace(state=RUNNING, lease_until_ms=now_ms + held.lease_ms)
+        # Beyond all that its lease may be compared with: whoever asks may have come before our
+        # clock was last set right, in either direction.
+        end_ms = max(record.window_until_ms, record.lease_until_ms, self.now_ms())
+        return record._replace(state=RUNNING, lease_until_ms=end_ms + held.lease_ms)
 
     def give_up(self, effect: Effect[Any], failure: Exception) -> None:
         """*effect* has failed for good; the end of an execution is left to the heart."""
