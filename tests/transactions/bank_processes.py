@@ -32,8 +32,7 @@ import uvicorn
 from psycopg_pool import AsyncConnectionPool
 from servers import START_S_MAX
 
-from coatcheck import AsyncEngine, Engine, Policy, current_operation, lent
-from coatcheck.lent.psycopg import PsycopgAsyncLent
+from coatcheck import AsyncEngine, Engine, Policy, current_operation
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "bank" / "app.py"
 
@@ -130,17 +129,9 @@ class WatchedPsycopg(_Watched, psycopg.AsyncConnection[Any]):
         self.stop.said(query)
         return cursor
 
-
-class WatchedLent(PsycopgAsyncLent):
-    """What we say ourselves on such a connection: the end and the commit are one text."""
-
-    async def _say(self, text: str) -> int:
-        stop, is_end = self.handle.stop, text.endswith("; commit")
-        if is_end:
-            stop.reach("completed")  # and on its way
-        affected = await super()._say(text)
-        stop.said("commit" if is_end else text)
-        return affected
+    async def commit(self) -> None:
+        await super().commit()
+        self.stop.said("commit")
 
 
 class WatchedSqlite(_Watched, sqlite3.Connection):
@@ -172,7 +163,6 @@ def _lent(kind: str, place: Any, stop: Stop) -> Any:
     watched.stop = stop
     if kind == "sqlite":
         return aiosqlite.connect(place, factory=watched)
-    lent._KNOWN[WatchedPsycopg] = WatchedLent
     return WatchedPsycopg.connect(place) if kind == "postgres" else WatchedPymysql(**place)
 
 

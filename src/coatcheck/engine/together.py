@@ -130,5 +130,13 @@ class Together:
         return None
 
 
+def ended_by_handler() -> NotCommitted:
+    """The claim is not there any more, although this transaction made it."""
+    return NotCommitted(
+        "the handler has committed or rolled back by itself; leave that to the operation, or use "
+        "a savepoint"
+    )
+
+
 def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

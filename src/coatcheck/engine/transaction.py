@@ -15,7 +15,7 @@ from coatcheck.core.flow import Effect
 from coatcheck.core.record import Record, Swap
 from coatcheck.core.transact import Begin, Commit
 from coatcheck.engine.desk import Desk
-from coatcheck.engine.together import TRIES, Lender, Together
+from coatcheck.engine.together import TRIES, Lender, Together, ended_by_handler
 from coatcheck.errors import CoatcheckError
 from coatcheck.lent import Lent
 from coatcheck.lent.source import borrowed
@@ -89,7 +89,9 @@ class Transaction(Together):
         lent = self._lent
         assert lent is not None
         try:
-            lent.end(self.lender.ledger.change(swap))
+            if lent.write(self.lender.ledger.change(swap)) != 1:
+                raise ended_by_handler()
+            lent.commit()
         except Exception as error:
             self.abandon()
             unsure = self._unsure_after(error)

@@ -13,7 +13,7 @@ from coatcheck.core.flow import Effect
 from coatcheck.core.record import Record, Swap
 from coatcheck.core.transact import Begin, Commit
 from coatcheck.engine.desk import Desk
-from coatcheck.engine.together import TRIES, Lender, Together
+from coatcheck.engine.together import TRIES, Lender, Together, ended_by_handler
 from coatcheck.errors import CoatcheckError
 from coatcheck.lent import AsyncLent
 from coatcheck.lent.source import Borrowed
@@ -91,7 +91,9 @@ class AsyncTransaction(Together):
         lent = self._lent
         assert lent is not None
         try:
-            await lent.end(self.lender.ledger.change(swap))
+            if await lent.write(self.lender.ledger.change(swap)) != 1:
+                raise ended_by_handler()
+            await lent.commit()
         except Exception as error:
             await self.abandon()
             unsure = self._unsure_after(error)

@@ -1,4 +1,4 @@
-"""Connections of async drivers: asyncpg, aiosqlite, asyncmy and their like."""
+"""Connections of async drivers: psycopg, asyncpg, aiosqlite, asyncmy and their like."""
 
 from __future__ import annotations
 
@@ -6,11 +6,41 @@ from functools import lru_cache
 from typing import Any
 
 from coatcheck.errors import Misconfigured
-from coatcheck.lent.contract import IN_TRANSACTION, AsyncEndsInTwo
+from coatcheck.lent.contract import IN_TRANSACTION
 from coatcheck.stores.ledger import Dialect, Statement
 
 
-class AsyncpgLent(AsyncEndsInTwo):
+class PsycopgAsyncLent:
+    """A `psycopg.AsyncConnection`."""
+
+    dialect: Dialect = "postgresql"
+
+    def __init__(self, handle: Any) -> None:  # noqa: ANN401 - of a driver that may not be here
+        self.handle = handle
+
+    async def begin(self) -> None:
+        """Begin; the first statement does it by itself, unless it commits by itself, too."""
+        if self.handle.info.transaction_status:
+            raise Misconfigured(IN_TRANSACTION)
+        if self.handle.autocommit:
+            await self.handle.execute("begin")
+
+    async def write(self, statement: Statement) -> int:
+        """Execute *statement*; how many rows it affected."""
+        cursor = await self.handle.execute(statement.text, statement.values)
+        affected: int = cursor.rowcount
+        return affected
+
+    async def commit(self) -> None:
+        """Commit."""
+        await self.handle.commit()
+
+    async def rollback(self) -> None:
+        """Undo."""
+        await self.handle.rollback()
+
+
+class AsyncpgLent:
     """An `asyncpg.Connection`, also one of a pool."""
 
     dialect: Dialect = "postgresql"
@@ -28,10 +58,8 @@ class AsyncpgLent(AsyncEndsInTwo):
 
     async def write(self, statement: Statement) -> int:
         """Execute *statement*; how many rows it affected, from what the server says it did."""
-        if statement.spelled is not None:
-            status: str = await self.handle.execute(statement.spelled())
-        else:
-            status = await self.handle.execute(with_dollars(statement.text), *statement.values)
+        text = with_dollars(statement.text)
+        status: str = await self.handle.execute(text, *statement.values)
         return int(status.rpartition(" ")[2])
 
     async def commit(self) -> None:
@@ -50,7 +78,7 @@ def with_dollars(text: str) -> str:
     return start + "".join(f"${number}{part}" for number, part in enumerate(rest, 1))
 
 
-class AiosqliteLent(AsyncEndsInTwo):
+class AiosqliteLent:
     """An `aiosqlite.Connection`."""
 
     dialect: Dialect = "sqlite"
@@ -84,7 +112,7 @@ class AiosqliteLent(AsyncEndsInTwo):
             await self._say("rollback")
 
 
-class AsyncmyLent(AsyncEndsInTwo):
+class AsyncmyLent:
     """An `asyncmy.Connection`, or one that is like it."""
 
     dialect: Dialect = "mysql"

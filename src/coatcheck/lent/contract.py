@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from coatcheck.errors import NotCommitted
 from coatcheck.stores.ledger import Dialect, Statement
 
 
@@ -22,8 +21,8 @@ class Lent(Protocol):
         """Execute *statement*; how many rows it affected."""
         ...
 
-    def end(self, statement: Statement) -> None:
-        """Execute *statement* and commit; `NotCommitted` where it does not affect one row."""
+    def commit(self) -> None:
+        """Commit; an error where that did not happen."""
         ...
 
     def rollback(self) -> None:
@@ -45,8 +44,8 @@ class AsyncLent(Protocol):
         """Execute *statement*; how many rows it affected."""
         ...
 
-    async def end(self, statement: Statement) -> None:
-        """Execute *statement* and commit; `NotCommitted` where it does not affect one row."""
+    async def commit(self) -> None:
+        """Commit; an error where that did not happen."""
         ...
 
     async def rollback(self) -> None:
@@ -58,47 +57,3 @@ IN_TRANSACTION = (
     "the connection that was lent is in a transaction already; lend one that is idle, because "
     "losing against a duplicate rolls back"
 )
-
-
-def ended_by_handler() -> NotCommitted:
-    """The claim is not there any more, although this transaction made it."""
-    return NotCommitted(
-        "the handler has committed or rolled back by itself; leave that to the operation, or use "
-        "a savepoint"
-    )
-
-
-class EndsInTwo(Protocol):
-    """A connection that is told one thing at a time."""
-
-    def write(self, statement: Statement, /) -> int:
-        """Execute *statement*; how many rows it affected."""
-        ...
-
-    def commit(self) -> None:
-        """Commit; an error where that did not happen."""
-        ...
-
-    def end(self, statement: Statement) -> None:
-        """Execute *statement* and commit; `NotCommitted` where it does not affect one row."""
-        if self.write(statement) != 1:
-            raise ended_by_handler()
-        self.commit()
-
-
-class AsyncEndsInTwo(Protocol):
-    """The same for async code."""
-
-    async def write(self, statement: Statement, /) -> int:
-        """Execute *statement*; how many rows it affected."""
-        ...
-
-    async def commit(self) -> None:
-        """Commit; an error where that did not happen."""
-        ...
-
-    async def end(self, statement: Statement) -> None:
-        """Execute *statement* and commit; `NotCommitted` where it does not affect one row."""
-        if await self.write(statement) != 1:
-            raise ended_by_handler()
-        await self.commit()

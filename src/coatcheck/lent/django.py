@@ -10,11 +10,11 @@ from importlib import import_module
 from typing import Any, cast
 
 from coatcheck.errors import Misconfigured, NotCommitted
-from coatcheck.lent.contract import IN_TRANSACTION, EndsInTwo
+from coatcheck.lent.contract import IN_TRANSACTION
 from coatcheck.stores.ledger import Dialect, Statement
 
 
-class DjangoLent(EndsInTwo):
+class DjangoLent:
     """A connection of Django's, or the proxy for it."""
 
     def __init__(self, handle: Any) -> None:  # noqa: ANN401 - of a package that may not be here

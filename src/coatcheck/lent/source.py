@@ -159,9 +159,9 @@ class Threaded:
         """Execute *statement*; how many rows it affected."""
         return await in_thread(self._lent.write, statement)
 
-    async def end(self, statement: Statement) -> None:
-        """Execute *statement* and commit."""
-        await in_thread(self._lent.end, statement)
+    async def commit(self) -> None:
+        """Commit."""
+        await in_thread(self._lent.commit)
 
     async def rollback(self) -> None:
         """Undo."""

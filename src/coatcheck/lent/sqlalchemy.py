@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from coatcheck.errors import Misconfigured
 from coatcheck.lent.asynchronous import with_dollars
-from coatcheck.lent.contract import IN_TRANSACTION, AsyncEndsInTwo, EndsInTwo
+from coatcheck.lent.contract import IN_TRANSACTION
 from coatcheck.stores.ledger import Dialect, Statement
 
 _BY_ITSELF = "the connection that was lent commits by itself (AUTOCOMMIT); lend one that does not"
@@ -42,7 +42,7 @@ def _check_driver(connection: Any) -> None:  # noqa: ANN401 - see above
         raise Misconfigured(_BY_ITSELF)
 
 
-class AlchemyLent(_Alchemy, EndsInTwo):
+class AlchemyLent(_Alchemy):
     """A `Connection`, `Session` or `scoped_session`."""
 
     def begin(self) -> None:
@@ -59,7 +59,7 @@ class AlchemyLent(_Alchemy, EndsInTwo):
 
     def write(self, statement: Statement) -> int:
         """Execute *statement*; how many rows it affected."""
-        text, values, _ = statement
+        text, values = statement
         result = self._connection().exec_driver_sql(self._spelt(text), tuple(values))
         affected: int = result.rowcount
         return affected
@@ -73,7 +73,7 @@ class AlchemyLent(_Alchemy, EndsInTwo):
         self.handle.rollback()
 
 
-class AsyncAlchemyLent(_Alchemy, AsyncEndsInTwo):
+class AsyncAlchemyLent(_Alchemy):
     """An `AsyncConnection`, `AsyncSession` or `async_scoped_session`."""
 
     async def begin(self) -> None:
@@ -90,7 +90,7 @@ class AsyncAlchemyLent(_Alchemy, AsyncEndsInTwo):
 
     async def write(self, statement: Statement) -> int:
         """Execute *statement*; how many rows it affected."""
-        text, values, _ = statement
+        text, values = statement
         connection = await self._connection()
         result = await connection.exec_driver_sql(self._spelt(text), tuple(values))
         affected: int = result.rowcount

@@ -19,16 +19,10 @@ Dialect: TypeAlias = Literal["sqlite", "postgresql", "mysql"]
 
 
 class Statement(NamedTuple):
-    """
-    What is sent; the marks are "?1" on SQLite, else "%s".
-
-    Where *spelled* makes one text of it all, a driver that takes such a text may send that: it can
-    stand beside others in one journey, and a server that does not know it yet reads it sooner.
-    """
+    """What is sent; the marks are "?1" on SQLite, else "%s"."""
 
     text: str
     values: Sequence[Any]
-    spelled: Callable[[], str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,7 +47,7 @@ class _Writing:
         """A claim, which waits in whole seconds; on MySQL as long as its session says."""
         wait = f"/*M! set statement innodb_lock_wait_timeout = {max(1, wait_ms // 1_000):d} for */ "
         if swap.expected:
-            text, values, _ = self.change(swap)
+            text, values = self.change(swap)
             yield Statement(wait + text, values)
         else:
             yield Statement(wait + self._insert, self._values_of(swap))

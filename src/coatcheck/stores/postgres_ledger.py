@@ -17,11 +17,7 @@ import psycopg
 
 from coatcheck.core.record import Record, Swap
 from coatcheck.stores.ledger import Ledger, Statement
-from coatcheck.stores.postgres_rows import NAMES, Row, Statements, row_of
-from coatcheck.stores.postgres_words import words_of
-
-# 64 KiB: what is larger goes as a parameter, because its digits are twice as long.
-SPELLED_BYTES_MAX = 64 * 1024
+from coatcheck.stores.postgres_rows import Statements, row_of
 
 # Each is referred to by what it is put before, because PostgreSQL leaves out what nobody refers to.
 _LIMITED = """\
@@ -72,7 +68,6 @@ class _Writing:
         limited = _LIMITED.format(name)
         insert = f"{into} select claim.* from (values ({values})) as claim"
         self._compact = compact
-        self._into, self._table, self._name = into, table, name
         self._insert_at_once = (
             f"{insert} where pg_try_advisory_xact_lock({name}) on conflict do nothing"
         )
@@ -88,26 +83,13 @@ class _Writing:
         if swap.expected:
             yield Statement(self._replace, (*limit, *row[1:], swap.id, swap.expected))
             return
-        spelled = partial(self._spelled_claim, row, name)
-        yield Statement(self._insert_at_once, (*row, name), spelled)
+        yield Statement(self._insert_at_once, (*row, name))
         yield Statement(self._insert, (*limit, *row))
 
     def change(self, swap: Swap) -> Statement:
         """The end of a claim that this transaction has made: nobody else can hold it."""
         row = row_of(_record_of(swap), compact=True)
-        is_large = len(row[-1] or b"") + len(row[-2] or b"") > SPELLED_BYTES_MAX
-        spelled = None if is_large else partial(self._spelled_end, row, swap.expected)
-        values = (*(row[n] for n in _ENDED), swap.id, swap.expected)
-        return Statement(self._end, values, spelled)
-
-    def _spelled_claim(self, row: Row, name: int) -> str:
-        lock = f"pg_try_advisory_xact_lock({self._name.replace('%s', str(name))})"
-        return f"{self._into} select {', '.join(words_of(row))} where {lock} on conflict do nothing"
-
-    def _spelled_end(self, row: Row, expected: int) -> str:
-        words = words_of(row)
-        changes = ", ".join([f"{NAMES[n]} = {words[n]}" for n in _ENDED])
-        return f"update {self._table} set {changes} where id = {words[0]} and version = {expected}"
+        return Statement(self._end, (*(row[n] for n in _ENDED), swap.id, swap.expected))
 
 
 def _record_of(swap: Swap) -> Record:

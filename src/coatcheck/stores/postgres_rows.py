@@ -41,8 +41,7 @@ _COLUMNS = (
     ("response", "bytea", "{}"),
 )
 assert len(_COLUMNS) == len(Record._fields)
-NAMES = tuple(name for name, _, _ in _COLUMNS)
-_NAMES = ", ".join(NAMES)
+_NAMES = ", ".join(name for name, _, _ in _COLUMNS)
 # The fields in their order, as numbers, bytes and texts.
 _FIELDS = """
     uuid_send(id), version, state, coalesce(attempt, 1), coalesce(uuid_send(fingerprint), ''),
