@@ -13,7 +13,7 @@ from coatcheck.core.record import GONE, RUNNING, Record, completed, failed
 from coatcheck.engine.clock import StoreClock
 from coatcheck.engine.heart import BEATS_PER_LEASE, LEASE_MS_MAX, Heart
 from coatcheck.engine.held import Held
-from coatcheck.engine.sweeping import SWEEP_BATCHES_MAX, sweep
+from coatcheck.engine.sweeping import REST_S_MAX, batches, rest_between
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.contract import SWEEP_BATCH
 from coatcheck.stores.memory import AsyncMemoryStore
@@ -438,6 +438,11 @@ def test_a_short_lease_makes_the_heart_beat_faster(store, clock):
 # --- the sweep --------------------------------------------------------------------------------
 
 
+def sweep(store, now_ms, archive=None):
+    """A whole sweep without a rest; how many records it took."""
+    return sum(batches(store, now_ms, archive))
+
+
 def expired(count, *, at_ms=NOW_MS):
     """A store full of what retention allows to take."""
     store = WatchedStore()
@@ -458,10 +463,33 @@ def test_a_sweep_takes_small_batches_until_nothing_is_left():
 
 
 def test_a_long_backlog_does_not_crowd_out_claims():
-    """T3: the rest is for the next time, or for another node."""
-    store = expired((SWEEP_BATCHES_MAX + 2) * SWEEP_BATCH)
-    assert sweep(store, NOW_MS) == SWEEP_BATCHES_MAX * SWEEP_BATCH
-    assert len(store.records) == 2 * SWEEP_BATCH
+    """T3: after each batch claims have three times as long as it took, or a second at most."""
+    seconds, rests = [0.0], []
+
+    def swept():
+        for took_s in (0.125, 0.25, 3_600.0):  # the last one was archived, and that took an hour
+            seconds[0] += took_s
+            yield SWEEP_BATCH
+
+    def rest(rest_s):
+        rests.append(rest_s)
+        seconds[0] += rest_s
+
+    rest_between(swept(), rest, lambda: seconds[0])
+    assert rests == [0.375, 0.75, REST_S_MAX]
+
+
+def test_an_engine_keeps_up_with_whatever_has_come_in(clock):
+    """T3: a backlog of any length is gone after one sweep."""
+    store = expired(30 * SWEEP_BATCH + 7)
+    heart = heart_of(store, clock, sweep_every_s=60)
+    heart.beat()
+    clock.pass_s(91)
+    heart.beat()
+    eventually(lambda: not heart.sweeper.is_sweeping())
+    assert store.records == []
+    assert store.sweeps == [SWEEP_BATCH] * 30 + [7]
+    heart.stop()
 
 
 def test_what_is_swept_can_be_archived_first():
@@ -536,7 +564,7 @@ def test_a_heart_sweeps_about_as_often_as_it_was_told(clock):
     assert store.sweeps == []
     clock.pass_s(61)
     heart.beat()
-    heart.stop()  # and waits for the sweep that is under way
+    eventually(lambda: not heart.sweeper.is_sweeping())
     assert store.sweeps == [1]
     clock.pass_s(29)
     heart.beat()
@@ -649,7 +677,7 @@ def test_a_sweep_ends_with_its_engine(clock):
     wait_for(archive.is_running)
     stopping = threading.Thread(target=heart.stop)
     stopping.start()
-    eventually(lambda: heart.sweeper._is_closed)
+    wait_for(heart.sweeper._closed)
     archive.may_end.set()
     stopping.join(WAIT_S_MAX)
     assert not heart.sweeper.is_sweeping()

@@ -2,6 +2,10 @@
 
 The heart says when, and does not wait for it: a sweep has a thread of its own, because an archive
 is the application's and may take its time, and leases are renewed meanwhile. There is one at most.
+
+It goes on until nothing is left, however much that is: a sweep with an end of its own falls behind
+a store that takes in more. But it rests after each batch for longer than that took, so that most of
+the store's time is left for claims.
 """
 
 from __future__ import annotations
@@ -9,8 +13,9 @@ from __future__ import annotations
 import logging
 import random
 import threading
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 from coatcheck.core.record import Record, Swap
@@ -20,8 +25,10 @@ Archive: TypeAlias = Callable[[Sequence[Record]], object]
 
 logger = logging.getLogger("coatcheck")
 
-# At most this many batches at once, so that a long backlog does not crowd out claims.
-SWEEP_BATCHES_MAX = 20
+# Three times as long as the batch took: at least three quarters of the time are for claims.
+RESTS_PER_BATCH = 3
+# But not longer than this: an archive may take hours, and the store had its rest meanwhile.
+REST_S_MAX = 1.0
 # How long an engine that closes waits for the batch that is being archived.
 CLOSE_S_MAX = 5.0
 
@@ -34,7 +41,7 @@ class Sweeper:
         self._every_s = every_s
         self._archive = archive
         self._due_ms: int | None = None  # not known before the clock was looked at
-        self._is_closed = False
+        self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
     def beat(self, now_ms: int) -> None:
@@ -45,10 +52,10 @@ class Sweeper:
         # Jittered from the first time on, so that many nodes do not sweep at the same moment.
         jitter = random.uniform(0.5, 1.5)  # noqa: S311 - no secret
         self._due_ms = now_ms + round(1_000 * self._every_s * jitter)
-        if due_ms is not None and not self._is_closed:
+        if due_ms is not None and not self._closed.is_set():
             thread = threading.Thread(
                 target=_sweep_or_log,
-                args=(weakref.ref(self), self._store, now_ms, self._archive),
+                args=(weakref.ref(self), self._closed, self._store, now_ms, self._archive),
                 name="coatcheck-sweep",
                 daemon=True,
             )
@@ -61,45 +68,48 @@ class Sweeper:
 
     def close(self) -> None:
         """Begin nothing more; wait a little for the batch that is under way."""
-        self._is_closed = True
+        self._closed.set()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(CLOSE_S_MAX)
 
 
 def _sweep_or_log(
-    sweeper: weakref.ref[Sweeper], store: Store, now_ms: int, archive: Archive | None
+    sweeper: weakref.ref[Sweeper],
+    closed: threading.Event,
+    store: Store,
+    now_ms: int,
+    archive: Archive | None,
 ) -> None:
     """The thread: it does not keep its engine alive, and ends when the engine is gone."""
-
-    def is_over() -> bool:
-        living = sweeper()
-        return living is None or living._is_closed  # noqa: SLF001 - the body of the class
-
     try:
-        sweep(store, now_ms, archive, is_over=is_over)
+        rest_between(batches(store, now_ms, archive), lambda s: closed.wait(s) or sweeper() is None)
     except Exception as error:  # noqa: BLE001 - what is left is for the next time
         logger.warning("a sweep failed and is tried again: %s", error)
 
 
-def sweep(
-    store: Store,
-    now_ms: int,
-    archive: Archive | None = None,
-    *,
-    is_over: Callable[[], bool] = lambda: False,
-) -> int:
-    """Take what retention allows, in small batches until *is_over*; how many records it were."""
-    taken = 0
-    for _ in range(SWEEP_BATCHES_MAX):
+def rest_between(
+    swept: Iterator[int],
+    rest: Callable[[float], bool],
+    monotonic: Callable[[], float] = time.monotonic,
+) -> None:
+    """Take batch after batch; *rest* is told how long, and says whether that is enough for now."""
+    began_s = monotonic()
+    for _ in swept:
+        if rest(min(REST_S_MAX, RESTS_PER_BATCH * (monotonic() - began_s))):
+            break
+        began_s = monotonic()
+
+
+def batches(store: Store, now_ms: int, archive: Archive | None = None) -> Iterator[int]:
+    """Take what retention allows, until nothing is left; how many records each batch had."""
+    found = SWEEP_BATCH
+    while found >= SWEEP_BATCH:
         if archive is None:
             count = found = store.sweep(now_ms, SWEEP_BATCH)
         else:
             count, found = _archive_and_delete(store, now_ms, archive)
-        taken += count
-        if found < SWEEP_BATCH or is_over():
-            break
-    return taken
+        yield count
 
 
 def _archive_and_delete(store: Store, now_ms: int, archive: Archive) -> tuple[int, int]:
