@@ -1,5 +1,6 @@
 """F1: a guarded function's arguments are compared by value."""
 
+import copy
 import dataclasses
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
@@ -112,3 +113,67 @@ def test_arguments_that_cannot_be_compared_do_not_raise():
     assert len(fingerprint_of_call((circle,), {})) == 16
     assert len(fingerprint_of_call(({1: 1, "a": 2},), {})) == 16
     assert len(fingerprint_of_call(("\ud800",), {})) == 16
+
+
+class Basket:
+    """Has a value, and is neither JSON nor a dataclass."""
+
+    __slots__ = ("item", "note")
+
+    def __init__(self, item):
+        self.item = item
+
+    def __eq__(self, other):
+        return self.item == other.item
+
+    __hash__ = None
+
+
+def test_an_object_that_can_be_equal_to_another_is_compared():
+    assert fingerprint_of_call((Basket("a"),), {}) == fingerprint_of_call((Basket("a"),), {})
+    assert fingerprint_of_call((Basket("a"),), {}) != fingerprint_of_call((Basket("b"),), {})
+
+
+ODD = [
+    {1: "a", "b": [None, 1.5, True]},
+    {1: "b", "b": [None, 1.5, True]},
+    {1: "a", "b": [None, 2.5, True]},
+    {(1, "x"): {b"k": 1}},
+    {(1, "x"): {b"k": 2}},
+    {(1, "y"): {b"k": 1}},
+    {b"k": {Colour.RED, "a"}},
+    {b"k": {Colour.BLUE, "a"}},
+    {b"k": Order(1, ["coat"])},
+    {b"k": Order(2, ["coat"])},
+    10**5_000,
+    10**5_000 + 1,
+]
+
+
+def test_what_json_alone_cannot_say_is_compared_as_well():
+    assert len({fingerprint_of_call((odd, 1), {}) for odd in ODD}) == len(ODD)
+    assert all(
+        fingerprint_of_call((odd,), {}) == fingerprint_of_call((copy.deepcopy(odd),), {})
+        for odd in ODD
+    )
+
+
+def test_the_order_of_members_does_not_matter_where_they_do_not_sort():
+    assert fingerprint_of_call(({1: 1, "a": 2},), {}) == fingerprint_of_call(({"a": 2, 1: 1},), {})
+
+
+def test_a_circle_is_compared_but_for_what_it_repeats():
+    one, other = [1], [2]
+    for circle in (one, other):
+        circle.extend((circle, circle))
+    assert fingerprint_of_call((one,), {}) != fingerprint_of_call((other,), {})
+
+
+def test_what_is_too_deep_ends_somewhere():
+    def deep(number):
+        nested = [number]
+        for _ in range(100_000):
+            nested = [nested]
+        return nested
+
+    assert fingerprint_of_call((deep(1), 1), {}) != fingerprint_of_call((deep(1), 2), {})

@@ -265,3 +265,20 @@ def test_changing_a_policy_works_out_its_times_anew():
     policy = changed(Policy(), {"window": "1h", "ignore": ["/sent_at"]})
     assert policy.window_ms == 3_600_000
     assert policy.pointers == (("sent_at",),)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"window": 1e16},
+        {"window": timedelta.max},
+        {"on_expired": "refuse", "margin": 0},
+        {"key_header": "Idempotency-Reference"},
+        {"replayed_header": "Idempotency-Reference"},
+    ],
+    ids=repr,
+)
+def test_what_could_never_work_is_refused_when_it_is_made(fields):
+    """T1, T2: a time that no store or calendar can hold, a refusal for no time, a name twice."""
+    with pytest.raises(Misconfigured):
+        Policy(**fields)

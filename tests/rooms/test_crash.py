@@ -84,7 +84,7 @@ def test_what_is_sealed_is_no_point():
     injector = Reached()
     ring = KeyRing({"1": b"k" * 32})
     with Engine(injector.store(open_store("memory://")), keyring=ring) as engine:
-        engine.run("k", lambda: current_operation().step("charge", lambda: 1))
+        engine.run("k", lambda: current_operation().step("charge", lambda: 1), scope="s")
     assert injector.points == ["before claim", "after claim", "after complete"]
 
 
@@ -147,9 +147,9 @@ def test_an_injector_strikes_only_once():
     injector = crash.Injector("after claim", crash.fail)
     with Engine(injector.store(open_store("memory://"))) as engine:
         with pytest.raises(crash.Injected):
-            engine.run("a", lambda: "done")
+            engine.run("a", lambda: "done", scope="s")
         assert injector.has_struck
-        assert engine.run("b", lambda: "done") == "done"
+        assert engine.run("b", lambda: "done", scope="s") == "done"
 
 
 def test_a_point_that_does_not_exist_is_refused():

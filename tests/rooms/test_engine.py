@@ -1,6 +1,7 @@
 """The engines: functions that run once for each key, sync and async."""
 
 import asyncio
+import contextlib
 import functools
 import gc
 import threading
@@ -167,7 +168,7 @@ def test_a_guarded_function_keeps_its_name_and_its_own_policy(guards, engine):
     guards.done(guarded(5))
     (record,) = engine.desk._store.records
     assert record.window_until_ms == NOW_MS + 3_600_000
-    assert (record.key, record.label) == ("5", place.__qualname__)
+    assert (record.key, record.label) == ("5", f"{guarded.__module__}.{place.__qualname__}")
 
 
 @pytest.mark.parametrize("wrap", ["partial", "object", "partial of object"])
@@ -613,6 +614,66 @@ def test_a_caller_with_too_many_keys_may_only_retry(guards, store, clock):
     assert handler.calls == 2
     clock.pass_s(DAY_S)
     assert guards.run(engine, "c", handler) == "done"
+
+
+# --- the wrong kind of function ---------------------------------------------------------------
+
+
+def test_what_is_still_to_be_awaited_has_not_happened():
+    """L1, L4: a sync engine that is given an async function says so, and uses up no key."""
+    ran: list[str] = []
+
+    async def charge() -> None:
+        ran.append("charged")
+
+    with Engine("memory://") as engine:
+        with pytest.raises((Misconfigured, TypeError)):
+            engine.run("k", charge, scope="s")
+        assert engine.run("k", lambda: ran.append("charged"), scope="s") is None
+    assert ran == ["charged"]
+
+
+def test_what_is_still_to_be_iterated_has_not_happened():
+    """L1, L4: nothing of a generator has run when it is returned."""
+
+    def charge():
+        yield "charged"
+
+    with Engine("memory://") as engine, pytest.raises((Misconfigured, TypeError)):
+        engine.run("k", charge, scope="s")
+
+
+def test_an_async_engine_does_not_run_a_plain_function_with_every_retry():
+    """L1: its result cannot be awaited, but its effect has happened."""
+    ran: list[str] = []
+
+    async def retry() -> None:
+        engine = AsyncEngine("memory://")
+        for _ in range(3):
+            with contextlib.suppress(TypeError):
+                await engine.run("k", ran.append, "charged", scope="s")
+        await engine.close()
+
+    asyncio.run(retry())
+    assert len(ran) <= 1
+
+
+def test_an_async_engine_takes_a_plain_function():
+    """L1: what it returned is its result."""
+
+    async def retry() -> list[int]:
+        engine = AsyncEngine("memory://")
+        results = [await engine.run("k", len, "four", scope="s") for _ in range(2)]
+        await engine.close()
+        return results
+
+    assert asyncio.run(retry()) == [4, 4]
+
+
+@pytest.mark.parametrize("policy", [{}, 3600, object()])
+def test_what_is_no_policy_is_refused(policy):
+    with pytest.raises(Misconfigured, match="is no policy"):
+        Engine("memory://", policy)
 
 
 # --- making and closing -----------------------------------------------------------------------

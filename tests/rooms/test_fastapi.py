@@ -10,6 +10,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from laws.http.api import ORDER, AsgiExchange, Response, with_key
 from pydantic import BaseModel
 from starlette.applications import Starlette
+from starlette.endpoints import HTTPEndpoint
 from starlette.responses import PlainTextResponse
 from starlette.routing import Host, Mount, Route, Router
 
@@ -575,3 +576,50 @@ def test_routes_that_were_replaced_are_looked_through_again(engine: AsyncEngine)
     marked = on_starlette.idempotent(required=True)(plain)
     app.router.routes = [Route("/charges", marked, methods=["POST"])]
     assert shop.post("/charges", None).code == "key-missing"
+
+
+def test_a_mark_above_the_route_is_told_of(shop: Shop):
+    """K3, S3: the framework has the function without it, so nothing of it would be guarded."""
+
+    @idempotent(required=True)
+    @shop.app.post("/charges")
+    async def charge() -> None:
+        shop.seen.append("charged")
+
+    shop.post("/charges", None)
+    assert shop.seen == []
+
+
+def test_a_class_is_marked_as_a_whole_or_refused(engine: AsyncEngine):
+    """S3: what it must not become is a function that answers 405."""
+
+    class Charges(HTTPEndpoint):
+        async def post(self, _request: Request) -> PlainTextResponse:
+            return PlainTextResponse("charged")
+
+    try:
+        marked = on_starlette.idempotent(required=True)(Charges)
+    except Misconfigured:
+        return
+    app = Starlette(routes=[Route("/charges", marked)])
+    app.add_middleware(IdempotencyMiddleware, engine=engine)
+    shop = Shop(None)
+    shop.app = app  # type: ignore[assignment]  # as good as any
+    assert shop.post("/charges").body == b"charged"
+    assert shop.post("/charges", None).code == "key-missing"
+
+
+def test_a_guarded_application_can_be_mounted(engine: AsyncEngine):
+    """S3, K3: the marks are those of the application inside, whoever is around it."""
+    inner = FastAPI()
+
+    @inner.post("/charges")
+    @idempotent(required=True)
+    async def charge() -> str:
+        return "charged"
+
+    shop = Shop(None)
+    shop.app.mount("/inner", IdempotencyMiddleware(inner, engine=engine))
+    assert shop.post("/inner/charges", None).code == "key-missing"
+    assert shop.post("/inner/charges").status == 200
+    assert shop.post("/inner/charges").is_replay

@@ -80,19 +80,19 @@ def test_a_blink_of_the_store_is_not_seen_by_the_client(guards, store):
     """D2: down for two tries, and back."""
     engine = guards.engine(store)
     store.troubles = ["", "down", "down"]
-    assert guards.run(engine, "k", lambda: "done") == "done"
+    assert guards.run(engine, "k", lambda: "done", scope="s") == "done"
     assert store.record.state == COMPLETED
 
 
 def test_a_claim_is_not_tried_again_while_the_store_is_away(guards, store):
     """D2: nothing has run, so the client is told at once."""
     engine = guards.engine(store)
-    guards.run(engine, "first", lambda: None)
+    guards.run(engine, "first", lambda: None, scope="s")
     store.troubles = ["down"]
     with pytest.raises(StoreUnavailable):
-        guards.run(engine, "k", lambda: "done")
+        guards.run(engine, "k", lambda: "done", scope="s")
     assert store.troubles == []
-    assert guards.run(engine, "k", lambda: "done") == "done"
+    assert guards.run(engine, "k", lambda: "done", scope="s") == "done"
 
 
 def test_the_heart_writes_the_end_when_the_store_is_back(guards, store):

@@ -1,5 +1,6 @@
 """What is particular to SQLite: the file, its layout, its statements, its faults, its processes."""
 
+import contextlib
 import os
 import signal
 import sqlite3
@@ -666,3 +667,17 @@ def test_a_fork_that_python_did_not_see_is_refused_where_it_would_lose_writes(
 ):
     """D2: an unused store has nothing to inherit and goes on."""
     ended_well(run_script("fork_unseen", path))
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_file_that_is_not_there_any_more_is_an_outage(path, store, is_replaced):
+    """D2, L1: what is written into it nobody else sees, so two processes would run one key."""
+    store.swap([claim(claim_of(1))])
+    for name in (path, path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")):
+        name.unlink(missing_ok=True)
+    with contextlib.ExitStack() as opened:
+        if is_replaced:
+            other = opened.enter_context(closing(SqliteStore(path)))
+            assert list(other.swap([claim(claim_of(2))])) == [None]
+        with pytest.raises(StoreUnavailable):
+            store.swap([claim(claim_of(2))])

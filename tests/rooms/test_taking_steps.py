@@ -257,7 +257,7 @@ def test_a_person_cannot_have_it_run_again_either(guards, engine, store, outcome
 def test_a_name_has_a_sensible_length(guards, engine):
     for name in ("", "x" * 101):
         with pytest.raises(Misconfigured, match="1 to 100 characters"):
-            guards.run(engine, f"k{len(name)}", lambda name=name: take(name))
+            guards.run(engine, f"k{len(name)}", lambda name=name: take(name), scope="s")
 
 
 def take(name):
@@ -543,7 +543,9 @@ def test_what_is_no_note_and_no_progress_is_refused(guards, engine):
         )
     ):
         with pytest.raises(Misconfigured):
-            guards.run(engine, f"k{number}", lambda write=write: write(current_operation()))
+            guards.run(
+                engine, f"k{number}", lambda write=write: write(current_operation()), scope="s"
+            )
 
 
 # --- who has lost its claim -------------------------------------------------------------------
@@ -717,7 +719,7 @@ def test_a_handler_that_does_not_know_is_parked(guards, store):
     """L6: the control."""
     engine = guards.engine(store, MANUAL)
     with pytest.raises(ZeroDivisionError):
-        guards.run(engine, "k", lambda: 1 / 0)
+        guards.run(engine, "k", lambda: 1 / 0, scope="s")
     assert store.record.state == IN_DOUBT
 
 

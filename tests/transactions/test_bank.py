@@ -184,7 +184,7 @@ def test_connections_that_died_with_the_database_fail_nobody_afterwards(own):
         assert sorted(one.result() for one in asked) == list(range(SIZE))
         own.kill()
         own.restart()
-        assert engine.transaction("after", lambda: "as before") == "as before"
+        assert engine.transaction("after", lambda: "as before", scope="s") == "as before"
 
 
 def test_async_connections_that_died_fail_nobody_afterwards(own):
@@ -212,7 +212,7 @@ def test_a_pool_that_has_none_to_lend_is_asked_once(tmp_path):
 
     place = SHOPS["postgres"](tmp_path).store
     with Engine(place, transactions=lend) as engine, pytest.raises(StoreUnavailable):
-        engine.transaction("rent", lambda: None)
+        engine.transaction("rent", lambda: None, scope="s")
     assert asked == [1]
 
 

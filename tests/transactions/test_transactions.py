@@ -465,7 +465,7 @@ def test_one_connection_may_be_lent_again_and_again(anywhere, open_engine):
         for number in range(5):
             assert engine.transaction(f"k{number}", place, number, connection=connection) == number
             with pytest.raises(ZeroDivisionError):
-                engine.transaction(f"z{number}", lambda: 1 / 0, connection=connection)
+                engine.transaction(f"z{number}", lambda: 1 / 0, connection=connection, scope="s")
     assert anywhere.orders() == list(range(5))
 
 
@@ -504,11 +504,11 @@ def test_an_operation_tells_whether_it_has_a_connection(anywhere, open_engine):
     """L9: none outside transaction mode, and none any more when all is over."""
     engine = open_engine(anywhere)
     kept = []
-    engine.transaction("a", lambda: kept.append(current_operation()))
+    engine.transaction("a", lambda: kept.append(current_operation()), scope="s")
     with pytest.raises(NotCommitted, match="is over"):
         _ = kept[0].connection
     with pytest.raises(Misconfigured, match="not in transaction mode"):
-        engine.run("b", lambda: current_operation().connection)
+        engine.run("b", lambda: current_operation().connection, scope="s")
 
 
 # --- beside the rest --------------------------------------------------------------------------

@@ -174,6 +174,8 @@ def changed(policy: Policy, changes: Mapping[str, Any]) -> Policy:
 POLICY_FIELDS = frozenset(name for name, f in Policy.__dataclass_fields__.items() if f.init)
 
 _UNITS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "min": 60_000, "h": 3_600_000, "d": 86_400_000}
+# A hundred years: what is added to today's date stays one that calendars and databases know.
+DURATION_MS_MAX = 100 * 365 * _UNITS_MS["d"]
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|min|h|d)\s*")
 
 
@@ -198,6 +200,8 @@ def _ms(name: str, value: Duration) -> int:
         raise Misconfigured(f"{name}: {error}") from error
     if milliseconds < 0:
         raise Misconfigured(f"{name} is {value!r}; a duration cannot be negative")
+    if milliseconds > DURATION_MS_MAX:
+        raise Misconfigured(f"{name} is {value!r}; a duration is a hundred years at most")
     return milliseconds
 
 
@@ -269,6 +273,11 @@ def _check_times(policy: Policy) -> None:
             f"window ({policy.window!r}) is shorter than lease ({policy.lease!r}): a key would be "
             "free again while its first attempt may still run"
         )
+    if policy.on_expired == "refuse" and policy.retention_ms == policy.window_ms:
+        raise Misconfigured(
+            "on_expired='refuse' refuses for as long as margin says, and that is zero: give it a "
+            "margin, or write on_expired='new'"
+        )
 
 
 def _check_recovery(policy: Policy) -> None:
@@ -294,5 +303,11 @@ def _check_limits(policy: Policy) -> None:
 def _check_names(policy: Policy) -> None:
     if not (policy.status_path.startswith("/") and policy.status_path.endswith("/")):
         raise Misconfigured(f"status_path is {policy.status_path!r}; it begins and ends with '/'")
+    names = (policy.key_name, policy.replayed_name, policy.reference_name)
+    if len(set(names)) < len(names):
+        raise Misconfigured(
+            "key_header, replayed_header and reference_header must be three names, not "
+            f"{policy.key_header}, {policy.replayed_header} and {policy.reference_header}"
+        )
     if not isinstance(policy.required, bool):
         raise Misconfigured(f"required is {policy.required!r}; it is True or False")

@@ -89,7 +89,7 @@ KINDS: dict[Code, Kind] = {
     "body-incomplete": Kind(
         *(400, "same-key", None, errors.KeyRejected),
         "Request body incomplete",
-        "the body ended before its announced length, so nothing was run; send it again",
+        "{reason}, so nothing was run; send it again",
     ),
     "body-too-large": Kind(
         *(413, "never", None, errors.LimitExceeded),

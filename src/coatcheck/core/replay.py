@@ -259,8 +259,8 @@ def for_client(response: Response, accept_encoding: bytes) -> Response | None:
     if coding in (b"", b"identity") or _accepts(accept_encoding, coding):
         return response
     body = _decoded(response.body, coding)
-    if body is None:
-        return None
+    if body is None:  # who names none takes any (RFC 9110 §12.5.3); who names others cannot read it
+        return None if accept_encoding else response
     return Response(response.status, list(_identity_headers(response.headers)), body)
 
 
@@ -279,7 +279,8 @@ def _accepts(accept_encoding: bytes, coding: bytes) -> bool:
         name, *parameters = (part.strip() for part in member.split(b";"))
         refused = any(p.startswith(b"q=") and not p[2:].strip(b"0. ") for p in parameters)
         weights[name.removeprefix(b"x-")] = not refused
-    return weights.get(coding.removeprefix(b"x-"), weights.get(b"*", False))
+    codings = (one.strip().removeprefix(b"x-") for one in coding.split(b","))
+    return all(weights.get(one, weights.get(b"*", False)) for one in codings)
 
 
 def _decoded(body: bytes, coding: bytes) -> bytes | None:

@@ -18,23 +18,24 @@ class Crowd:
     def __init__(self) -> None:
         self._callers: OrderedDict[str, dict[bytes, int]] = OrderedDict()
 
-    def is_full(self, caller: str, now_ms: int, keys_max: int) -> bool:
-        """*caller* has *keys_max* keys whose window is not over."""
-        keys = self._callers.get(caller)
-        if keys is None:
-            return False
+    def admits(self, caller: str, id: bytes, *, now_ms: int, ends_ms: int, keys_max: int) -> bool:
+        """
+        *caller* may use the key of *id*, and has it in use from now on, until *ends_ms*.
+
+        Counted before it runs, because a flood comes at once; and once, however often it is tried.
+        """
+        keys = self._callers.setdefault(caller, {})
+        self._callers.move_to_end(caller)
+        while len(self._callers) > CALLERS_MAX:
+            self._callers.popitem(last=False)
+        if id in keys:
+            return True
         try:
             while keys[oldest := next(iter(keys))] <= now_ms:
                 del keys[oldest]
         except (StopIteration, KeyError, RuntimeError):  # empty, or another thread was quicker
             pass
-        return len(keys) >= keys_max
-
-    def add(self, caller: str, id: bytes, ends_ms: int, keys_max: int) -> None:
-        """*caller* used the key of *id*, whose window ends at *ends_ms*; each key counts once."""
-        keys = self._callers.setdefault(caller, {})
-        if id in keys or len(keys) < keys_max:
-            keys.setdefault(id, ends_ms)
-        self._callers.move_to_end(caller)
-        while len(self._callers) > CALLERS_MAX:
-            self._callers.popitem(last=False)
+        if len(keys) >= keys_max:
+            return False
+        keys[id] = ends_ms
+        return True

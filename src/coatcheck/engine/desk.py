@@ -48,7 +48,7 @@ from coatcheck.engine.crowd import Crowd
 from coatcheck.engine.heart import Heart
 from coatcheck.engine.sweeping import Archive
 from coatcheck.engine.waiting import Line
-from coatcheck.errors import StoreUnavailable
+from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.operation import DidNotHappen, Happened, Operation, Unknown
 from coatcheck.stores import Store
 from coatcheck.stores.contract import bell_of
@@ -154,9 +154,14 @@ class Desk:
         return decided if isinstance(decided, (Replay, Refuse)) else None
 
     def may_claim(self, ticket: Ticket, policy: Policy) -> bool:
-        """The caller may use another new key, of those that *policy* allows it."""
-        assert policy.live_keys_max is not None
-        return not self._crowd.is_full(ticket.scope, ticket.now_ms, policy.live_keys_max)
+        """The caller may use this key, of as many as *policy* allows it."""
+        keys_max, now_ms = policy.live_keys_max, ticket.now_ms
+        return keys_max is None or self._crowd.admits(
+            *(ticket.scope, ticket.id),
+            now_ms=now_ms,
+            ends_ms=now_ms + policy.window_ms,
+            keys_max=keys_max,
+        )
 
     def noticed(self, swap: Swap, lost: Record | None) -> Record | None:
         """
@@ -210,12 +215,8 @@ class Desk:
         if not isinstance(interruption, Exception):
             _leave_end(self.heart, effect)
 
-    def tell(self, ticket: Ticket, policy: Policy, answer: Answer | None) -> None:
+    def tell(self, ticket: Ticket, answer: Answer | None) -> None:
         """Tell the observers what became of *ticket*; None: its handler failed."""
-        if policy.live_keys_max is not None and not isinstance(answer, (Replay, Refuse)):
-            self._crowd.add(
-                ticket.scope, ticket.id, ticket.now_ms + policy.window_ms, policy.live_keys_max
-            )
         level = logging.WARNING if isinstance(answer, Refuse) else logging.INFO
         if self._observers or logger.isEnabledFor(level):
             decision = _decision(ticket, answer, self.now_ms())
@@ -226,20 +227,20 @@ class Desk:
                 except Exception:  # the work is done, and must not look undone because of this
                     logger.exception("an observer failed")
 
-    def tell_failure(self, ticket: Ticket, policy: Policy, error: Exception) -> None:
+    def tell_failure(self, ticket: Ticket, error: Exception) -> None:
         """Tell the observers that a transaction came to nothing."""
         if isinstance(error, StoreUnavailable):
-            self.tell_outage(ticket, policy, error)
+            self.tell_outage(ticket, error)
         else:
-            self.tell(ticket, policy, None)
+            self.tell(ticket, None)
 
-    def tell_outage(self, ticket: Ticket, policy: Policy, error: StoreUnavailable) -> None:
+    def tell_outage(self, ticket: Ticket, error: StoreUnavailable) -> None:
         """Tell the observers that the store did not answer."""
         refusal = problem("store-unavailable", key=ticket.key, id=ticket.id, reason=str(error))
-        self.tell(ticket, policy, Refuse(refusal))
+        self.tell(ticket, Refuse(refusal))
 
     def result_of(
-        self, ticket: Ticket, policy: Policy, answer: Answer, response: bytes | None, result: object
+        self, ticket: Ticket, answer: Answer, response: bytes | None, result: object
     ) -> Any:  # noqa: ANN401 - what the user's function returned
         """
         What the caller of a guarded function gets; *response* keeps what its own call returned.
@@ -247,7 +248,7 @@ class Desk:
         Decoded from the stored bytes even the first time, so that a retry gets nothing else. Only
         a *result* that could not be kept goes to its first caller as it is.
         """
-        self.tell(ticket, policy, answer)
+        self.tell(ticket, answer)
         if isinstance(answer, Refuse):
             raise answer.problem.error()
         if isinstance(answer, Replay):
@@ -289,25 +290,6 @@ def _decision(ticket: Ticket, answer: Answer | None, now_ms: int) -> Decision:
     return Decision(outcome, reference, ticket.label, ticket.scope, attempt, code, duration_ms)
 
 
-def name_of(function: Callable[..., object]) -> str:
-    """What a guarded function is called where no scope is given; not everything has a name."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return getattr(function, "__qualname__", type(function).__qualname__)
-
-
-def ending_of_result(ticket: Ticket, result: object) -> Ending:
-    """What a guarded function's *result* means for its claim."""
-    response = encode_value(result)
-    if response is None:
-        logger.error(
-            "%s returned a %s, which is neither JSON nor bytes: it is not kept, and a retry is "
-            "told so",
-            *(ticket.label, type(result).__name__),
-        )
-    return Ending(Fate.KEEP, response)
-
-
 def judged(operation: Operation, ending: Ending, *, status: int = 200) -> Ending:
     """*ending*, unless more is known of it than the handler's answer of this *status* says."""
     if ending.fate is Fate.KEEP:
@@ -319,16 +301,6 @@ def judged(operation: Operation, ending: Ending, *, status: int = 200) -> Ending
     if operation.is_resumable and ending.fate is Fate.DOUBT:
         return Ending(Fate.RELEASE)
     return ending
-
-
-def checked(operation: Operation, result: T, *, is_persons: bool) -> T:
-    """*result*, if the function may end with it; *is_persons*: a person has it run."""
-    if operation.has_more_to_say:
-        is_refusal = isinstance(result, Happened) and result.status >= HTTPStatus.BAD_REQUEST
-        doubt = operation.unmet(may_differ=is_persons or is_refusal)
-        if doubt is not None:
-            raise doubt
-    return result
 
 
 def ending_of_error(operation: Operation, error: Exception, policy: Policy) -> Ending:
@@ -363,4 +335,6 @@ def policy_of(policy: Policy | str | None) -> Policy:
         policy = Policy()
     elif isinstance(policy, str):
         policy = Policy.preset(policy)
+    elif not isinstance(policy, Policy):
+        raise Misconfigured(f"{policy!r} is no policy; give a Policy, or the name of a preset")
     return policy

@@ -135,9 +135,8 @@ class Driver:
 
     def flow(self, ticket: Ticket, policy: Policy) -> Flow[Answer]:
         """The flow of *ticket*, to be driven by `advance`."""
-        may_claim = policy.live_keys_max is None or self.desk.may_claim(ticket, policy)
         begin = serve if policy.mode == "record" else transact
-        return begin(ticket, policy, may_claim=may_claim)
+        return begin(ticket, policy, may_claim=self.desk.may_claim(ticket, policy))
 
     def advance(
         self,

@@ -18,7 +18,8 @@ from coatcheck.core.record import COMPLETED, RUNNING, Record, is_lease_over
 from coatcheck.core.replay import Fate, decode_value
 from coatcheck.core.resolve import Resolved, Stands, rerun, resolve
 from coatcheck.core.serve import Ending, Execute, Executed, Seen
-from coatcheck.engine.desk import Desk, ending_of_reconcile, ending_of_result, logger
+from coatcheck.engine.desk import Desk, ending_of_reconcile, logger
+from coatcheck.engine.functions import ending_of_result
 from coatcheck.engine.reconciler import is_of_function
 from coatcheck.errors import ClaimLost, Misconfigured, NotResolved, Unreadable
 from coatcheck.operation import DidNotHappen, Happened
@@ -130,7 +131,7 @@ class Case:
         assert not isinstance(answer, Execute)
         if isinstance(answer, Stands):
             raise ClaimLost(f"{self._reference} was taken over while it ran; that one counts")
-        self._desk.tell(self.ticket, self.policy, answer)
+        self._desk.tell(self.ticket, answer)
         if isinstance(result, Happened) or ending.response is None:
             return result
         return decode_value(ending.response)

@@ -91,7 +91,7 @@ class Work:
     def served(self, answer: Answer | Execute) -> Response:
         """What the client is served from now on; raises what a retry would be refused with."""
         assert not isinstance(answer, Execute)
-        self._desk.tell(self.ticket, self._policy, answer)
+        self._desk.tell(self.ticket, answer)
         if isinstance(answer, Refuse):
             raise answer.problem.error()
         if isinstance(answer, Replay):

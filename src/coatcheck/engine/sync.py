@@ -12,14 +12,9 @@ from coatcheck.core.policy import Policy
 from coatcheck.core.record import Record
 from coatcheck.core.replay import Response
 from coatcheck.core.serve import Answer, Execute, Executed, Refuse, Replay, Seen, Ticket
-from coatcheck.engine.desk import (
-    checked,
-    ending_of_error,
-    ending_of_result,
-    name_of,
-    policy_of,
-)
+from coatcheck.engine.desk import ending_of_error, policy_of
 from coatcheck.engine.driver import Driver
+from coatcheck.engine.functions import checked, ending_of_result, has_run, key_of_call, name_of
 from coatcheck.engine.held import Held
 from coatcheck.engine.resolving import Case, id_among, query_of
 from coatcheck.engine.resuming import Work
@@ -88,7 +83,7 @@ class Engine(Driver):
             @functools.wraps(function)
             def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
                 call = functools.partial(function, *args, **kwargs)
-                return self._run(str(key(*args, **kwargs)), label, call, policy)
+                return self._run(key_of_call(key(*args, **kwargs)), label, call, policy)
 
             return guarded
 
@@ -109,7 +104,7 @@ class Engine(Driver):
         ticket = desk.ticket_of_call(key, label, call)
         known = desk.recall(ticket, policy)
         if known is not None:
-            value: T = desk.result_of(ticket, policy, known, None, None)
+            value: T = desk.result_of(ticket, known, None, None)
             return value
         if policy.mode == "transaction":
             return self._run_together(ticket, policy, call, lender or self.lender())
@@ -134,7 +129,7 @@ class Engine(Driver):
                     answer = standing
         except StoreUnavailable as error:
             if not is_in_call:  # it is our store, and not one of the function's own
-                desk.tell_outage(ticket, policy, error)
+                desk.tell_outage(ticket, error)
             if held is None or response is None or policy.unrecorded == "503":
                 raise
             answer = Executed(held.claim)  # and the heart will write that down
@@ -142,7 +137,7 @@ class Engine(Driver):
             if held is not None:
                 desk.heart.let_go(held)
         assert not isinstance(answer, Execute)
-        value: T = desk.result_of(ticket, policy, answer, response, result)
+        value: T = desk.result_of(ticket, answer, response, result)
         return value
 
     def _execute(
@@ -163,14 +158,14 @@ class Engine(Driver):
         except Exception as error:
             is_lost, standing = isinstance(error, ClaimLost), None
             if not is_lost:
-                self.desk.tell(ticket, policy, None)
+                self.desk.tell(ticket, None)
             with suppress(StoreUnavailable):  # the handler's own error matters more
                 ending = ending_of_error(operation, error, policy)
                 standing = self.advance(flow, policy, ending)
             if is_lost and isinstance(standing, (Replay, Refuse)):
                 return None, standing
             if is_lost:
-                self.desk.tell(ticket, policy, None)
+                self.desk.tell(ticket, None)
             raise
         finally:
             leave(entered)
@@ -322,12 +317,12 @@ class Engine(Driver):
             except Exception as error:
                 if retries_left and within.has_collided(error):
                     continue
-                desk.tell_failure(ticket, policy, error)
+                desk.tell_failure(ticket, error)
                 raise
             finally:
                 within.abandon()
             assert not isinstance(answer, Execute)
-            value: T = desk.result_of(ticket, policy, answer, response, result)
+            value: T = desk.result_of(ticket, answer, response, result)
             return value
         raise AssertionError  # the last one has returned or raised
 
@@ -341,7 +336,7 @@ class Engine(Driver):
     ) -> T:
         entered = enter(Operation(claim, self.desk.secret, within))
         try:
-            return call()
+            return has_run(call())
         except Exception as error:
             self.advance(flow, policy, error=error, within=within)
             raise

@@ -61,6 +61,8 @@ class IdempotencyMiddleware:
         given = (store, policy, secret or None, transactions)
         if engine is not None and any(one is not None for one in given):
             raise Misconfigured("engine= brings its own store, policy and secret; give only it")
+        if not isinstance(engine, AsyncEngine | None):
+            raise Misconfigured(f"this middleware needs an AsyncEngine or a store, not {engine!r}")
         self.app = app
         self.engine = engine or AsyncEngine(
             store or "sqlite:///coatcheck.db", policy, secret=secret, transactions=transactions
@@ -72,7 +74,7 @@ class IdempotencyMiddleware:
 
     async def __call__(self, asgi_scope: AsgiScope, receive: Receive, send: Send) -> None:
         """Serve one connection; only requests with unsafe methods concern us."""
-        if asgi_scope["type"] == "http" and asgi_scope["method"] not in SAFE_METHODS:
+        if asgi_scope["type"] == "http" and asgi_scope["method"].upper() not in SAFE_METHODS:
             policy, template = self._routes.policy_for(asgi_scope)
             if policy is not None:
                 fields = dict(asgi_scope["headers"])
@@ -148,7 +150,7 @@ class IdempotencyMiddleware:
             await visit(self, request, receive, send, ticket=ticket, policy=policy).serve()
             return
         request.body.close()
-        desk.tell(ticket, policy, answer)
+        desk.tell(ticket, answer)
         await respond(send, counter.answered(answer, ticket, policy, request))
 
     async def _start(self, request: Request, send: Send, policy: Policy) -> bool:
@@ -184,7 +186,7 @@ class IdempotencyMiddleware:
         """Answer a client that asks how its operation is doing; whatever else goes on."""
         start, _, token = asgi_scope["path"].partition(self._status_path)
         is_asked = start == asgi_scope.get("root_path", "")
-        is_asked = is_asked and asgi_scope["method"] in ASKING_METHODS
+        is_asked = is_asked and asgi_scope["method"].upper() in ASKING_METHODS
         id = id_of(token) if is_asked else None
         response = None
         if id is not None:

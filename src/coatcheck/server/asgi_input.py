@@ -46,7 +46,7 @@ def request_of(asgi_scope: AsgiScope, fields: dict[bytes, bytes], body: Body) ->
     """The request in *asgi_scope*."""
     raw_path = asgi_scope.get("raw_path")
     return Request(
-        asgi_scope["method"],
+        asgi_scope["method"].upper(),
         asgi_scope["path"] if raw_path is None else raw_path.decode("latin-1"),
         asgi_scope.get("query_string", b""),
         fields,

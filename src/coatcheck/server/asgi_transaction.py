@@ -100,7 +100,7 @@ class TransactionVisit(Visit):
         if not self._is_settled:
             self._is_settled = True
             engine = self.guard.engine
-            engine.desk.tell(self._ticket, self._policy, None)
+            engine.desk.tell(self._ticket, None)
             await engine.advance(self._flow, self._policy, error=error, within=self._within)
         return False
 
@@ -122,7 +122,7 @@ class TransactionVisit(Visit):
             await self._give(response)
         else:
             assert isinstance(step, Executed)  # nobody can supersede what a transaction holds
-            engine.desk.tell(self._ticket, policy, step)
+            engine.desk.tell(self._ticket, step)
             await self._give(response, more_body=more_body)
         self._is_over = True
         if self._over is not None:

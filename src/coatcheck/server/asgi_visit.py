@@ -182,7 +182,7 @@ class Visit(ClientSide):
             return False
         self._is_settled = True
         engine, operation = self.guard.engine, self._operation
-        engine.desk.tell(self._ticket, self._policy, None)
+        engine.desk.tell(self._ticket, None)
         standing: Answer | Execute | None = None
         try:
             with suppress(*OUTAGES):  # the application's own error matters more
@@ -251,7 +251,7 @@ class Visit(ClientSide):
         engine, policy = self.guard.engine, self._policy
         try:
             if self._is_handed_over and response.status < HTTPStatus.BAD_REQUEST:
-                engine.desk.tell(self._ticket, policy, Executed(self._claim))
+                engine.desk.tell(self._ticket, Executed(self._claim))
                 await self._respond(self._accepted())
                 return
             operation = self._operation
@@ -264,7 +264,7 @@ class Visit(ClientSide):
             if operation.has_more_to_say and operation.is_in_doubt:  # whatever was made of it
                 await self._refuse_in_doubt()
             elif isinstance(step, Executed):
-                engine.desk.tell(self._ticket, policy, step)
+                engine.desk.tell(self._ticket, step)
                 await self._give(response, more_body=more_body)
             else:
                 assert not isinstance(step, Execute)
@@ -294,7 +294,7 @@ class Visit(ClientSide):
 
     async def _answer(self, answer: Answer) -> None:
         assert not isinstance(answer, Executed)
-        self.guard.engine.desk.tell(self._ticket, self._policy, answer)
+        self.guard.engine.desk.tell(self._ticket, answer)
         response = self.guard.counter.answered(answer, self._ticket, self._policy, self._request)
         await self._respond(response)
 

@@ -17,16 +17,26 @@ from coatcheck.server.request import Request
 Caller: TypeAlias = Callable[[Request], str]
 
 
+# The headers that credentials usually come in. Some may be sent with every request and say nothing
+# of the caller; then a retry with another value is somebody else's, which is the safe mistake.
+CREDENTIALS = frozenset(
+    b"""authorization proxy-authorization x-api-key api-key apikey x-apikey x-auth-token
+    x-access-token x-session-token""".split()
+)
+
+
 def credential(request: Request) -> str:
     """
-    The credential that came with the request: `Authorization` and `X-API-Key`. The default.
+    The credential that came with the request: `Authorization`, `X-API-Key` and their like.
+
+    The default, where there is one.
 
     Two credentials never share a key. Where users' tokens are refreshed between retries, use
     `user` or a function of your own, or a retry with the new token is somebody else's request.
     """
-    authorization = request.header(b"authorization")
-    both = b"%d,%b%b" % (len(authorization), authorization, request.header(b"x-api-key"))
-    return both.decode("latin-1")
+    found = sorted(CREDENTIALS.intersection(request.fields))
+    lines = (b"%b: %b\n" % (name, request.fields[name]) for name in found)
+    return b"".join(lines).decode("latin-1")
 
 
 def api_key(header: str = "X-API-Key") -> Caller:

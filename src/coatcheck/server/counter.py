@@ -19,7 +19,7 @@ from coatcheck.core.scope import SCOPE_CHARS, caller_digest, operation_id
 from coatcheck.core.serve import Refuse, Replay, Ticket
 from coatcheck.engine.desk import Desk
 from coatcheck.server.answers import refused, replayed
-from coatcheck.server.callers import Caller, credential
+from coatcheck.server.callers import CREDENTIALS, Caller, credential
 from coatcheck.server.request import Request
 from coatcheck.server.status import Asked, accepted, status_of, token_of
 
@@ -52,8 +52,9 @@ class Counter:
         if self._key is None:
             return None
         try:
-            key = str(self._key(request) or "")
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            found: object = self._key(request)
+            key = "" if found is None else str(found)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             # The function did not find a key in what the client sent: the client's mistake.
             return problem("key-invalid", reason=f"no key can be found in the request: {error!r}")
         if not key:
@@ -141,7 +142,7 @@ class Counter:
         if self._caller is not None:
             return caller_digest("own", self._caller(request), secret=self.desk.secret), []
         fields = request.fields
-        if b"authorization" in fields or b"x-api-key" in fields:
+        if not CREDENTIALS.isdisjoint(fields):
             return caller_digest("credential", credential(request), secret=self.desk.secret), []
         # A cookie may hold a session, or an advertiser's clock. If it named the caller, a retry
         # with a fresh clock would run again; if it were ignored, one session could read another's

@@ -50,6 +50,12 @@ def idempotent(
         )
 
     def decorate(endpoint: Callable[P, T]) -> Callable[P, T]:
+        # The endpoint itself has the mark, too: where this stands above the route's own decorator,
+        # that is what the framework knows.
+        with suppress(AttributeError):  # a method of an object, which can have none
+            setattr(endpoint, _MARK, changes)
+        if isinstance(endpoint, type):  # called for each request by its framework, and not by us
+            return endpoint
         guarded = _checked(endpoint, changes)
         setattr(guarded, _MARK, changes)
         return guarded
@@ -127,7 +133,7 @@ class Routes:
 
     def policy_for(self, asgi_scope: MutableMapping[str, Any]) -> tuple[Policy | None, str | None]:
         """The policy for this request and its route's template; None: it is not guarded."""
-        method = asgi_scope["method"]
+        method = asgi_scope["method"].upper()  # some servers pass on what Django takes for PATCH
         routes: Sequence[Any] = getattr(self._router, "routes", _NO_ROUTES)
         if routes is not self._known or len(routes) != self._count:
             routes = self._look(asgi_scope)
@@ -151,10 +157,7 @@ class Routes:
     def _look(self, asgi_scope: MutableMapping[str, Any]) -> Sequence[Any]:
         """The application's routes; looked through, where they are others than before."""
         if self._router is None:
-            # An application that is wrapped by us has not said yet which one it is.
-            app = asgi_scope.get("app", self._app)
-            router = getattr(app, "router", None)
-            self._router = router if hasattr(router, "routes") else app
+            self._router = _router_in(self._app) or _router_in(asgi_scope.get("app")) or self._app
         routes: Sequence[Any] = getattr(self._router, "routes", _NO_ROUTES)
         if routes is not self._known or len(routes) != self._count:
             self._look_through(routes)
@@ -180,7 +183,7 @@ class Routes:
                     self._know(f"{method} {template}", policy)
 
     def _match(self, asgi_scope: MutableMapping[str, Any], routes: Sequence[Any]) -> _Match:
-        method = asgi_scope["method"]
+        method = asgi_scope["method"].upper()
         route, template = _matching(routes, asgi_scope)
         mark = _mark_of(route)
         if mark is None:
@@ -193,6 +196,16 @@ class Routes:
         if mark.get("recovery", "reconcile") != "reconcile":  # then nobody is asked
             changes["reconcile"] = None
         return changed(self._policy, changes)
+
+
+def _router_in(app: object) -> object | None:
+    """Whoever has the routes: *app*, its router, or one that middlewares have between them."""
+    while app is not None:
+        for found in (getattr(app, "router", None), app):
+            if hasattr(found, "routes"):
+                return found
+        app = getattr(app, "app", None)
+    return None
 
 
 def _mark_of(route: object) -> Mapping[str, Any] | None:

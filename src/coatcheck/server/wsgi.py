@@ -66,6 +66,8 @@ class IdempotencyMiddleware:
         given = (store, policy, secret or None, transactions)
         if engine is not None and any(one is not None for one in given):
             raise Misconfigured("engine= brings its own store, policy and secret; give only it")
+        if not isinstance(engine, Engine | None):
+            raise Misconfigured(f"this middleware needs an Engine or a store, not {engine!r}")
         self.app = app
         self.engine = engine or Engine(
             store or "sqlite:///coatcheck.db", policy, secret=secret, transactions=transactions
@@ -78,7 +80,7 @@ class IdempotencyMiddleware:
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
         """Serve one request; only those with unsafe methods concern us."""
         policy = self.engine.desk.policy
-        method = environ["REQUEST_METHOD"]
+        method = environ["REQUEST_METHOD"].upper()  # as Django and Flask take it
         if method in ASKING_METHODS and policy.status_path in environ.get("PATH_INFO", ""):
             return self._tell_status_or_pass(environ, start_response)
         if method not in policy.methods:

@@ -19,12 +19,17 @@ Environ: TypeAlias = dict[str, Any]
 
 
 def _declared_bytes(environ: Environ) -> int | None:
-    """The length of the body; None where it has none and goes on to the end of the input."""
+    """The length of the body; None: it goes on to the end of the input; negative: nobody knows."""
     declared = environ.get("CONTENT_LENGTH") or ""
     if declared.isdecimal():
         return int(declared.lstrip("0")[:20] or "0")  # 20 digits are too large for any limit
     # A server that decodes chunked bodies says that its input ends by itself.
-    return None if environ.get("wsgi.input_terminated") else 0
+    if environ.get("wsgi.input_terminated"):
+        return None
+    return _UNKNOWN if declared or "HTTP_TRANSFER_ENCODING" in environ else 0
+
+
+_UNKNOWN = -1
 
 
 def read(environ: Environ, policy: Policy) -> Body | Problem:
@@ -45,7 +50,9 @@ def read(environ: Environ, policy: Policy) -> Body | Problem:
         left = None if left is None else left - len(chunk)
     if left:
         body.close()
-        return problem("body-incomplete")
+        unknown = "how long the body is cannot be told here: send a Content-Length"
+        cut_off = "the body ended before its announced length"
+        return problem("body-incomplete", reason=unknown if left == _UNKNOWN else cut_off)
     return body
 
 
@@ -57,7 +64,7 @@ def drain(environ: Environ) -> None:
     """Read a small body that nobody wants, so that it is not taken for the next request."""
     declared = _declared_bytes(environ)
     # A client that expects 100-continue may never send it: the refusal is what it waits for.
-    if declared and declared <= _DRAIN_BYTES_MAX and "HTTP_EXPECT" not in environ:
+    if declared and 0 < declared <= _DRAIN_BYTES_MAX and "HTTP_EXPECT" not in environ:
         environ["wsgi.input"].read(declared)
 
 
@@ -81,7 +88,7 @@ def request_of(environ: Environ, body: Body) -> Request:
     """The request in *environ*."""
     path = environ.get("SCRIPT_NAME", "") + environ.get("PATH_INFO", "")
     return Request(
-        environ["REQUEST_METHOD"],
+        environ["REQUEST_METHOD"].upper(),
         quote(path.encode("latin-1")),
         environ.get("QUERY_STRING", "").encode("latin-1"),
         _fields_of(environ),

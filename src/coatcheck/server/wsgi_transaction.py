@@ -83,7 +83,7 @@ class TransactionVisit(Visit):
             close(said)
         finally:
             if isinstance(error, Exception):
-                self._engine.desk.tell(self._ticket, self._policy, None)
+                self._engine.desk.tell(self._ticket, None)
                 self._engine.advance(self._flow, self._policy, error=error, within=self._within)
 
     def _settle(
@@ -103,5 +103,5 @@ class TransactionVisit(Visit):
                 raise
         else:
             assert isinstance(step, Executed)  # nobody can supersede what a transaction holds
-            self._engine.desk.tell(self._ticket, self._policy, step)
+            self._engine.desk.tell(self._ticket, step)
         return self._give(claim, response, said, rest if not is_whole else None)

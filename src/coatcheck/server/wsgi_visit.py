@@ -126,7 +126,7 @@ class Visit:
         with suppress(Exception):  # its first error matters more than this one
             close(said)
         if isinstance(error, Exception):
-            self._engine.desk.tell(self._ticket, self._policy, None)
+            self._engine.desk.tell(self._ticket, None)
             ending = ending_of_error(self._operation, error, self._policy)
             with suppress(*OUTAGES):  # and more than ours
                 return self._engine.advance(self._flow, self._policy, ending)
@@ -169,7 +169,7 @@ class Visit:
         response, ending = self._ending(is_whole=is_whole)
         if self._is_handed_over and response.status < HTTPStatus.BAD_REQUEST:
             close(said)
-            self._engine.desk.tell(self._ticket, self._policy, Executed(claim))
+            self._engine.desk.tell(self._ticket, Executed(claim))
             return respond(self._start_response, self._accepted(self._held.claim))
         ending = judged(self._operation, ending, status=response.status)
         try:
@@ -191,7 +191,7 @@ class Visit:
         if not isinstance(step, Executed):
             close(said)
             return self.answer(step)
-        self._engine.desk.tell(self._ticket, self._policy, step)
+        self._engine.desk.tell(self._ticket, step)
         return self._give(claim, response, said, rest if not is_whole else None)
 
     def _ending(self, *, is_whole: bool) -> tuple[Response, Ending]:
@@ -226,7 +226,7 @@ class Visit:
     def answer(self, answer: Answer) -> Iterable[bytes]:
         """Answer without the handler."""
         assert not isinstance(answer, Executed)
-        self._engine.desk.tell(self._ticket, self._policy, answer)
+        self._engine.desk.tell(self._ticket, answer)
         response = self._counter.answered(answer, self._ticket, self._policy, self._request)
         return respond(self._start_response, response)
 

@@ -32,6 +32,7 @@ from coatcheck.stores.sqlite_file import findings_about, identity_of, in_turn
 from coatcheck.stores.sqlite_ledger import ledger_for
 from coatcheck.stores.sqlite_line import Line
 
+_GONE = "it was deleted or replaced while in use; restart whoever uses it"
 # 5 s: thousands of commits of others. Who has waited that long for a lock is better told so.
 BUSY_TIMEOUT_S = 5.0
 
@@ -94,9 +95,15 @@ class SqliteStore:
         if not swaps:
             return []
         with self._writer as connection:
+            self._refuse_if_gone()
             if len(swaps) == 1:
                 return [self._swap_alone(connection, swaps[0])]
             return self._swap_together(connection, swaps)
+
+    def _refuse_if_gone(self) -> None:
+        """What is written into a file that nobody else can see would be executed again there."""
+        if identity_of(self.path) != self._identity:
+            raise StoreUnavailable(f"{self.path}: {_GONE}")
 
     def _swap_alone(self, connection: sqlite3.Connection, swap: Swap) -> Record | None:
         """One plain statement where it wins, one more where it loses, and no transaction."""
@@ -225,8 +232,7 @@ class SqliteStore:
         except StoreUnavailable as error:
             findings.append(Finding("error", str(error)))
         if identity_of(self.path) != self._identity:
-            message = f"{self.path}: deleted or replaced while in use; new records are being lost"
-            findings.append(Finding("error", message))
+            findings.append(Finding("error", f"{self.path}: {_GONE}"))
         return findings
 
     def now_ms(self) -> int:

@@ -285,7 +285,7 @@ def findings_about(
 def identity_of(path: str) -> tuple[int, int] | None:
     """What tells this file from one that is put in its place; None where there is none."""
     try:
-        status = Path(path).stat()
+        status = os.stat(path)  # noqa: PTH116 - before every write, and a Path takes three times as long
     except OSError:
         return None
     return status.st_dev, status.st_ino

@@ -191,7 +191,7 @@ def test_a_compact_store_has_addresses_too(open_api: OpenApi, guess, tmp_path):
 
 def test_a_function_has_no_address(api: Api):
     """X3: what it returned was never for a client."""
-    api.run("k-1", lambda: "for the caller of the function")
+    api.run("k-1", lambda: "for the caller of the function", scope="s")
     (record,) = api.records()
     token = token_of(record, caller_digest("").encode(), b"")
     assert is_unknown(api, PATH + token)

@@ -1,5 +1,6 @@
 """The same promises for plain functions: `engine.run` and `engine.guard`."""
 
+import copy
 import threading
 
 import pytest
@@ -9,6 +10,7 @@ from coatcheck import (
     KeyExpired,
     KeyRejected,
     KeyReused,
+    Misconfigured,
     OutcomeUnknown,
     ResultUnavailable,
     StoreUnavailable,
@@ -81,6 +83,46 @@ def test_other_arguments_with_the_same_key_are_refused(api: Api):
     assert function.calls == 1
 
 
+class Basket:
+    """An argument that is neither JSON nor a dataclass, but has a value."""
+
+    def __init__(self, item: str) -> None:
+        self.item = item
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Basket) and other.item == self.item
+
+    __hash__ = None  # type: ignore[assignment]  # it may change
+
+
+class Slotted(Basket):
+    """The same without a dictionary."""
+
+    __slots__ = ("item",)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({("coat", "red"): 1}, {("coat", "red"): 2}),
+        ({1: "coat", "gift": False}, {1: "hat", "gift": False}),
+        ({b"coat": 1}, {b"coat": 2}),
+        (10**5_000, 10**5_001),
+        (Basket("coat"), Basket("hat")),
+        (Slotted("coat"), Slotted("hat")),
+    ],
+    ids=["tuples", "mixed", "bytes", "digits", "object", "slots"],
+)
+def test_arguments_that_json_cannot_say_are_never_taken_for_equal(api: Api, one, other):
+    """F1: the second call never gets the first one's result, but a retry does."""
+    function = Counted("paid")
+    api.run("k-1", function, 1, one, scope="s")
+    with pytest.raises(KeyReused):
+        api.run("k-1", function, 1, other, scope="s")
+    assert api.run("k-1", function, 1, copy.deepcopy(one), scope="s") == "paid"
+    assert function.calls == 1
+
+
 def test_an_exception_gives_the_key_of_a_function_back(api: Api):
     """L4."""
     function = Counted("done", errors=[ValueError("a bug")])
@@ -95,6 +137,28 @@ def test_a_scope_keeps_the_same_keys_apart(api: Api):
     one, other = Counted("one"), Counted("other")
     assert api.run("k-1", one, scope="a") == "one"
     assert api.run("k-1", other, scope="b") == "other"
+
+
+def named_place(module: str, result: str):
+    """A function called `place`, as *module* has it."""
+    names: dict[str, object] = {"__name__": module, "result": result}
+    exec("def place(number):\n    return result", names)
+    return names["place"]
+
+
+def test_functions_of_one_name_in_two_modules_are_two_operations(api: Api):
+    """S1: where no scope is given."""
+    ordered, refunded = named_place("orders", "ordered"), named_place("refunds", "refunded")
+    assert api.run("order-42", ordered, 42) == "ordered"
+    assert api.run("order-42", refunded, 42) == "refunded"
+
+
+def test_a_function_without_a_name_needs_a_scope(api: Api):
+    """S1: else all of them are one operation, and the second never runs."""
+    done: list[str] = []
+    with pytest.raises((Misconfigured, ValueError)):
+        api.run("order-42", lambda: done.append("charged"))
+    assert done == []
 
 
 def test_a_call_that_still_runs_makes_others_wait(open_api: OpenApi):
@@ -142,6 +206,17 @@ def test_a_guarded_function_takes_its_key_from_its_arguments(api: Api):
     assert orders == [1, 2]
     with pytest.raises(KeyReused):
         guarded(1, "another note")
+
+
+@pytest.mark.parametrize("key", [None, ""])
+def test_a_call_that_has_no_key_of_its_own_is_refused(api: Api, key: object):
+    """K3, K4: two orders without a number are two orders, and not one that is called "None"."""
+    placed: list[str] = []
+    guarded = api.guard(placed.append, key=lambda _what: key, scope="orders")
+    for what in ("a coat", "a hat"):
+        with pytest.raises(KeyRejected):
+            guarded(what)
+    assert placed == []
 
 
 @pytest.mark.parametrize("key", ["", "k" * 256])

@@ -280,3 +280,18 @@ def test_a_key_on_an_unguarded_method_changes_nothing(api: Api):
     assert first.body != second.body
     assert second.all("idempotent-replayed") == []
     assert api.records() == []
+
+
+def test_zero_is_a_natural_key(open_api: OpenApi):
+    """K4, L1: the first event of a stream often has it."""
+    api = open_api(key=lambda request: request.json()["event"])
+    for _ in range(2):
+        api.post(key=None, body=b'{"event": 0}')
+    assert api.effects() == 1
+
+
+def test_a_body_that_is_too_deep_for_a_natural_key_is_the_clients_mistake(open_api: OpenApi):
+    """K3, K4: hostile JSON is never a 500."""
+    api = open_api(key=lambda request: request.json()["event"])
+    refused = api.post(key=None, body=b"[" * 200_000)
+    assert (refused.status, api.effects()) == (400, 0)

@@ -78,6 +78,22 @@ def test_a_caller_may_have_only_so_many_keys(open_api: OpenApi, clock):
     assert api.post("k-3", headers=alice).status == 201
 
 
+@pytest.mark.parametrize("in_flight", ["wait", "202"])
+def test_keys_that_still_run_are_in_use(open_api: OpenApi, in_flight: str):
+    """X2: a flood comes at once, and not one by one when each before it has ended."""
+    api = open_api(live_keys_max=2, in_flight=in_flight)
+    gate = api.shop.answers["/orders"] = Gate()
+    running = [api.start_post(f"k-{number}") for number in range(2)]
+    gate.wait_until_entered()
+    gate.wait_until_entered()
+    one_more = api.start_post("k-2")
+    until(lambda: one_more.done() or api.effects() == 3)
+    gate.open()
+    assert {future.result(20).status for future in running} == {201}
+    assert api.effects() == 2
+    assert one_more.result(20).code == "too-many-keys"
+
+
 def test_a_known_key_replays_over_the_limit_also_from_the_store(open_api: OpenApi):
     """X2: on a node that does not have it in memory."""
     one, other = open_api(live_keys_max=1), open_api(live_keys_max=1)

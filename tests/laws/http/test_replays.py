@@ -221,7 +221,7 @@ def test_a_coding_nobody_here_can_undo_is_refused_clearly(api: Api):
     headers = [("Content-Encoding", "br"), TEXT]
     api.shop.answers["/orders"] = says(200, b"\x0b\x02\x80", headers=headers)
     api.post(headers=[("Accept-Encoding", "br")])
-    refused = api.post()
+    refused = api.post(headers=[("Accept-Encoding", "gzip")])
     assert (refused.status, refused.code) == (409, "result-unavailable")
     assert api.post(headers=[("Accept-Encoding", "br")]).body == b"\x0b\x02\x80"
     assert api.effects() == 1
@@ -291,3 +291,16 @@ def test_an_error_before_the_answer_reaches_the_server(api: Api):
     """L4: as without us, so that its own pages and reports work."""
     api.shop.answers["/orders"] = raises(ValueError("a bug"))
     assert isinstance(api.post().error, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("coding", "accepted"),
+    [("br", None), ("gzip, br", "gzip, br"), ("aes128gcm", None)],
+)
+def test_the_same_request_gets_the_same_coding(api: Api, coding: str, accepted: str | None):
+    """L2, L12: what its first answer was in its retry can read as well (RFC 9110 section 12.5.3)."""
+    api.shop.answers["/orders"] = says(201, b"coded", headers=[("Content-Encoding", coding)])
+    headers = [] if accepted is None else [("Accept-Encoding", accepted)]
+    api.post(headers=headers)
+    again = api.post(headers=headers)
+    assert (again.status, again.body, again.is_replay) == (201, b"coded", True)

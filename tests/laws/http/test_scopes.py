@@ -4,7 +4,7 @@ import pytest
 
 from coatcheck.server import callers
 
-from .api import Api, with_key
+from .api import ORDER, Api, with_key
 from .conftest import OpenApi
 
 METHODS = ("GET", "HEAD", "OPTIONS")
@@ -157,3 +157,29 @@ def test_with_a_secret_ids_cannot_be_worked_out(open_api: OpenApi):
     other = open_api(settings={"secret": "other"}).post()
     assert not other.is_replay
     assert one.reference != other.reference
+
+
+@pytest.mark.filterwarnings("ignore:Unknown REQUEST_METHOD")
+def test_a_method_in_lower_case_is_that_method(open_api: OpenApi):
+    """
+    S3, L1, K3: `fetch(url, {method: "patch"})` sends it as it is written.
+
+    Django and Flask take it for PATCH, so its key must count.
+    """
+    api = open_api()
+    for _ in range(2):
+        api.send("patch", "/orders", with_key("k-1"), ORDER)
+    assert api.effects() == 1
+    strict = open_api(required=True)
+    assert strict.send("post", "/orders", with_key(None), ORDER).status == 400
+
+
+@pytest.mark.parametrize(
+    "name", ["Api-Key", "X-Auth-Token", "X-Access-Token", "Proxy-Authorization"]
+)
+def test_a_credential_in_any_usual_header_is_a_credential(api: Api, name: str):
+    """S1, S2: the default never mixes two credentials: refused or run, but never A's answer."""
+    first = api.post(headers=[(name, "alice")])
+    other = api.post(headers=[(name, "bob")])
+    assert not other.is_replay
+    assert other.body != first.body

@@ -1,0 +1,78 @@
+"""Guarded functions: what they are called, where their keys come from, and what they return.
+
+Requests have a route, a header and a response for that; the engines' own side of it is here.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from http import HTTPStatus
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
+from typing import Any, TypeVar
+
+from coatcheck.core.replay import Fate, encode_value
+from coatcheck.core.serve import Ending, Ticket
+from coatcheck.errors import Misconfigured
+from coatcheck.operation import Happened, Operation
+
+logger = logging.getLogger("coatcheck")
+
+T = TypeVar("T")
+
+
+def name_of(function: Callable[..., object]) -> str:
+    """What a guarded function is called where no scope is given: its module and its name."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    named: Any = function if hasattr(function, "__qualname__") else type(function)
+    if named.__qualname__.endswith("<lambda>"):
+        raise Misconfigured(
+            "a lambda has no name, and its keys would be those of every other one: give it a scope="
+        )
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def key_of_call(found: object) -> str:
+    """The key that a `key=` function has *found* in a call's arguments (K4); None is none."""
+    return "" if found is None else str(found)
+
+
+def ending_of_result(ticket: Ticket, result: object) -> Ending:
+    """What a guarded function's *result* means for its claim."""
+    response = encode_value(result)
+    if response is None:
+        logger.error(
+            "%s returned a %s, which is neither JSON nor bytes: it is not kept, and a retry is "
+            "told so",
+            *(ticket.label, type(result).__name__),
+        )
+    return Ending(Fate.KEEP, response)
+
+
+def checked(operation: Operation, result: T, *, is_persons: bool) -> T:
+    """*result*, if the function may end with it; *is_persons*: a person has it run."""
+    has_run(result)
+    if operation.has_more_to_say:
+        is_refusal = isinstance(result, Happened) and result.status >= HTTPStatus.BAD_REQUEST
+        doubt = operation.unmet(may_differ=is_persons or is_refusal)
+        if doubt is not None:
+            raise doubt
+    return result
+
+
+# What is returned where nothing has run yet.
+_UNRUN = (CoroutineType, GeneratorType, AsyncGeneratorType)
+
+
+def has_run(result: T) -> T:
+    """*result*, unless it is only the promise of one: no key must be used up by that."""
+    if isinstance(result, _UNRUN):
+        if not isinstance(result, AsyncGeneratorType):
+            result.close()  # else Python complains that nobody has awaited it
+        raise Misconfigured(
+            f"the guarded function returned a {type(result).__name__}, of which nothing has run: "
+            "guard async functions with an AsyncEngine, and let generators return what they make"
+        )
+    return result
