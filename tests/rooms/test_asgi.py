@@ -926,3 +926,23 @@ def test_a_guarded_request_is_freed_when_it_ends(guard):
         run(story())
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(("size", "is_elsewhere"), [(100, False), (2 * 1024 * 1024, True)])
+def test_a_large_body_is_looked_through_in_another_thread(engine, size: int, is_elsewhere: bool):
+    """F1: it is in a file, and the event loop has other guests meanwhile."""
+    threads: list[int] = []
+
+    def caller(_request: object) -> str:
+        threads.append(threading.get_ident())
+        return "somebody"
+
+    async def story() -> Response:
+        app = IdempotencyMiddleware(starlette(echo), engine=engine, caller=caller)
+        return await post(app, body=b"x" * size)
+
+    async def echo(request: Request) -> PlainTextResponse:
+        return PlainTextResponse(str(len(await request.body())))
+
+    assert run(story()).body == str(size).encode()
+    assert [thread != threading.get_ident() for thread in threads] == [is_elsewhere]

@@ -139,7 +139,11 @@ class IdempotencyMiddleware:
             key = found
         if not engine.is_started and not await self._start(request, send, policy):
             return
-        ticket = counter.ticket(request, policy, key, template)
+        ticket = (
+            await asyncio.to_thread(counter.ticket, request, policy, key, template)
+            if request.body.is_spooled  # to read it again takes its time, and others want theirs
+            else counter.ticket(request, policy, key, template)
+        )
         if "coatcheck.operation" in request.native and counter.is_held_by(request, ticket):
             await self._pass_or_refuse(request, receive, send, None, policy)
             return

@@ -30,6 +30,11 @@ class Body:
             self._chunks = [chunk]
             self._spool()
 
+    @property
+    def is_spooled(self) -> bool:
+        """It is in a file."""
+        return self.whole is None and self._file is not None
+
     def add(self, chunk: bytes) -> None:
         """Take another piece."""
         if self.whole is not None:
