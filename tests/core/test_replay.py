@@ -94,13 +94,15 @@ def test_stored_results_of_the_first_release_stay_readable():
 
 @pytest.mark.parametrize("blob", [b"\x00", b"\x01\x00\xc8\x00", b"\x04"])
 def test_a_kind_of_bytes_that_is_no_result_is_not_taken_for_one(blob):
-    with pytest.raises(AssertionError):
+    with pytest.raises(Unreadable):
         decode_value(blob)
 
 
-@pytest.mark.parametrize("blob", [b"\x02null", b"\x03", b"\x00"])
-def test_a_kind_of_bytes_that_is_no_response_is_not_taken_for_one(blob):
-    with pytest.raises(AssertionError):
+@pytest.mark.parametrize(
+    "blob", [b"\x02null", b"\x03", b"\x00", b"\x01\x00\xc8", b"\x01\x00\xc8\x01"]
+)
+def test_what_is_no_whole_response_is_not_taken_for_one(blob):
+    with pytest.raises(Unreadable):
         decode_response(blob)
 
 

@@ -31,7 +31,7 @@ from coatcheck.core.serve import (
     first_attempt,
     serve,
 )
-from coatcheck.errors import Resumable, StepInDoubt, StoreUnavailable
+from coatcheck.errors import Resumable, StepInDoubt, StoreUnavailable, Unreadable
 
 NOW = 1_700_000_000_000
 LEASE = 60_000
@@ -150,10 +150,16 @@ def test_a_response_that_was_not_kept_is_said_to_have_happened():
     assert refused(met(completed(FIRST, None))[1]) == ("result-unavailable", 409)
 
 
-@pytest.mark.parametrize("mark", [b"\x04", b"\x05"])
+@pytest.mark.parametrize("mark", [b"\x04", b"\xa5"])
 def test_a_response_that_only_others_can_open_is_not_sent_as_it_is(mark):
     """X1: nor is the work done again."""
     assert refused(met(completed(FIRST, mark + b"sealed"))[1]) == ("result-unavailable", 409)
+
+
+def test_who_cannot_read_what_steps_remember_does_not_begin():
+    """X1, L7: an engine without a ring, beside others that have one."""
+    with pytest.raises(Unreadable):
+        met(failed(FIRST)._replace(progress=b"\xa5sealed"))
 
 
 def test_a_response_that_a_store_has_compressed_is_replayed():

@@ -370,7 +370,7 @@ def test_what_was_handed_on_is_not_asked_for_at_the_end():
 
 def test_what_cannot_be_read_is_not_forgotten_either():
     """X1: an engine without the key ring has taken over."""
-    assert why_not(CLAIM._replace(progress=b"\x05sealed")) is Unreadable
+    assert why_not(CLAIM._replace(progress=b"\xa5sealed")) is Unreadable
 
 
 def test_a_record_of_before_is_read_as_it_was_written():

@@ -15,8 +15,10 @@ from coatcheck import (
     Engine,
     KeyRing,
     Misconfigured,
+    Policy,
     ResultUnavailable,
     Unreadable,
+    current_operation,
     open_store,
 )
 from coatcheck.core.record import Swap, completed
@@ -209,6 +211,16 @@ def test_nothing_at_all_is_no_answer_that_was_sealed():
         store.get([ID])
 
 
+def test_a_key_is_free_after_its_window_also_where_its_old_answer_cannot_be_opened(url):
+    """X1, T2: the ring may let go of a key when the window of all that it sealed is over."""
+    clock, policy = [1_800_000_000_000], Policy(window="1h", margin="1h")
+    for keys, answer in ((OLD, "first"), (NEW, "second")):
+        ring = KeyRing(keys)
+        with Engine(url, policy, keyring=ring, clock=lambda: clock[0]) as engine:
+            assert engine.run("order-1", lambda: answer, scope="s") == answer  # noqa: B023 - at once
+        clock[0] += 3_600_001
+
+
 def test_large_answers_are_compressed_where_that_saves_something():
     beneath = open_store("memory://")
     store = AtRest(beneath)
@@ -298,6 +310,22 @@ def test_what_steps_remember_is_compressed_only_where_it_is_sealed():
     assert beneath.get([ID]) == [claim]
 
 
+def test_who_cannot_open_what_steps_remember_does_not_begin(url):
+    """X1, L7: an engine without a ring, while nodes are given one by one."""
+    begun = []
+
+    def work():
+        begun.append(1)
+        current_operation().step("charge", lambda: 1)
+        raise ValueError("after the step")
+
+    with Engine(url, keyring=KeyRing(NEW)) as engine, pytest.raises(ValueError, match="after"):
+        engine.run("order-1", work, scope="s")
+    with Engine(url) as engine, pytest.raises((Unreadable, ResultUnavailable)):
+        engine.run("order-1", work, scope="s")
+    assert begun == [1]
+
+
 def random_bytes(count):
     number, made = 1, bytearray()
     while len(made) < count:
@@ -353,6 +381,32 @@ def test_over_wsgi_an_answer_that_cannot_be_opened_is_503(url):
             getattr(said, "close", bool)()
     assert [status[:3] for status in statuses] == ["201", "503", "201"]
     assert len(ran) == 1
+
+
+@pytest.mark.parametrize("bit", range(8))
+def test_over_wsgi_an_answer_of_which_any_bit_was_changed_is_refused(url, bit):
+    """X1: the first byte, too, which says that it is sealed."""
+
+    def app(environ, start_response):
+        start_response("201 Created", [("Content-Type", "text/plain")])
+        return [b"secret"]
+
+    def asked():
+        statuses = []
+        with Engine(url, keyring=KeyRing(NEW)) as engine:
+            guard = WsgiGuard(app, engine=engine)
+            environ = {**ENVIRON, "wsgi.input": io.BytesIO()}
+            said = guard(environ, lambda status, headers, _info=None: statuses.append(status))
+            b"".join(said)
+            getattr(said, "close", bool)()
+        return statuses[0][:3]
+
+    assert asked() == "201"
+    spoilt = flipped(stored_bytes(url), 0, bit)
+    with closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as connection:
+        connection.execute("update coatcheck_records set response = ?", (spoilt,))
+        connection.commit()
+    assert asked() in ("409", "503")
 
 
 def test_over_asgi_an_answer_that_cannot_be_opened_is_503(url):

@@ -297,6 +297,16 @@ def test_a_server_that_was_restarted_is_found_again(own):
         assert store.swap([complete(claim_of())]) == [None]
 
 
+def test_a_restart_that_nobody_has_noticed_fails_no_read(own):
+    """D2: the server is there again, so a duplicate that looks at its record is not refused."""
+    with closing(open_store(own.url)) as store:
+        store.swap([claim()])
+        store.get([ID])
+        own.stop()
+        own.start()
+        assert store.get([ID]) == [claim_of()]
+
+
 def test_what_was_acknowledged_is_there_after_kill_9(own):
     """D1: and a claim that fails meanwhile is told so, and may be tried again."""
     acknowledged, failed = [], []
@@ -852,6 +862,24 @@ def test_two_schemas_know_nothing_of_each_other(store):
 def test_an_option_that_nobody_knows_is_refused(rest, said):
     with pytest.raises((Misconfigured, StoreUnavailable), match=said):
         open_store(postgres().url + rest)
+
+
+def test_a_url_without_a_host_is_what_libpq_makes_of_it():
+    """D1: as for a socket of this machine, `postgresql:///shop`."""
+    port = postgres().port
+    url = f"postgresql:///postgres?host=127.0.0.1&port={port}&user=postgres&schema=hostless"
+    open_store(url).close()
+
+
+def test_a_schema_that_is_there_need_not_be_made_by_who_uses_it(url):
+    """D4: an operator has made it, and granted the right to make tables in it, and no more."""
+    bare, _, schema = url.partition("?schema=")
+    role = f"maker_{schema}"
+    with psycopg.connect(bare, autocommit=True) as connection:
+        connection.execute(f"create schema {schema}")
+        connection.execute(f"create role {role} login")
+        connection.execute(f"grant usage, create on schema {schema} to {role}")
+    open_store(url.replace("postgres@", f"{role}@")).close()
 
 
 def test_a_server_that_is_not_there_is_an_outage():

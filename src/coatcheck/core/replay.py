@@ -102,8 +102,10 @@ def _end_to_end(headers: Headers) -> list[tuple[bytes, bytes]]:
 
 _RESPONSE, _JSON, _BYTES = 1, 2, 3
 # What a store may make of them before it keeps them: see stores/at_rest.py.
-COMPRESSED, SEALED = 4, 5
-PACKED = (b"\x04", b"\x05")
+# Sealed is far from all others: no single bit that flips on a disk makes one of them of it.
+COMPRESSED, SEALED = 4, 0xA5
+PACKED = (b"\x04", b"\xa5")
+KINDS = frozenset((_RESPONSE, _JSON, _BYTES, COMPRESSED, SEALED))
 _COMMON = (
     (b"content-type", b"application/json"),
     (b"content-type", b"application/problem+json"),
@@ -159,7 +161,15 @@ def decode_response(blob: bytes) -> Response:
     """What `encode_response` made *blob* from, also where a store has compressed it since."""
     if blob[0] == COMPRESSED:
         blob = decompressed(blob)
-    assert blob[0] == _RESPONSE
+    try:
+        return _decoded_response(blob)
+    except IndexError as error:
+        raise Unreadable("what is kept ends in the middle") from error
+
+
+def _decoded_response(blob: bytes) -> Response:
+    if blob[0] != _RESPONSE:
+        raise Unreadable("what is kept is no response")
     status = int.from_bytes(blob[1:3], "big")
     count, at = _read_varint(blob, 3)
     headers: list[tuple[bytes, bytes]] = []
@@ -194,7 +204,8 @@ def encode_value(value: Any) -> bytes | None:  # noqa: ANN401 - any result of a 
 def decode_value(blob: bytes) -> Any:  # noqa: ANN401 - any result of a user's function
     """What `encode_value` made *blob* from."""
     kind = blob[0]
-    assert kind in (_JSON, _BYTES)
+    if kind not in (_JSON, _BYTES):
+        raise Unreadable("what is kept is no result of a function")
     return blob[1:] if kind == _BYTES else _from_json(blob.decode(), 1)[0]
 
 

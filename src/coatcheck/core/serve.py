@@ -349,6 +349,8 @@ def first_attempt(ticket: Ticket, policy: Policy, standing: Record, now_ms: int)
 
 def next_attempt(standing: Record, ticket: Ticket, policy: Policy, now_ms: int) -> Record:
     """The claim that goes on with the life of *standing*."""
+    if standing.progress is not None and standing.progress[:1] in PACKED:
+        raise Unreadable("what its steps remember is sealed, and here is no key")
     return standing._replace(
         version=next_version(standing, now_ms),
         state=RUNNING,

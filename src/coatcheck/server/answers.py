@@ -81,9 +81,12 @@ def replayed(replay: Replay, ticket: Ticket, policy: Policy, accept_encoding: by
     """The answer on the wire for a replay."""
     names, blob = (policy.replayed_name, policy.reference_name), replay.response
     make = _remembered if len(blob) <= REMEMBERED_BYTES_MAX else _replayed
-    response = make(blob, replay.record.id, accept_encoding, names)
+    reason = "its response is kept in a content coding that this request does not accept"
+    try:
+        response = make(blob, replay.record.id, accept_encoding, names)
+    except Unreadable as error:  # damaged at rest, and yet it says that the work was done
+        response, reason = None, str(error)
     if response is None:
-        reason = "its response is kept in a content coding that this request does not accept"
         refusal = problem("result-unavailable", key=ticket.key, id=ticket.id, reason=reason)
         return refused(refusal, policy)
     status, headers, body = response

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from coatcheck.core.record import Record, Swap
-from coatcheck.core.replay import COMPRESSED, PACKED, SEALED, decompressed
+from coatcheck.core.replay import COMPRESSED, KINDS, PACKED, SEALED, decompressed
 from coatcheck.errors import Misconfigured, MissingExtra, Unreadable
 from coatcheck.stores.contract import SWEEP_BATCH, Bell, Finding, Page, Query, Store, bell_of
 from coatcheck.stores.declared import Declaration
@@ -102,7 +102,10 @@ class AtRest:
     def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
         """Write each record if the version its caller saw still stands."""
         lost = self._store.swap([self._packed_swap(swap) for swap in swaps])
-        return [None if record is None else self._unpacked(record) for record in lost]
+        return [
+            None if record is None else self._standing(record, swap.record)
+            for swap, record in zip(swaps, lost, strict=True)
+        ]
 
     def get(self, ids: Sequence[bytes]) -> Sequence[Record | None]:
         """The records that stand, in the order of *ids*."""
@@ -173,6 +176,15 @@ class AtRest:
                 blob = smaller
         return blob if self._keyring is None else self._keyring.seal(blob, about)
 
+    def _standing(self, record: Record, wanted: Record | None) -> Record:
+        """What *wanted* has lost against; nobody need open what was said in a life that is over."""
+        try:
+            return self._unpacked(record)
+        except Unreadable:
+            if wanted is None or wanted.created_ms < record.window_until_ms:
+                raise
+            return record._replace(progress=None, response=None)
+
     def _unpacked(self, record: Record) -> Record:
         if record.response is None and record.progress is None:
             return record
@@ -189,6 +201,8 @@ class AtRest:
             blob = self._keyring.open(blob, about)
         elif is_sealed:
             raise Unreadable("it is sealed, and there is no key ring here")
+        elif self._keyring is not None and about.endswith(_RESPONSE) and blob[0] not in KINDS:
+            raise Unreadable("it is neither sealed nor what was stored before there was a ring")
         return decompressed(blob) if blob.startswith(b"%c" % COMPRESSED) else blob
 
     def _shown(self, record: Record) -> Record:

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypedDict
-from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 from psycopg import ProgrammingError
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
@@ -187,8 +187,10 @@ def _conninfo(given: str, timeout_s: float) -> str:
 def _named_by(url: str) -> tuple[str, _Options]:
     """What libpq understands of *url*, and what is ours."""
     parts = urlsplit(url)
-    options, others = _options(parts.query)
-    return urlunsplit(parts._replace(query=urlencode(others, quote_via=quote))), options
+    options, others = _options(parts.query.replace("+", "%2B"))  # which is no space in libpq's
+    query = urlencode(others, quote_via=quote)
+    # By hand, because `urlunsplit` takes away the two strokes where there is no host.
+    return f"postgresql://{parts.netloc}{parts.path}{'?' if query else ''}{query}", options
 
 
 class _Options(TypedDict, total=False):

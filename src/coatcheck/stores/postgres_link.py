@@ -9,6 +9,7 @@ crosses a fork.
 
 from __future__ import annotations
 
+import select
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -205,6 +206,8 @@ class Link:
     def __enter__(self) -> Connection:
         self._mutex.acquire()
         try:
+            if self._connection is not None and _has_ended(self._connection):
+                self._drop()  # before somebody is told of an outage that is over
             return self._connection or self._opened()
         except BaseException:
             self._mutex.release()
@@ -259,6 +262,18 @@ def opened(conninfo: str, timeout_s: float, *, prepares: bool) -> Connection:
             let_go(connection)
         raise outage_of(error, writes=False) from error.__cause__
     return connection
+
+
+def _has_ended(connection: Connection) -> bool:
+    """The server has said something unasked, which is nearly always goodbye."""
+    if not hasattr(select, "poll"):  # on Windows whoever is first is told
+        return False
+    try:
+        idle = select.poll()
+        idle.register(connection.fileno(), select.POLLIN)
+        return bool(idle.poll(0))
+    except (psycopg.OperationalError, OSError):  # it is closed already
+        return True
 
 
 def let_go(connection: Connection) -> None:

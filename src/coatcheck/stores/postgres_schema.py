@@ -88,14 +88,20 @@ def prepare(connection: psycopg.Connection[Any], names: Names, *, create: bool) 
         # Nodes that start together do it one after the other; the later ones find it done.
         connection.execute("select pg_advisory_xact_lock(%s)", (_LOCK,))
         if names.schema:
-            schema = sql.Identifier(names.schema).as_string()
-            _say(connection, f"create schema if not exists {schema}")
+            _make_schema(connection, names.schema)
         _say(connection, f"create table if not exists {names.versions} (version integer)")
         found = known_version(connection, names)
         for version, migration in enumerate(MIGRATIONS[found:], found + 1):
             _say(connection, migration.format(records=names.records))
             _say(connection, f"insert into {names.versions} values ({version})")
     return found
+
+
+def _make_schema(connection: psycopg.Connection[Any], schema: str) -> None:
+    # Looked for, because "if not exists" asks for the right to make it where it does exist.
+    found = connection.execute("select from pg_namespace where nspname = %s", (schema,))
+    if not found.rowcount:
+        _say(connection, f"create schema if not exists {sql.Identifier(schema).as_string()}")
 
 
 def known_version(connection: psycopg.Connection[Any], names: Names) -> int:
