@@ -63,14 +63,14 @@ class _Psycopg:
     def _may_begin(self) -> bool:
         """We may begin in the driver's place, which would say no more than that."""
         handle = self.handle
-        if handle.info.transaction_status:
+        if handle.pgconn.transaction_status:
             raise Misconfigured(IN_TRANSACTION)
         levels = (handle.isolation_level, handle.read_only, handle.deferrable)
         return self._may_keep() and (handle.autocommit or levels == (None, None, None))
 
     def _may_end(self) -> bool:
         """We may commit in the driver's place: a transaction is open, and not broken."""
-        is_open = self.handle.info.transaction_status == TransactionStatus.INTRANS
+        is_open = self.handle.pgconn.transaction_status == TransactionStatus.INTRANS
         return is_open and self._may_keep()
 
     def _may_keep(self) -> bool:
@@ -84,7 +84,7 @@ class _Psycopg:
         sayings = (_BEGIN, self._saying_of(claim))
         answers = yield from self._said(*sayings)
         if isinstance(self._fault_of(answers), InvalidSqlStatementName):
-            if self.handle.info.transaction_status:
+            if self.handle.pgconn.transaction_status:
                 self.handle.pgconn.send_query(b"rollback")
                 yield from execute(self.handle.pgconn)
             answers = yield from self._said_anew(*sayings)
