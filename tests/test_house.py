@@ -43,6 +43,7 @@ IMPURE_CALLS = {
 # One extra = one file: the only places where a third-party package may be imported.
 THIRD_PARTY = {
     "server/fastapi.py": {"fastapi"},
+    "lent/psycopg.py": {"psycopg"},
 }
 DRIVERS = {
     "at": {"cryptography"},

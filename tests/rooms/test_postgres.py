@@ -25,7 +25,7 @@ from coatcheck import AsyncEngine, Engine, Misconfigured, StoreUnavailable
 from coatcheck.core.record import Swap, completed
 from coatcheck.stores import Query, open_async_store, open_store, postgres_link
 from coatcheck.stores.looped import LoopedStore
-from coatcheck.stores.postgres_rows import row_of, statements_for
+from coatcheck.stores.postgres_rows import MARKS, row_of
 
 NUMBERS = count()
 MANY = [id_of(number) for number in range(1, 21)]
@@ -148,7 +148,8 @@ def test_who_loses_against_a_claim_younger_than_its_statement_gets_that_claim(st
     """L3: what the winner commits while we wait for it is in no snapshot of ours."""
     with session(url) as other, ThreadPoolExecutor(1) as threads:
         rival = claim_of(MANY[3], nonce=99)
-        insert = statements_for("coatcheck_records").claim_one
+        columns, marks = ", ".join(MARKS), ", ".join(MARKS.values())
+        insert = f"insert into coatcheck_records ({columns}) values ({marks})"
         other.execute(insert, row_of(rival, compact=False))
         asked = threads.submit(store.swap, [claim(id) for id in MANY])
         eventually(lambda: waiting_sessions(url))

@@ -32,7 +32,9 @@ import uvicorn
 from psycopg_pool import AsyncConnectionPool
 from servers import START_S_MAX
 
-from coatcheck import AsyncEngine, Engine, Policy, current_operation
+from coatcheck import AsyncEngine, Engine, Policy, current_operation, lent
+from coatcheck.lent.psycopg import PsycopgAsyncLent
+from coatcheck.stores.ledger import Statement
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "bank" / "app.py"
 
@@ -129,9 +131,20 @@ class WatchedPsycopg(_Watched, psycopg.AsyncConnection[Any]):
         self.stop.said(query)
         return cursor
 
-    async def commit(self) -> None:
-        await super().commit()
-        self.stop.said("commit")
+
+class WatchedLent(PsycopgAsyncLent):
+    """What we say ourselves on such a connection: the end and the commit go together."""
+
+    async def begin(self, claim: Statement) -> int:
+        affected = await super().begin(claim)
+        self.handle.stop.said(claim.text)
+        return affected
+
+    async def end(self, statement: Statement) -> bool:
+        self.handle.stop.reach("completed")  # and on its way
+        is_ended = await super().end(statement)
+        self.handle.stop.said("commit")
+        return is_ended
 
 
 class WatchedSqlite(_Watched, sqlite3.Connection):
@@ -163,6 +176,7 @@ def _lent(kind: str, place: Any, stop: Stop) -> Any:
     watched.stop = stop
     if kind == "sqlite":
         return aiosqlite.connect(place, factory=watched)
+    lent._KNOWN[WatchedPsycopg] = WatchedLent
     return WatchedPsycopg.connect(place) if kind == "postgres" else WatchedPymysql(**place)
 
 

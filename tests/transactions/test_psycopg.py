@@ -1,13 +1,22 @@
-"""L9 on psycopg's connections: what the application has set there, and what goes wrong at the end."""
+"""L9 on psycopg's connections: in how many journeys, what is kept there, and what goes wrong."""
 
+import asyncio
 from contextlib import closing
 
 import psycopg
 import pytest
 from idioms import SHOPS
+from servers import until
 
-from coatcheck import Engine, current_operation
+from coatcheck import AsyncEngine, Engine, Policy, current_operation
+from coatcheck.core.record import GONE, Swap, completed
+from coatcheck.core.serve import Ticket, first_attempt
 from coatcheck.errors import NotCommitted
+from coatcheck.lent import lent_by
+from coatcheck.stores import open_store
+from coatcheck.stores.ledger import ledger_of
+
+KEPT = "select count(*) from pg_prepared_statements where name like 'coatcheck%'"
 
 
 @pytest.fixture
@@ -16,58 +25,248 @@ def shop(tmp_path):
     return SHOPS["postgres"](tmp_path)
 
 
+@pytest.fixture
+def connection(shop):
+    """A connection of the application's."""
+    with closing(psycopg.connect(shop.place)) as connection:
+        yield connection
+
+
+@pytest.fixture
+def engine(shop, connection):
+    """An engine, and who lends to it."""
+    with closing(Engine(shop.store, transactions=connection)) as engine:
+        yield engine
+
+
 def insert(number):
     current_operation().connection.execute("insert into orders values (%s)", (number,))
     return number
 
 
-def test_a_connection_begins_at_its_own_isolation_level(shop):
+async def insert_async(number):
+    await current_operation().connection.execute("insert into orders values (%s)", (number,))
+    return number
+
+
+def kept_by(connection):
+    """How many statements of ours its session keeps."""
+    ((number,),) = connection.execute(KEPT).fetchall()
+    connection.rollback()
+    return number
+
+
+# --- journeys ---------------------------------------------------------------------------------
+
+
+def journeys(trace):
+    """How often something was sent that waits for an answer; a line is time, who, length, what."""
+    lines = [line.split("\t") for line in trace.read_text().splitlines()]
+    return sum(who == "F" and what in ("Query", "Sync") for _, who, _, what, *_ in lines)
+
+
+@pytest.mark.parametrize("autocommit", [False, True])
+def test_a_transaction_is_begun_with_its_claim_and_committed_with_its_end(
+    shop, connection, engine, tmp_path, autocommit
+):
+    """Three journeys with the handler's own statement; the driver alone would make five."""
+    trace = tmp_path / "trace"
+    connection.autocommit = autocommit
+    with trace.open("w") as file:
+        engine.transaction("first", insert, 1, scope="orders")
+        connection.pgconn.trace(file.fileno())
+        engine.transaction("second", insert, 2, scope="orders")
+        connection.pgconn.untrace()
+    assert shop.orders() == [1, 2]
+    assert journeys(trace) == 3
+
+
+def test_an_async_transaction_makes_no_more_journeys(shop, tmp_path):
+    trace = tmp_path / "trace"
+
+    async def both():
+        connection = await psycopg.AsyncConnection.connect(shop.place)
+        async with connection, AsyncEngine(shop.store, transactions=connection) as engine:
+            await engine.transaction("first", insert_async, 1, scope="orders")
+            with trace.open("w") as file:
+                connection.pgconn.trace(file.fileno())
+                await engine.transaction("second", insert_async, 2, scope="orders")
+                connection.pgconn.untrace()
+
+    asyncio.run(both())
+    assert shop.orders() == [1, 2]
+    assert journeys(trace) == 3
+
+
+# --- what a session keeps ---------------------------------------------------------------------
+
+
+def test_nothing_is_kept_where_the_application_lets_nothing_be_kept(shop, connection, engine):
+    """As behind a pooler, where the next transaction meets another session."""
+    connection.prepare_threshold = None
+    for number in range(8):
+        engine.transaction(f"{number}", insert, number, scope="orders")
+    assert shop.orders() == list(range(8))
+    assert kept_by(connection) == 0
+
+
+@pytest.mark.parametrize("forget", ["discard all", "deallocate all"])
+def test_a_session_may_forget_what_it_kept_between_two_transactions(
+    shop, connection, engine, forget
+):
+    """A pool may clean what comes back, and the driver does so when something is rolled back."""
+    engine.transaction("first", insert, 1, scope="orders")
+    assert kept_by(connection) > 0
+    connection.autocommit = True
+    connection.execute(forget)
+    connection.autocommit = False
+    assert kept_by(connection) == 0
+    for number in (2, 3):
+        engine.transaction(f"{number}", insert, number, scope="orders")
+    assert shop.orders() == [1, 2, 3]
+    assert kept_by(connection) > 0
+
+
+def test_a_handler_may_roll_back_a_savepoint_though_the_session_then_forgets(
+    shop, connection, engine
+):
+    """The driver has the session forget everything then; what was claimed and written stays."""
+    forgot = []
+
+    def undoes_a_part(number):
+        insert(number)
+        with connection.transaction():
+            connection.execute("insert into orders values (%s)", (-number,))
+            raise psycopg.Rollback
+        forgot.append(connection.execute(KEPT).fetchall() == [(0,)])
+        return number
+
+    connection.prepare_threshold = 0  # so that the driver keeps something itself
+    engine.transaction("first", insert, 0, scope="orders")  # so that our end is kept
+    for number in (1, 2, 3):
+        assert engine.transaction(f"{number}", undoes_a_part, number, scope="orders") == number
+    assert forgot == [True] * 3
+    assert shop.orders() == [0, 1, 2, 3]
+    assert shop.records() == 4
+
+
+WORDS = ["plain", "", "'", "\\", "\\'; drop table orders; --", "%s $1", "größe", "\N{COAT}\0\ud800"]
+
+
+@pytest.mark.parametrize("encoding", ["utf8", "latin1"])
+@pytest.mark.parametrize("word", WORDS)
+def test_the_same_is_written_in_both_ways(shop, connection, word, encoding):
+    """Ours, in which the session keeps it, and the driver's."""
+    connection.execute(f"set client_encoding = {encoding}")
+    connection.commit()
+    ticket = Ticket(b"\0'\\i" * 4, b"f" * 16, 1_800_000_000_000, 2**63 - 1, word, word, word)
+    claim = first_attempt(ticket, Policy(), GONE, ticket.now_ms)
+    end = completed(claim, b"\\x00'")
+    written = []
+    with closing(open_store(shop.store)) as store:
+        ledger = ledger_of(store)
+        for threshold in (5, None):
+            connection.prepare_threshold = threshold
+            lent = lent_by(connection)
+            assert lent.begin(next(ledger.claim(Swap(claim.id, 0, claim), 1_000))) == 1
+            assert lent.end(ledger.change(Swap(claim.id, claim.version, end)))
+            assert store.get((claim.id,)) == [end]
+            written.append(shop.ask("select * from coatcheck_records"))
+            shop.ask("delete from coatcheck_records")
+    assert written[0] == written[1]
+
+
+# --- what the application has set, and what goes wrong ----------------------------------------
+
+
+def test_a_connection_begins_at_its_own_isolation_level(shop, connection, engine):
     """What the application has set on its connection holds in our transactions, too."""
 
     def level(number):
-        connection = current_operation().connection
         (name,) = connection.execute("show transaction_isolation").fetchone()
-        connection.execute("insert into orders values (%s)", (number,))
-        return name
+        return insert(number) and name
 
-    with closing(psycopg.connect(shop.place)) as connection:
-        connection.isolation_level = psycopg.IsolationLevel.SERIALIZABLE
-        with closing(Engine(shop.store, transactions=connection)) as engine:
-            assert engine.transaction("key", level, 1, scope="orders") == "serializable"
+    connection.isolation_level = psycopg.IsolationLevel.SERIALIZABLE
+    assert engine.transaction("key", level, 1, scope="orders") == "serializable"
     assert shop.orders() == [1]
 
 
-def test_a_handler_that_has_rolled_back_by_itself_commits_nothing(shop):
+def test_a_handler_that_has_rolled_back_by_itself_commits_nothing(shop, connection, engine):
     """Else what it wrote after that would be there without a record."""
 
     def rolls_back(number):
-        connection = current_operation().connection
         connection.rollback()
-        connection.execute("insert into orders values (%s)", (number,))
+        insert(number)
 
-    with (
-        closing(psycopg.connect(shop.place)) as connection,
-        closing(Engine(shop.store, transactions=connection)) as engine,
-    ):
-        with pytest.raises(NotCommitted, match="rolled back by itself"):
-            engine.transaction("key", rolls_back, 1, scope="orders")
-        assert connection.info.transaction_status == psycopg.pq.TransactionStatus.IDLE
+    with pytest.raises(NotCommitted, match="rolled back by itself"):
+        engine.transaction("key", rolls_back, 1, scope="orders")
+    assert connection.info.transaction_status == psycopg.pq.TransactionStatus.IDLE
     assert shop.orders() == []
     assert shop.records() == 0
 
 
-def test_a_commit_that_fails_is_no_success(shop):
+def test_a_commit_that_fails_is_no_success(shop, engine):
     """A constraint that is checked at the commit: nothing of it is there, and nothing is kept."""
     shop.ask("create table lines (number integer references orders deferrable initially deferred)")
 
     def breaks():
         current_operation().connection.execute("insert into lines values (7)")
 
-    with (
-        closing(psycopg.connect(shop.place)) as connection,
-        closing(Engine(shop.store, transactions=connection)) as engine,
-    ):
-        with pytest.raises(psycopg.errors.ForeignKeyViolation):
-            engine.transaction("key", breaks, scope="orders")
-        assert engine.transaction("key", insert, 1, scope="orders") == 1
+    with pytest.raises(psycopg.errors.ForeignKeyViolation):
+        engine.transaction("key", breaks, scope="orders")
+    assert engine.transaction("key", insert, 1, scope="orders") == 1
     assert shop.ask("select count(*) from lines") == [(0,)]
+
+
+def test_what_divides_by_zero_at_the_commit_is_not_taken_for_a_missing_claim(shop, engine):
+    """Our end fails in the same way where its claim is gone, but before the commit."""
+    shop.ask(
+        "create function divide() returns trigger language plpgsql as"
+        " 'begin perform 1 / 0; return null; end'"
+    )
+    shop.ask(
+        "create constraint trigger divides after insert on orders deferrable initially deferred"
+        " for each row execute function divide()"
+    )
+    with pytest.raises(psycopg.errors.DivisionByZero):
+        engine.transaction("key", insert, 1, scope="orders")
+    assert shop.orders() == []
+    assert shop.records() == 0
+
+
+HOLDS_UP = {
+    "the claim": "lock table coatcheck_records in exclusive mode",
+    "the commit": "select pg_advisory_lock(7)",
+}
+
+
+@pytest.mark.parametrize("step", HOLDS_UP)
+def test_who_is_cancelled_on_a_journey_gives_its_connection_back_in_order(shop, step):
+    """L9: while the server is at the first of several statements, or at the last."""
+    shop.ask(
+        "create function wait() returns trigger language plpgsql as"
+        " 'begin perform pg_advisory_xact_lock(7); return null; end'"
+    )
+    shop.ask(
+        "create constraint trigger waits after insert on orders deferrable initially deferred"
+        " for each row execute function wait()"
+    )
+
+    def is_held_up():
+        return shop.ask("select count(*) from pg_locks where not granted") == [(1,)]
+
+    async def main():
+        connection = await psycopg.AsyncConnection.connect(shop.place)
+        async with connection, AsyncEngine(shop.store, transactions=connection) as engine:
+            with closing(psycopg.connect(shop.place)) as other:
+                other.execute(HOLDS_UP[step])
+                task = asyncio.ensure_future(engine.transaction("a", insert_async, 1))
+                await asyncio.to_thread(until, is_held_up)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            assert (shop.orders(), shop.records()) == ([], 0)
+            assert await engine.transaction("a", insert_async, 1) == 1
+
+    asyncio.run(main())
+    assert shop.orders() == [1]

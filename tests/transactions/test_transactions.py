@@ -647,6 +647,23 @@ def test_an_event_loop_commits_behind_pgbouncer(pooled):
     assert pooled.orders() == list(range(200))
 
 
+def test_the_applications_own_connections_may_be_behind_pgbouncer(pooled, open_engine):
+    """L9, D1: it says so as it has to for its own statements: nothing is to be prepared."""
+    place = pooled.store.partition("?")[0]
+    options = {"prepare_threshold": None}
+    with ConnectionPool(place, min_size=6, max_size=6, kwargs=options, open=True) as pool:
+        engine = open_engine(pooled, transactions=pool)
+
+        def insert(number):
+            current_operation().connection.execute(INSERT, (number,))
+            return number
+
+        with ThreadPoolExecutor(6) as threads:
+            done = threads.map(lambda n: engine.transaction(f"{n}", insert, n), range(200))
+            assert list(done) == list(range(200))
+    assert pooled.orders() == list(range(200))
+
+
 def test_without_a_pooler_statements_are_prepared(shop, open_engine):
     """L9: what is sent again and again is planned once."""
 

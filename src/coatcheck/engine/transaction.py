@@ -69,8 +69,9 @@ class Transaction(Together):
         for tries_left in reversed(range(TRIES)):
             try:
                 lent = self._borrow()
-                lent.begin()
-                is_won = any(lent.write(saying) == 1 for saying in self._statements_of(begin))
+                statements = self._statements_of(begin)
+                is_won = lent.begin(next(statements)) == 1
+                is_won = is_won or any(lent.write(statement) == 1 for statement in statements)
             except CoatcheckError:
                 raise
             except Exception as error:  # noqa: BLE001 - told what it means, or raised
@@ -89,9 +90,8 @@ class Transaction(Together):
         lent = self._lent
         assert lent is not None
         try:
-            if lent.write(self.lender.ledger.change(swap)) != 1:
+            if not lent.end(self.lender.ledger.change(swap)):
                 raise ended_by_handler()
-            lent.commit()
         except Exception as error:
             self.abandon()
             unsure = self._unsure_after(error)

@@ -69,10 +69,10 @@ class AsyncTransaction(Together):
         for tries_left in reversed(range(TRIES)):
             try:
                 lent = await self._borrow()
-                await lent.begin()
-                is_won = False
-                for saying in self._statements_of(begin):
-                    is_won = is_won or await lent.write(saying) == 1
+                statements = self._statements_of(begin)
+                is_won = await lent.begin(next(statements)) == 1
+                while not is_won and (statement := next(statements, None)):
+                    is_won = await lent.write(statement) == 1
             except CoatcheckError:
                 raise
             except Exception as error:  # noqa: BLE001 - told what it means, or raised
@@ -91,9 +91,8 @@ class AsyncTransaction(Together):
         lent = self._lent
         assert lent is not None
         try:
-            if await lent.write(self.lender.ledger.change(swap)) != 1:
+            if not await lent.end(self.lender.ledger.change(swap)):
                 raise ended_by_handler()
-            await lent.commit()
         except Exception as error:
             await self.abandon()
             unsure = self._unsure_after(error)

@@ -19,12 +19,12 @@ __all__ = ["AsyncLent", "Lent", "is_async", "is_connection", "lent_by"]
 # Where a type comes from, whether its name says that it is async, and what it is to us.
 _KINDS = {
     ("sqlite3", False): ("dbapi", "SqliteLent"),
-    ("psycopg", False): ("dbapi", "PsycopgLent"),
+    ("psycopg", False): ("psycopg", "PsycopgLent"),
     ("pymysql", False): ("dbapi", "PymysqlLent"),
     ("MySQLdb", False): ("dbapi", "PymysqlLent"),
     ("sqlalchemy", False): ("sqlalchemy", "AlchemyLent"),
     ("django", False): ("django", "DjangoLent"),
-    ("psycopg", True): ("asynchronous", "PsycopgAsyncLent"),
+    ("psycopg", True): ("psycopg", "PsycopgAsyncLent"),
     ("asyncpg", True): ("asynchronous", "AsyncpgLent"),
     ("aiosqlite", True): ("asynchronous", "AiosqliteLent"),
     ("asyncmy", True): ("asynchronous", "AsyncmyLent"),

@@ -1,4 +1,4 @@
-"""Connections of async drivers: psycopg, asyncpg, aiosqlite, asyncmy and their like."""
+"""Connections of async drivers: asyncpg, aiosqlite, asyncmy and their like."""
 
 from __future__ import annotations
 
@@ -6,41 +6,11 @@ from functools import lru_cache
 from typing import Any
 
 from coatcheck.errors import Misconfigured
-from coatcheck.lent.contract import IN_TRANSACTION
+from coatcheck.lent.contract import IN_TRANSACTION, AsyncOneByOne
 from coatcheck.stores.ledger import Dialect, Statement
 
 
-class PsycopgAsyncLent:
-    """A `psycopg.AsyncConnection`."""
-
-    dialect: Dialect = "postgresql"
-
-    def __init__(self, handle: Any) -> None:  # noqa: ANN401 - of a driver that may not be here
-        self.handle = handle
-
-    async def begin(self) -> None:
-        """Begin; the first statement does it by itself, unless it commits by itself, too."""
-        if self.handle.info.transaction_status:
-            raise Misconfigured(IN_TRANSACTION)
-        if self.handle.autocommit:
-            await self.handle.execute("begin")
-
-    async def write(self, statement: Statement) -> int:
-        """Execute *statement*; how many rows it affected."""
-        cursor = await self.handle.execute(statement.text, statement.values)
-        affected: int = cursor.rowcount
-        return affected
-
-    async def commit(self) -> None:
-        """Commit."""
-        await self.handle.commit()
-
-    async def rollback(self) -> None:
-        """Undo."""
-        await self.handle.rollback()
-
-
-class AsyncpgLent:
+class AsyncpgLent(AsyncOneByOne):
     """An `asyncpg.Connection`, also one of a pool."""
 
     dialect: Dialect = "postgresql"
@@ -49,7 +19,7 @@ class AsyncpgLent:
         self.handle = handle
         self._transaction: Any = None
 
-    async def begin(self) -> None:
+    async def start(self) -> None:
         """Begin as the driver does it, so that `connection.transaction()` nests in it."""
         if self.handle.is_in_transaction():
             raise Misconfigured(IN_TRANSACTION)
@@ -78,7 +48,7 @@ def with_dollars(text: str) -> str:
     return start + "".join(f"${number}{part}" for number, part in enumerate(rest, 1))
 
 
-class AiosqliteLent:
+class AiosqliteLent(AsyncOneByOne):
     """An `aiosqlite.Connection`."""
 
     dialect: Dialect = "sqlite"
@@ -86,7 +56,7 @@ class AiosqliteLent:
     def __init__(self, handle: Any) -> None:  # noqa: ANN401 - of a driver that may not be here
         self.handle = handle
 
-    async def begin(self) -> None:
+    async def start(self) -> None:
         """Begin by taking the right to write: who only reads at first cannot always get it."""
         if self.handle.in_transaction:
             raise Misconfigured(IN_TRANSACTION)
@@ -112,7 +82,7 @@ class AiosqliteLent:
             await self._say("rollback")
 
 
-class AsyncmyLent:
+class AsyncmyLent(AsyncOneByOne):
     """An `asyncmy.Connection`, or one that is like it."""
 
     dialect: Dialect = "mysql"
@@ -120,7 +90,7 @@ class AsyncmyLent:
     def __init__(self, handle: Any) -> None:  # noqa: ANN401 - of a driver that may not be here
         self.handle = handle
 
-    async def begin(self) -> None:
+    async def start(self) -> None:
         """Begin."""
         if self.handle.get_transaction_status():
             raise Misconfigured(IN_TRANSACTION)

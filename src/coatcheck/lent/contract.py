@@ -13,16 +13,20 @@ class Lent(Protocol):
     handle: Any  # what was lent, as its owner knows it
     dialect: Dialect
 
-    def begin(self) -> None:
-        """Begin a transaction; `Misconfigured` where one is open already."""
+    def begin(self, claim: Statement) -> int:
+        """
+        Begin a transaction, and execute *claim* in it; how many rows it affected.
+
+        `Misconfigured` where one is open already.
+        """
         ...
 
     def write(self, statement: Statement) -> int:
         """Execute *statement*; how many rows it affected."""
         ...
 
-    def commit(self) -> None:
-        """Commit; an error where that did not happen."""
+    def end(self, statement: Statement) -> bool:
+        """Execute *statement*, and commit where it affected one row; whether it did."""
         ...
 
     def rollback(self) -> None:
@@ -36,11 +40,63 @@ class AsyncLent(Protocol):
     handle: Any
     dialect: Dialect
 
-    async def begin(self) -> None:
-        """Begin a transaction; `Misconfigured` where one is open already."""
+    async def begin(self, claim: Statement) -> int:
+        """
+        Begin a transaction, and execute *claim* in it; how many rows it affected.
+
+        `Misconfigured` where one is open already.
+        """
         ...
 
     async def write(self, statement: Statement) -> int:
+        """Execute *statement*; how many rows it affected."""
+        ...
+
+    async def end(self, statement: Statement) -> bool:
+        """Execute *statement*, and commit where it affected one row; whether it did."""
+        ...
+
+    async def rollback(self) -> None:
+        """Undo."""
+        ...
+
+
+class OneByOne(Protocol):
+    """A connection that is told one thing at a time."""
+
+    def start(self) -> None:
+        """Begin a transaction; `Misconfigured` where one is open already."""
+        ...
+
+    def write(self, statement: Statement, /) -> int:
+        """Execute *statement*; how many rows it affected."""
+        ...
+
+    def commit(self) -> None:
+        """Commit; an error where that did not happen."""
+        ...
+
+    def begin(self, claim: Statement) -> int:
+        """Begin a transaction, and execute *claim* in it; how many rows it affected."""
+        self.start()
+        return self.write(claim)
+
+    def end(self, statement: Statement) -> bool:
+        """Execute *statement*, and commit where it affected one row; whether it did."""
+        if self.write(statement) != 1:
+            return False
+        self.commit()
+        return True
+
+
+class AsyncOneByOne(Protocol):
+    """The same for async code."""
+
+    async def start(self) -> None:
+        """Begin a transaction; `Misconfigured` where one is open already."""
+        ...
+
+    async def write(self, statement: Statement, /) -> int:
         """Execute *statement*; how many rows it affected."""
         ...
 
@@ -48,9 +104,17 @@ class AsyncLent(Protocol):
         """Commit; an error where that did not happen."""
         ...
 
-    async def rollback(self) -> None:
-        """Undo."""
-        ...
+    async def begin(self, claim: Statement) -> int:
+        """Begin a transaction, and execute *claim* in it; how many rows it affected."""
+        await self.start()
+        return await self.write(claim)
+
+    async def end(self, statement: Statement) -> bool:
+        """Execute *statement*, and commit where it affected one row; whether it did."""
+        if await self.write(statement) != 1:
+            return False
+        await self.commit()
+        return True
 
 
 IN_TRANSACTION = (

@@ -1,4 +1,4 @@
-"""Connections of the DB-API: sqlite3, psycopg, PyMySQL and their like.
+"""Connections of the DB-API: sqlite3, PyMySQL and their like.
 
 They differ in how a transaction begins, and in whether `commit()` means what it says.
 """
@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 from coatcheck.errors import Misconfigured
-from coatcheck.lent.contract import IN_TRANSACTION
+from coatcheck.lent.contract import IN_TRANSACTION, OneByOne
 from coatcheck.stores.ledger import Dialect, Statement
 
 _MYSQL_IN_TRANSACTION = 1  # SERVER_STATUS_IN_TRANS
 
 
-class _Dbapi:
+class _Dbapi(OneByOne):
     """What they have in common."""
 
     dialect: Dialect
@@ -53,7 +53,7 @@ class SqliteLent(_Dbapi):
 
     dialect: Dialect = "sqlite"
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Begin by taking the right to write: who only reads at first cannot always get it."""
         if self.handle.in_transaction:
             raise Misconfigured(IN_TRANSACTION)
@@ -69,25 +69,12 @@ class SqliteLent(_Dbapi):
             self._say("rollback")
 
 
-class PsycopgLent(_Dbapi):
-    """A `psycopg.Connection`."""
-
-    dialect: Dialect = "postgresql"
-
-    def begin(self) -> None:
-        """Begin; the first statement does it by itself, unless it commits by itself, too."""
-        if self.handle.info.transaction_status:
-            raise Misconfigured(IN_TRANSACTION)
-        if self.handle.autocommit:
-            self._say("begin")
-
-
 class PymysqlLent(_Dbapi):
     """A `pymysql.Connection`, or one that is like it."""
 
     dialect: Dialect = "mysql"
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Begin."""
         if getattr(self.handle, "server_status", 0) & _MYSQL_IN_TRANSACTION:
             raise Misconfigured(IN_TRANSACTION)

@@ -10,11 +10,11 @@ from importlib import import_module
 from typing import Any, cast
 
 from coatcheck.errors import Misconfigured, NotCommitted
-from coatcheck.lent.contract import IN_TRANSACTION
+from coatcheck.lent.contract import IN_TRANSACTION, OneByOne
 from coatcheck.stores.ledger import Dialect, Statement
 
 
-class DjangoLent:
+class DjangoLent(OneByOne):
     """A connection of Django's, or the proxy for it."""
 
     def __init__(self, handle: Any) -> None:  # noqa: ANN401 - of a package that may not be here
@@ -22,7 +22,7 @@ class DjangoLent:
         self.dialect = cast("Dialect", handle.vendor)
         self._atomic: Any = None
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Begin."""
         if self.handle.in_atomic_block or not self.handle.get_autocommit():
             raise Misconfigured(IN_TRANSACTION)

@@ -151,17 +151,17 @@ class Threaded:
         self.handle = lent.handle
         self.dialect: Dialect = lent.dialect
 
-    async def begin(self) -> None:
-        """Begin a transaction."""
-        await in_thread(self._lent.begin)
+    async def begin(self, claim: Statement) -> int:
+        """Begin a transaction, and execute *claim* in it; how many rows it affected."""
+        return await in_thread(self._lent.begin, claim)
 
     async def write(self, statement: Statement) -> int:
         """Execute *statement*; how many rows it affected."""
         return await in_thread(self._lent.write, statement)
 
-    async def commit(self) -> None:
-        """Commit."""
-        await in_thread(self._lent.commit)
+    async def end(self, statement: Statement) -> bool:
+        """Execute *statement*, and commit where it affected one row; whether it did."""
+        return await in_thread(self._lent.end, statement)
 
     async def rollback(self) -> None:
         """Undo."""

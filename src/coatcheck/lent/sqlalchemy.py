@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from coatcheck.errors import Misconfigured
 from coatcheck.lent.asynchronous import with_dollars
-from coatcheck.lent.contract import IN_TRANSACTION
+from coatcheck.lent.contract import IN_TRANSACTION, AsyncOneByOne, OneByOne
 from coatcheck.stores.ledger import Dialect, Statement
 
 _BY_ITSELF = "the connection that was lent commits by itself (AUTOCOMMIT); lend one that does not"
@@ -42,10 +42,10 @@ def _check_driver(connection: Any) -> None:  # noqa: ANN401 - see above
         raise Misconfigured(_BY_ITSELF)
 
 
-class AlchemyLent(_Alchemy):
+class AlchemyLent(_Alchemy, OneByOne):
     """A `Connection`, `Session` or `scoped_session`."""
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Begin; SQLite by taking the right to write."""
         self._check_idle()
         connection = self._connection()
@@ -73,10 +73,10 @@ class AlchemyLent(_Alchemy):
         self.handle.rollback()
 
 
-class AsyncAlchemyLent(_Alchemy):
+class AsyncAlchemyLent(_Alchemy, AsyncOneByOne):
     """An `AsyncConnection`, `AsyncSession` or `async_scoped_session`."""
 
-    async def begin(self) -> None:
+    async def start(self) -> None:
         """Begin; SQLite by taking the right to write."""
         self._check_idle()
         connection = await self._connection()

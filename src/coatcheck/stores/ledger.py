@@ -35,7 +35,7 @@ class Ledger:
         claim: the statements that write a claim, one after the other until one has affected a row,
             which is where it wins; they wait for whoever holds its row, but at most so many
             milliseconds.
-        change: writes the end of a claim that this transaction holds; where it affects one row.
+        change: completes a claim that this transaction holds; where it affects one row.
         connect: a connection of the store's own, to be lent where nobody else lends one.
         connect_async: the same for async code.
         is_shelved: connecting takes long enough that connections are kept and used again.

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import psycopg
 
-from coatcheck.core.record import Record, Swap
+from coatcheck.core.record import COMPLETED, Record, Swap
 from coatcheck.stores.ledger import Ledger, Statement
-from coatcheck.stores.postgres_rows import Statements, row_of
+from coatcheck.stores.postgres_rows import MARKS, Statements, row_of
 
 # Each is referred to by what it is put before, because PostgreSQL leaves out what nobody refers to.
 _LIMITED = """\
@@ -30,12 +31,12 @@ with limited as materialized (
 _UNLIMITED = (
     " returning set_config('lock_timeout', current_setting('coatcheck.lock_timeout'), true)"
 )
-# What an end changes of its claim, and where in a row it stands.
-_END = (
-    "version = %s::bigint, state = %s::smallint, age_ms = nullif(%s::bigint, 1),"
-    " lease_until_ms = nullif(%s::bigint, 0), progress = %s::bytea, response = %s::bytea"
-)
-_ENDED = (1, 2, 5, 6, 13, 14)
+# A claim of a new key is the first attempt, and has nothing to show yet.
+_NEW = [name for name in MARKS if name not in ("attempt", "progress", "response")]
+_new_of = itemgetter(*map([*MARKS].index, _NEW))
+# What else an end changes of its claim; its progress stands already.
+_ENDED = ", ".join(f"{name} = {MARKS[name]}" for name in ("version", "age_ms", "response"))
+_END = f"state = {COMPLETED}, lease_until_ms = null, {_ENDED}"
 
 _WHO_ANSWERS = b"select pg_backend_pid()"
 # 5 times: what psycopg does by itself.
@@ -58,20 +59,19 @@ class _Writing:
     """The statements of one table."""
 
     def __init__(self, statements: Statements, *, compact: bool) -> None:
-        claim, change = statements.claim_one.decode(), statements.change_one.decode()
-        into, _, values = claim.partition(" values (")
-        values = values.removesuffix(") on conflict do nothing")
-        table = into.removeprefix("insert into ").partition(" (")[0]
+        change = statements.change_one.decode()
+        table = change.removeprefix("update ").partition(" set ")[0]
         # Another table's record of the same name has another lock.
         quoted = table.replace("'", "''")
         name = f"%s::bigint # '{quoted}'::regclass::oid::bigint"
         limited = _LIMITED.format(name)
-        insert = f"{into} select claim.* from (values ({values})) as claim"
+        values = ", ".join(MARKS[name] for name in _NEW)
+        insert = f"insert into {table} ({', '.join(_NEW)}) select {values}"
         self._compact = compact
         self._insert_at_once = (
             f"{insert} where pg_try_advisory_xact_lock({name}) on conflict do nothing"
         )
-        self._insert = f"{limited}{insert}, locked on conflict do nothing{_UNLIMITED}"
+        self._insert = f"{limited}{insert} from locked on conflict do nothing{_UNLIMITED}"
         self._replace = f"{limited}{change} and (select one from locked) = 1{_UNLIMITED}"
         self._end = f"update {table} set {_END} where {change.partition(' where ')[2]}"
 
@@ -79,17 +79,20 @@ class _Writing:
         """A claim, of a key that is new or of a record that stands."""
         row = row_of(_record_of(swap), compact=self._compact)
         name = int.from_bytes(swap.id[:8], "big", signed=True)
-        limit = (f"{wait_ms:d}ms", name)
+        limit = f"{wait_ms:d}ms"
         if swap.expected:
-            yield Statement(self._replace, (*limit, *row[1:], swap.id, swap.expected))
+            yield Statement(self._replace, (limit, name, *row[1:], swap.id, swap.expected))
             return
-        yield Statement(self._insert_at_once, (*row, name))
-        yield Statement(self._insert, (*limit, *row))
+        new = _new_of(row)
+        yield Statement(self._insert_at_once, (*new, name))
+        yield Statement(self._insert, (limit, name, *new))
 
     def change(self, swap: Swap) -> Statement:
         """The end of a claim that this transaction has made: nobody else can hold it."""
-        row = row_of(_record_of(swap), compact=True)
-        return Statement(self._end, (*(row[n] for n in _ENDED), swap.id, swap.expected))
+        record = _record_of(swap)
+        assert record.state == COMPLETED
+        version, age_ms = record.version, record.version - record.created_ms
+        return Statement(self._end, (version, age_ms, record.response, swap.id, swap.expected))
 
 
 def _record_of(swap: Swap) -> Record:

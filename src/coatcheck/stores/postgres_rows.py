@@ -61,7 +61,6 @@ _IS_OVER = (
 class Statements(NamedTuple):
     """What is said through a driver, for one table; in bytes, for ours takes no other."""
 
-    claim_one: bytes
     change_one: bytes
     select: bytes
     sweep: bytes
@@ -69,10 +68,8 @@ class Statements(NamedTuple):
 
 def statements_for(table: str) -> Statements:
     """The statements for *table*, a name that is quoted already."""
-    marks = {name: kept.format(_mark(type)) for name, type, kept in _COLUMNS}
     texts = {
-        "claim_one": _claim_one(table, marks),
-        "change_one": f"{_change_one(table, marks)} where id = {_ID} and version = %s",
+        "change_one": f"{_change_one(table, MARKS)} where id = {_ID} and version = %s",
         "select": f"select {_FIELDS} from {table}",
         "sweep": _sweep(table),
     }
@@ -85,6 +82,8 @@ def _mark(type: str) -> str:
 
 
 _ID = _mark("uuid")
+# For each column, in their order, what is kept of a value that any driver can send.
+MARKS = {name: kept.format(_mark(type)) for name, type, kept in _COLUMNS}
 
 
 def _claim_one(table: str, marks: dict[str, str]) -> str:

@@ -1,0 +1,254 @@
+"""Connections of psycopg, for threads and for event loops.
+
+What we say ourselves goes in two journeys: `begin` with the claim, and the end with `commit`. The
+driver would make four of them, and a journey costs more than what is said there. So each is a
+pipeline, of statements that the session keeps. Whatever the handler says goes the driver's own way;
+so does all that we say where the application lets nothing be kept, as behind a pooler.
+
+Invariant: a commit is sent only behind an end that fails unless it finds its claim.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import count
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from psycopg import Pipeline
+from psycopg.abc import PQGen
+from psycopg.errors import DivisionByZero, Error, InvalidSqlStatementName, error_from_result
+from psycopg.generators import execute, fetch_many, send
+from psycopg.pq import ExecStatus, Format, PipelineStatus, TransactionStatus
+from psycopg.pq.abc import PGresult
+
+from coatcheck.errors import Misconfigured
+from coatcheck.lent.asynchronous import with_dollars
+from coatcheck.lent.contract import IN_TRANSACTION, AsyncOneByOne, OneByOne
+from coatcheck.stores.ledger import Dialect, Statement
+
+_HAS_PIPELINES = Pipeline.is_supported()
+_NUMBERS = count(1)
+# What a session keeps of ours: texts, and their names there.
+_KEPT: WeakKeyDictionary[Any, dict[str, bytes]] = WeakKeyDictionary()
+
+
+class _Saying(NamedTuple):
+    """A statement as it is sent."""
+
+    text: str
+    values: Sequence[bytes | None] = ()
+    formats: Sequence[int] = ()
+    is_kept: bool = True
+
+
+_BEGIN = _Saying("begin")
+_COMMIT = _Saying("commit")
+# Where to go back to when the session turns out to have forgotten what it kept, and how. When the
+# handler rolls back a savepoint, the driver may have the session forget everything.
+_MARK = _Saying("savepoint coatcheck", is_kept=False)
+_BACK = _Saying("rollback to coatcheck", is_kept=False)
+
+
+class _Psycopg:
+    """What both have in common: all but the waiting."""
+
+    dialect: Dialect = "postgresql"
+
+    def __init__(self, handle: Any) -> None:  # noqa: ANN401 - a connection of either kind
+        self.handle = handle
+
+    def _may_begin(self) -> bool:
+        """We may begin in the driver's place, which would say no more than that."""
+        handle = self.handle
+        if handle.pgconn.transaction_status:
+            raise Misconfigured(IN_TRANSACTION)
+        levels = (handle.isolation_level, handle.read_only, handle.deferrable)
+        return self._may_keep() and (handle.autocommit or levels == (None, None, None))
+
+    def _may_end(self) -> bool:
+        """We may commit in the driver's place: a transaction is open, and not broken."""
+        is_open = self.handle.pgconn.transaction_status == TransactionStatus.INTRANS
+        return is_open and self._may_keep()
+
+    def _may_keep(self) -> bool:
+        """The session may keep what we say, and nobody else's pipeline is in the way."""
+        handle = self.handle
+        is_free = handle.pgconn.pipeline_status == PipelineStatus.OFF
+        return _HAS_PIPELINES and is_free and handle.prepare_threshold is not None
+
+    def _begun(self, claim: Statement) -> PQGen[int]:
+        """Begin, and execute *claim*; how many rows it affected."""
+        sayings = (_BEGIN, self._saying_of(claim))
+        answers = yield from self._said(*sayings)
+        if isinstance(self._fault_of(answers), InvalidSqlStatementName):
+            if self.handle.pgconn.transaction_status:
+                self.handle.pgconn.send_query(b"rollback")
+                yield from execute(self.handle.pgconn)
+            answers = yield from self._said_anew(*sayings)
+        if fault := self._fault_of(answers):
+            raise fault
+        return answers[-1].command_tuples or 0
+
+    def _ended(self, end: Statement) -> PQGen[bool]:
+        """Execute *end*, and commit where it affected one row; whether it did."""
+        saying = self._saying_of(end)._replace(text=_or_fail(end.text))
+        answers = yield from self._said(_MARK, saying, _COMMIT)
+        if isinstance(self._fault_of(answers), InvalidSqlStatementName):
+            answers = yield from self._said_anew(_BACK, saying, _COMMIT)
+        fault = self._fault_of(answers)
+        is_of_end = answers[-1].status == ExecStatus.PIPELINE_ABORTED
+        if is_of_end and isinstance(fault, DivisionByZero):
+            return False
+        if fault:
+            raise fault
+        return True
+
+    def _saying_of(self, statement: Statement) -> _Saying:
+        """*statement*, its bytes as they are and all else as text: no type need be known."""
+        encoding, values = self.handle.info.encoding, statement.values
+        packed = [
+            value if value is None or type(value) is bytes else str(value).encode(encoding)
+            for value in values
+        ]
+        formats = [Format.BINARY if type(value) is bytes else Format.TEXT for value in values]
+        return _Saying(statement.text, packed, formats)
+
+    def _said_anew(self, *sayings: _Saying) -> PQGen[list[PGresult]]:
+        """The same to a session that was told to forget what it kept."""
+        _KEPT.pop(self.handle, None)
+        return (yield from self._said(*sayings))
+
+    def _said(self, *sayings: _Saying) -> PQGen[list[PGresult]]:
+        """Say all that in one journey; what the server answers to each step of it."""
+        pgconn = self.handle.pgconn
+        pgconn.enter_pipeline_mode()
+        steps = self._send(sayings)
+        pgconn.pipeline_sync()
+        yield from send(pgconn)
+        answers: list[PGresult] = []
+        for _ in steps:
+            answers += yield from fetch_many(pgconn)
+        yield from fetch_many(pgconn)  # that it is over
+        pgconn.exit_pipeline_mode()
+        kept = [step for step, answer in zip(steps, answers, strict=True) if answer.status in _DONE]
+        _KEPT[self.handle].update(step for step in kept if step is not None)
+        return answers
+
+    def _send(self, sayings: Sequence[_Saying]) -> list[tuple[str, bytes] | None]:
+        """Send *sayings*; for each step, what the session keeps from then on."""
+        pgconn, kept = self.handle.pgconn, _KEPT.setdefault(self.handle, {})
+        steps: list[tuple[str, bytes] | None] = []
+        for text, values, formats, is_kept in sayings:
+            name = kept.get(text, b"")
+            if is_kept and not name:
+                name = _new_name(text)
+                pgconn.send_prepare(name, with_dollars(text).encode(self.handle.info.encoding))
+                steps.append((text, name))
+            if is_kept:
+                pgconn.send_query_prepared(name, values, formats)
+            else:
+                pgconn.send_query_params(text.encode(), None)
+            steps.append(None)
+        return steps
+
+    def _fault_of(self, answers: Sequence[PGresult]) -> Error | None:
+        """The first error among *answers*."""
+        for answer in answers:
+            if answer.status not in _DONE:
+                return error_from_result(answer, encoding=self.handle.info.encoding)
+        return None
+
+
+_DONE = (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK)
+
+
+def _new_name(text: str) -> bytes:
+    """A name for *text* that no session has given to anything else, whoever it was shared with."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return f"coatcheck_{digest}_{next(_NUMBERS)}".encode()
+
+
+@lru_cache(maxsize=64)
+def _or_fail(update: str) -> str:
+    """What executes *update*, and fails by a division where it affects no row."""
+    return f"with ended as ({update} returning 1) select 1 / count(*) from ended"  # noqa: S608 - a store's own
+
+
+class PsycopgLent(_Psycopg, OneByOne):
+    """A `psycopg.Connection`."""
+
+    def begin(self, claim: Statement) -> int:
+        """Begin a transaction, and execute *claim* in it; how many rows it affected."""
+        if not self._may_begin():
+            return super().begin(claim)
+        with self.handle.lock:
+            affected: int = self.handle.wait(self._begun(claim))
+            return affected
+
+    def start(self) -> None:
+        """Begin; the first statement does it by itself, unless it commits by itself, too."""
+        if self.handle.autocommit:
+            self.handle.execute("begin")
+
+    def write(self, statement: Statement) -> int:
+        """Execute *statement*; how many rows it affected."""
+        affected: int = self.handle.execute(*statement).rowcount
+        return affected
+
+    def end(self, statement: Statement) -> bool:
+        """Execute *statement*, and commit where it affected one row; whether it did."""
+        if not self._may_end():
+            return super().end(statement)
+        with self.handle.lock:
+            is_ended: bool = self.handle.wait(self._ended(statement))
+            return is_ended
+
+    def commit(self) -> None:
+        """Commit."""
+        self.handle.commit()
+
+    def rollback(self) -> None:
+        """Undo."""
+        self.handle.rollback()
+
+
+class PsycopgAsyncLent(_Psycopg, AsyncOneByOne):
+    """A `psycopg.AsyncConnection`; differs from the other in the words that wait."""
+
+    async def begin(self, claim: Statement) -> int:
+        """Begin a transaction, and execute *claim* in it; how many rows it affected."""
+        if not self._may_begin():
+            return await super().begin(claim)
+        async with self.handle.lock:
+            affected: int = await self.handle.wait(self._begun(claim))
+            return affected
+
+    async def start(self) -> None:
+        """Begin; the first statement does it by itself, unless it commits by itself, too."""
+        if self.handle.autocommit:
+            await self.handle.execute("begin")
+
+    async def write(self, statement: Statement) -> int:
+        """Execute *statement*; how many rows it affected."""
+        cursor = await self.handle.execute(*statement)
+        affected: int = cursor.rowcount
+        return affected
+
+    async def end(self, statement: Statement) -> bool:
+        """Execute *statement*, and commit where it affected one row; whether it did."""
+        if not self._may_end():
+            return await super().end(statement)
+        async with self.handle.lock:
+            is_ended: bool = await self.handle.wait(self._ended(statement))
+            return is_ended
+
+    async def commit(self) -> None:
+        """Commit."""
+        await self.handle.commit()
+
+    async def rollback(self) -> None:
+        """Undo."""
+        await self.handle.rollback()
