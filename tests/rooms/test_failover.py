@@ -1,4 +1,6 @@
-"""A primary that is killed under load, and the standby that takes its place: PostgreSQL (D1, L1).
+"""A primary that is killed under load, and the standby that takes its place (D1, L1).
+
+PostgreSQL, whose clients know both servers, and MariaDB behind an address that moves.
 
 Both engines work on it at once, the async one over its event loop's own connections. What each
 execution does is written down outside of the database, so that one too many cannot hide; and in
@@ -16,7 +18,9 @@ from typing import Any
 import psycopg
 import pytest
 from servers import START_S_MAX, until
+from servers.mariadb import REPLICATED, Mariadb
 from servers.postgres import Postgres, sync_states
+from servers.relay import Relay
 
 from coatcheck import AsyncEngine, Engine, OutcomeUnknown, Policy, StoreUnavailable
 from coatcheck.core.record import COMPLETED, RUNNING, Record
@@ -113,14 +117,58 @@ async def be_an_async_client(shop: Shop, engine: AsyncEngine, number: int) -> No
             await asyncio.sleep(PAUSE_S)
 
 
-@pytest.fixture
-def pair():
+class PostgresPair:
     """A primary, and a standby without which it acknowledges nothing."""
-    primary = Postgres()
-    standby = primary.standby()
-    yield primary, standby
-    standby.remove()
-    primary.remove()
+
+    def __init__(self) -> None:
+        self.primary = Postgres()
+        self.standby = self.primary.standby()
+        self.new_url = self.standby.url
+        places = f"127.0.0.1:{self.primary.port},127.0.0.1:{self.standby.port}"
+        self.url = f"postgresql://postgres@{places}/postgres?timeout=2s"
+
+    def is_synchronous(self) -> bool:
+        with psycopg.connect(self.primary.url) as connection:
+            return sync_states(connection) == ["sync"]
+
+    def kill(self) -> None:
+        self.primary.kill()
+
+    def remove(self) -> None:
+        self.standby.remove()
+        self.primary.remove()
+
+
+class MariadbPair:
+    """The same with semi-synchronous replication; whoever is led to the replica is refused."""
+
+    def __init__(self) -> None:
+        self.primary = Mariadb(**REPLICATED, **{"server-id": "1"})
+        self.standby = self.primary.replica()
+        self.relay = Relay(self.primary.port)
+        database = self.primary.fresh_url().rpartition("/")[2]
+        self.url = f"mysql://root@127.0.0.1:{self.relay.port}/{database}&timeout=2s"
+        self.new_url = f"{self.standby.url}/{database}"
+
+    def is_synchronous(self) -> bool:
+        return self.primary.status("Rpl_semi_sync_master_status") == "ON"
+
+    def kill(self) -> None:
+        """Before anybody is promoted the address moves already, as those of the hasty do."""
+        self.primary.kill()
+        self.relay.point_at(self.standby.port)
+
+    def remove(self) -> None:
+        self.relay.close()
+        self.standby.remove()
+        self.primary.remove()
+
+
+@pytest.fixture(params=[PostgresPair, MariadbPair], ids=["postgres", "mariadb"])
+def pair(request):
+    pair = request.param()
+    yield pair
+    pair.remove()
 
 
 def records_of(url: str) -> dict[str, Record]:
@@ -129,41 +177,39 @@ def records_of(url: str) -> dict[str, Record]:
         return {record.key: record for record in store.find(Query(limit=100_000)).records}
 
 
-def test_a_failover_to_a_synchronous_standby_runs_nothing_twice(pair: tuple[Postgres, Postgres]):
+def test_a_failover_to_a_synchronous_standby_runs_nothing_twice(pair):
     """
     D1, D3, L1, L5: whoever had an answer gets it again, and nothing runs for it.
 
     Who had none may have been executed. With recovery by `retry` it may then run once more, as
     after a crash; with `manual` it may not.
     """
-    primary, standby = pair
-    with psycopg.connect(primary.url) as connection:
-        assert sync_states(connection) == ["sync"]
-    url = f"postgresql://postgres@127.0.0.1:{primary.port},127.0.0.1:{standby.port}/postgres"
+    assert pair.is_synchronous()
     shop = Shop()
-    with Engine(f"{url}?timeout=2s") as engine, ThreadPoolExecutor(CLIENTS + 1) as threads:
+    with Engine(pair.url) as engine, ThreadPoolExecutor(CLIENTS + 1) as threads:
         clients = [threads.submit(be_a_client, shop, engine, n) for n in range(CLIENTS)]
-        clients.append(threads.submit(asyncio.run, be_clients(shop, f"{url}?timeout=2s")))
+        clients.append(threads.submit(asyncio.run, be_clients(shop, pair.url)))
         try:
-            fail_over(shop, primary, standby)
+            fail_over(shop, pair)
         finally:
             end(shop, clients)
-    assert_nothing_was_lost(shop, standby)
-    assert_every_retry_is_right(shop, standby)
+    assert_nothing_was_lost(shop, pair.new_url)
+    assert_every_retry_is_right(shop, pair.new_url)
 
 
-def fail_over(shop: Shop, primary: Postgres, standby: Postgres) -> None:
+def fail_over(shop: Shop, pair) -> None:
     """Kill the primary in the middle of everything, and promote its standby."""
     held = {f"{flavour}/{what}/first" for what in UNDER_WAY for flavour in ("sync", "async")}
     until(lambda: held <= set(shop.took))
     until(lambda: min(shop.told_to("sync"), shop.told_to("async")) > 100)
-    primary.kill()
+    assert pair.is_synchronous()
+    pair.kill()
     until(lambda: min(shop.refused_to("sync"), shop.refused_to("async")) > 0)
     shop.gates["killed"].set()
     hasty = {key for key in held if "/killed/hasty/" in key}
     until(lambda: hasty <= set(shop.refused))
-    standby.promote()
-    standing = records_of(standby.url)
+    pair.standby.promote()
+    standing = records_of(pair.new_url)
     for key in (key for key in held if "/promoted/" in key):
         assert (standing[key].state, standing[key].attempt) == (RUNNING, 1), key
     shop.gates["promoted"].set()
@@ -181,17 +227,17 @@ def end(shop: Shop, clients: list[Future[None]]) -> None:
         client.result(START_S_MAX)
 
 
-def assert_nothing_was_lost(shop: Shop, standby: Postgres) -> None:
+def assert_nothing_was_lost(shop: Shop, url: str) -> None:
     """What was acknowledged, before and after, stands on the new primary as it was."""
-    standing = records_of(standby.url)
+    standing = records_of(url)
     for key in shop.told:
         assert (standing[key].state, standing[key].attempt) == (COMPLETED, 1), key
 
 
-def assert_every_retry_is_right(shop: Shop, standby: Postgres) -> None:
+def assert_every_retry_is_right(shop: Shop, url: str) -> None:
     before = Counter(shop.took)
-    assert ask_again(shop, standby, [*shop.told]) == shop.told
-    later = ask_again(shop, standby, shop.refused)
+    assert ask_again(shop, url, [*shop.told]) == shop.told
+    later = ask_again(shop, url, shop.refused)
     after = Counter(shop.took)
     assert {key: after[key] for key in shop.told} == dict.fromkeys(shop.told, 1)
     for key, answer in later.items():
@@ -202,13 +248,13 @@ def assert_every_retry_is_right(shop: Shop, standby: Postgres) -> None:
             assert answer["order"] == key
             assert 1 <= after[key] <= 1 + reruns, key
     answered = {key: a for key, a in later.items() if not isinstance(a, OutcomeUnknown)}
-    assert ask_again(shop, standby, [*answered]) == answered
+    assert ask_again(shop, url, [*answered]) == answered
     assert Counter(shop.took) == after
 
 
-def ask_again(shop: Shop, standby: Postgres, keys: list[str]) -> dict[str, Any]:
+def ask_again(shop: Shop, url: str, keys: list[str]) -> dict[str, Any]:
     """What an engine that remembers nothing answers to each of *keys*, or that nobody knows."""
-    with Engine(standby.url) as engine, ThreadPoolExecutor(2 * CLIENTS) as threads:
+    with Engine(url) as engine, ThreadPoolExecutor(2 * CLIENTS) as threads:
 
         def ask(key: str) -> object:
             try:

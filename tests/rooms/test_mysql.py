@@ -19,7 +19,9 @@ from servers.mariadb import Mariadb, mariadb
 from coatcheck.core.record import Swap, completed, failed, renewed
 from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.stores import Batcher, Query, mysql_schema, open_store
+from coatcheck.stores.mysql_flow import reads
 from coatcheck.stores.mysql_line import Session
+from coatcheck.stores.mysql_packets import framed
 
 MANY = [id_of(number) for number in range(1, 65)]
 OVER_MS = NOW_MS + RETENTION_MS
@@ -90,15 +92,20 @@ def complete(record, response=b"done"):
 def said(monkeypatch):
     """The first word of everything that is sent to a server."""
     words = []
-    send = pymysql.connections.Connection._execute_command
+    ask = Session.ask
 
-    def listen(self, command, sql):
-        text = sql if isinstance(sql, str) else sql[:20].decode("latin-1")
-        words.append(text.partition(" ")[0].lower())
-        return send(self, command, sql)
+    def listen(self, sent, hearing=None):
+        is_prepared = sent[4] == 0x17
+        words.append("execute" if is_prepared else sent[5:25].decode("latin-1").split(" ")[0])
+        return ask(self, sent, hearing)
 
-    monkeypatch.setattr(pymysql.connections.Connection, "_execute_command", listen)
+    monkeypatch.setattr(Session, "ask", listen)
     return words
+
+
+def answer_to(store, statement):
+    """What *store* is answered on the line that writes."""
+    return store._writer.run(lambda _: iter(reads(statement))).rows
 
 
 # --- how it is named ------------------------------------------------------------------------------
@@ -194,7 +201,7 @@ def test_a_connection_is_encrypted_and_verified_where_that_is_asked_for(tmp_path
         ):
             with closing(open_store(bare + options)) as store:
                 assert store.swap([claim()]) == ([None] if "ca=" in options else [claim_of()])
-                ((_, used),) = store._writer.run(lambda session: session.read(cipher))
+                ((_, used),) = answer_to(store, cipher)
                 assert bool(used) == is_encrypted
         with pytest.raises(StoreUnavailable, match="certificate verify failed"):
             open_store(bare + "?ssl=1")
@@ -262,24 +269,63 @@ def test_a_swap_alone_is_one_plain_statement_where_it_wins(store, said):
     assert store.swap([claim()]) == [claim_of()]
     assert store.swap([complete(claim_of())]) == [None]
     assert store.swap([Swap(ID, claim_of().version + 1, None)]) == [None]
-    assert said == ["insert", "insert", "select", "update", "delete"]
+    assert said == ["execute", "execute", "select", "execute", "delete"]
+
+
+def test_a_server_that_prepares_nothing_more_is_told_in_plain_words(own, own_url, said):
+    """L1, D2: its limit is for all who use it, and somebody may have used it up."""
+    with somebody_else(own_url) as root:
+        ask(root, "set global max_prepared_stmt_count = 0")
+        try:
+            with closing(open_store(own_url)) as store:
+                assert store.swap([claim()]) == [None]
+                assert store.swap([complete(claim_of())]) == [None]
+        finally:
+            ask(root, "set global max_prepared_stmt_count = 16382")
+    assert said[-2:] == ["insert", "update"]
+
+
+def test_a_statement_that_the_server_has_forgotten_is_prepared_again(store):
+    """D2: nothing was written, and we know it."""
+    store.swap([claim()])
+    session = store._writer._lines[0]._session
+    for number in session.terms.kept:
+        session.socket.sendall(framed(b"\x19" + number.to_bytes(4, "little")))  # is not answered
+    with pytest.raises(StoreUnavailable, match="it has forgotten what was prepared") as caught:
+        store.swap([complete(claim_of())])
+    assert not caught.value.is_ambiguous
+    assert store.swap([complete(claim_of())]) == [None]
+
+
+def test_versions_are_compared_to_the_last_digit(store):
+    """L5: as numbers, and not as what a fraction holds of them."""
+    for size in (1, 2):
+        old = [claim_of(id_of(10 * size + n))._replace(version=2**62 + n) for n in range(size)]
+        store.swap([Swap(record.id, 0, record) for record in old])
+        late = [Swap(r.id, r.version + 1, r._replace(version=r.version + 2)) for r in old]
+        assert store.swap(late) == old
+        assert store.swap([complete(record) for record in old]) == [None] * size
 
 
 @pytest.mark.parametrize("size", [2, 64, 300])
-def test_a_batch_of_any_size_is_one_statement(store, said, size):
+def test_a_batch_of_any_size_is_one_command(store, said, size):
     """L1: and what loses in it is one more, however much it is."""
     claims = [claim_of(id_of(number)) for number in range(size)]
     store.swap([claim(id_of(999))])
     said.clear()
     assert store.swap([Swap(r.id, 0, r) for r in claims[1:]]) == [None] * (size - 1)
-    if size > 2:
-        assert said == ["insert"]
+    assert said == (["insert"] if size > 2 else ["execute"])
     said.clear()
     assert store.swap([Swap(r.id, 0, r) for r in claims]) == [None, *claims[1:]]
     assert said == ["insert", "select"]
     said.clear()
     assert store.swap([complete(r) for r in claims]) == [None] * size
-    assert said == ["begin", "insert", "commit"]
+    assert said == ["update"]
+    said.clear()
+    more = [claim(id_of(number)) for number in range(1_000, 1_002)]
+    again = [Swap(r.id, r.version + 1, r._replace(version=r.version + 2)) for r in claims]
+    assert store.swap([*more, *again]) == [None] * (size + 2)
+    assert said == ["begin;"]
 
 
 def test_a_batch_of_winners_and_losers_is_answered_in_every_mixture(store):
@@ -338,12 +384,13 @@ def test_equal_claims_that_meet_in_batches_have_one_winner(url):
 def test_no_swap_and_no_sweep_ever_scans_the_table(store, url):
     """T3: what they cost does not grow with the number of records."""
     store.swap([claim(id) for id in MANY])
-    texts = store._statements
+    texts = store._talk.statements
+    changes = [complete(claim_of(id)) for id in MANY[:3]]
     plans = {
         next(texts.read(MANY[:3])): "PRIMARY",
         texts.alone(complete(claim_of()), 1).decode(): "PRIMARY",
         texts.alone(Swap(ID, 5, None), 1).decode(): "PRIMARY",
-        texts.discard(MANY[:3]).decode(): "PRIMARY",
+        texts.together(changes, 1).decode(): "PRIMARY",
         texts.sweep(MANY[:50], OVER_MS).decode(): "PRIMARY",
         texts.expired(OVER_MS, 10): "expires",
         texts.find(Query(id_prefix=b"\0\0\0\1")): "PRIMARY",
@@ -362,17 +409,15 @@ def test_a_claim_does_not_wait_for_a_sweep_of_others(url):
     with closing(open_store(url + "&timeout=1s")) as store:
         store.swap([claim(id) for id in MANY[::2]])
 
-        def sweep_slowly(session):
-            session.begin()
-            assert session.write(store._statements.sweep(MANY, OVER_MS)) == len(MANY) // 2
+        with somebody_else(url) as sweeper:
+            ask(sweeper, "begin")
+            assert sweeper.query(store._talk.statements.sweep(MANY, OVER_MS)) == len(MANY) // 2
             started = time.monotonic()
             assert store.swap([claim(MANY[1])]) == [None]
             assert store.swap([claim(id) for id in MANY[3::2]]) == [None] * (len(MANY) // 2 - 1)
             assert store.swap([complete(claim_of(id)) for id in MANY[1::2]]) == [None] * 32
             assert time.monotonic() - started < 1
-            session.undo()
-
-        store._finder.run(sweep_slowly)
+            ask(sweeper, "rollback")
         assert store.sweep(OVER_MS, 1_000) == len(MANY)
 
 
@@ -383,10 +428,10 @@ def test_a_sweep_does_not_wait_for_records_that_are_kept(url):
         store.swap([claim(id) for id in MANY] + [Swap(kept.id, 0, kept)])
         ask(holder, "begin")
         ask(holder, f"select 1 from coatcheck_records where id = x'{kept.id.hex()}' for update")
-        ids = [row[0] for row in ask(holder, store._statements.expired(OVER_MS, 500))]
+        ids = [row[0] for row in ask(holder, store._talk.statements.expired(OVER_MS, 500))]
         store.swap([Swap(MANY[0], NOW_MS, renewed(claim_of(MANY[0]), OVER_MS + 1))])
         assert store.sweep(OVER_MS, 10) == 10
-        assert holder.query(store._statements.sweep(ids, OVER_MS)) == len(MANY) - 11
+        assert holder.query(store._talk.statements.sweep(ids, OVER_MS)) == len(MANY) - 11
         ask(holder, "commit")
         assert [r.id for r in store.find(Query()).records] == [MANY[0], kept.id]
 
@@ -446,7 +491,7 @@ def test_a_record_that_does_not_fit_fails_alone(own, own_url, said):
         try:
             with closing(open_store(own_url)) as store, ThreadPoolExecutor(8) as threads:
                 store.swap([claim(id) for id in MANY[:8]])
-                responses = [b"'" * 600_000 if n == 3 else b"x" * 300_000 for n in range(8)]
+                responses = [b"'" * 1_100_000 if n == 3 else b"x" * 300_000 for n in range(8)]
                 swaps = [complete(claim_of(id), r) for id, r in zip(MANY, responses, strict=False)]
                 said.clear()
                 batcher = Batcher(store)
@@ -564,7 +609,8 @@ def test_processes_that_start_at_once_share_one_schema(url):
 
 
 def connection_of(store):
-    return store._writer.run(lambda session: session.read("select connection_id()"))
+    ((number,),) = answer_to(store, "select connection_id()")
+    return int(number)
 
 
 def use_in_child(store, said):
@@ -593,19 +639,18 @@ def test_a_connection_that_was_closed_while_nobody_used_it_is_replaced(store, ur
     """D2: nothing was on its way, so nobody needs to know."""
     store.swap([claim()])
     with somebody_else(url) as root:
-        for (number,) in connection_of(store):
-            ask(root, f"kill connection {number}")
-            eventually(store._writer._lines[0]._session.is_stale)
+        ask(root, f"kill connection {connection_of(store)}")
+        eventually(store._writer._lines[0]._session.is_stale)
     assert store.swap([claim()]) == [claim_of()]
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_write_that_is_cut_off_may_have_taken_effect(store, url, size):
-    """L1, D2: only where it would have committed; a transaction that did not has not."""
+    """L1, D2: one alone, or several, which commit in the same breath."""
     records = [claim_of(id) for id in MANY[:size]]
     store.swap([Swap(r.id, 0, r) for r in records])
     with somebody_else(url) as other, somebody_else(url) as root, ThreadPoolExecutor(1) as threads:
-        ((number,),) = connection_of(store)
+        number = connection_of(store)
         ask(other, "begin")
         ask(other, "select * from coatcheck_records for update")
         asked = threads.submit(store.swap, [complete(record) for record in records])
@@ -613,7 +658,7 @@ def test_a_write_that_is_cut_off_may_have_taken_effect(store, url, size):
         ask(root, f"kill connection {number}")
         with pytest.raises(StoreUnavailable) as caught:
             asked.result(START_S_MAX)
-        assert caught.value.is_ambiguous == (size == 1)
+        assert caught.value.is_ambiguous
         ask(other, "rollback")
     assert store.swap([complete(record) for record in records]) == [None] * size
 
@@ -621,17 +666,18 @@ def test_a_write_that_is_cut_off_may_have_taken_effect(store, url, size):
 def test_claims_that_were_won_before_a_failure_may_have_taken_effect(store, url, monkeypatch):
     """L1, D2: some won and that is committed; who lost could not be read any more."""
     store.swap([claim(MANY[0], nonce=7)])
-    ((number,),) = connection_of(store)
-    read = Session.read
+    number = connection_of(store)
+    ask_server = Session.ask
 
-    def hang_up_and_read(session, statement):
-        with somebody_else(url) as root:
-            ask(root, f"kill connection {number}")
-            eventually(session.is_stale)
-        return read(session, statement)
+    def hang_up_and_read(session, sent, hearing=None):
+        if sent[5:].startswith(b"select"):
+            with somebody_else(url) as root:
+                ask(root, f"kill connection {number}")
+                eventually(session.is_stale)
+        return ask_server(session, sent, hearing)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Session, "read", hang_up_and_read)
+        patch.setattr(Session, "ask", hang_up_and_read)
         with pytest.raises(StoreUnavailable) as caught:
             store.swap([claim(MANY[0]), claim(MANY[1])])
         assert caught.value.is_ambiguous
@@ -744,28 +790,45 @@ def is_past(writer, count):
 
 
 def test_a_server_that_becomes_read_only_is_an_outage_that_the_doctor_sees(own, own_url):
-    """D2, D3: after a failover the old primary still answers, and must not be written to."""
+    """D2, D3: after a failover the old primary still answers, and knows nothing of the new one."""
     with somebody_else(own_url) as root:
         ask(root, "create or replace user app")
         ask(root, "grant all on *.* to app")
         ask(root, "revoke super, read_only admin on *.* from app")
         with closing(open_store(own_url.replace("root@", "app@"))) as store:
             store.swap([claim()])
+            assert store.get([ID]) == [claim_of()]
             ask(root, "set global read_only = 1")
             try:
-                for swaps in ([claim(id_of(2))], [complete(claim_of()), claim(id_of(2))]):
+                for call in (
+                    lambda: store.swap([claim(id_of(2))]),
+                    lambda: store.swap([complete(claim_of()), claim(id_of(2))]),
+                    lambda: store.get([ID]),
+                    lambda: store.get([id_of(2)]),  # on a new connection, which is refused
+                    lambda: store.find(Query()),
+                ):
                     with pytest.raises(StoreUnavailable, match="it is read-only") as caught:
-                        store.swap(swaps)
+                        call()
                     assert not caught.value.is_ambiguous
-                errors = [f.message for f in store.check() if f.level == "error"]
-                assert len(errors) == 1
-                assert "read_only is on" in errors[0]
-                assert store.get([ID, id_of(2)]) == [claim_of(), None]
+                ((level, words),) = store.check()
+                assert (level, "it is read-only; is it a replica?" in words) == ("error", True)
             finally:
                 ask(root, "set global read_only = 0")
             assert store.swap([complete(claim_of()), claim(id_of(2))]) == [None, None]
             assert {finding.level for finding in store.check()} == {"ok"}
         ask(root, "drop user app")
+
+
+def test_a_replica_is_refused_also_where_we_could_write_to_it(own, own_url):
+    """D2, D3: whoever may do everything may write there, and nobody would ever see it."""
+    with somebody_else(own_url) as root:
+        ask(root, "set global read_only = 1")
+        try:
+            with pytest.raises(StoreUnavailable, match="it is read-only; is it a replica"):
+                open_store(own_url)
+        finally:
+            ask(root, "set global read_only = 0")
+        assert ask(root, "show tables") == ()
 
 
 # --- what the doctor sees -------------------------------------------------------------------------
@@ -811,15 +874,12 @@ def test_a_server_that_could_forget_is_warned_of_when_it_is_opened(own, own_url,
         open_store(own_url).close()
         assert caplog.text == ""
         ask(root, "set global innodb_flush_log_at_trx_commit = 2")
-        ask(root, "set global read_only = 1")
         ask(root, "alter table coatcheck_records engine = aria")
         try:
             open_store(own_url).close()
         finally:
             ask(root, "set global innodb_flush_log_at_trx_commit = 1")
-            ask(root, "set global read_only = 0")
     assert "a power cut forgets the last second" in caplog.text
-    assert "read_only is on" in caplog.text
     assert "which has no transactions" in caplog.text
     assert {record.levelname for record in caplog.records} == {"WARNING"}
     assert all("mysql://root@127.0.0.1" in record.message for record in caplog.records)

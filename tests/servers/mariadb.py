@@ -10,7 +10,7 @@ from itertools import count
 
 import pymysql
 
-from servers import Server, find_program
+from servers import Server, find_program, until
 
 PLACES = ("/usr/sbin", "/usr/local/sbin")
 SETTINGS = {
@@ -18,6 +18,15 @@ SETTINGS = {
     "innodb-flush-log-at-trx-commit": "0",
     "innodb-buffer-pool-size": "32M",
     "max-connections": "300",
+}
+# What a server must have that is followed, or may be one day; nothing of it is lost in a crash.
+REPLICATED = {
+    "innodb-flush-log-at-trx-commit": "1",
+    "log-bin": "binlog",
+    "binlog-format": "ROW",
+    "sync-binlog": "1",
+    "rpl-semi-sync-master-wait-point": "AFTER_SYNC",
+    "rpl-semi-sync-master-timeout": "3600000",  # for ever: who has no replica acknowledges nothing
 }
 
 
@@ -47,10 +56,47 @@ class Mariadb(Server):
     def fresh_url(self) -> str:
         """A store that nobody has used."""
         name = f"laws_{next(self._numbers)}"
-        with pymysql.connect(host="127.0.0.1", port=self.port, user="root") as connection:
-            connection.cursor().execute(f"create database {name}")
+        self.ask(f"create database {name}")
         # Without TLS, which it does not offer: to make ready for it takes longer than a law.
         return f"{self.url}/{name}?ssl=0"
+
+    def ask(self, *statements: str) -> list[dict[str, object]]:
+        """Perform *statements* as who may do everything; what the last one has found."""
+        cursor = pymysql.cursors.DictCursor
+        place = {"host": "127.0.0.1", "port": self.port, "user": "root", "autocommit": True}
+        with pymysql.connect(**place, cursorclass=cursor) as connection:
+            for statement in statements:
+                asked = connection.cursor()
+                asked.execute(statement)
+            return list(asked.fetchall())
+
+    def replica(self) -> Mariadb:
+        """Another server that has heard of everything before a commit here is acknowledged."""
+        replica = Mariadb(**REPLICATED, **{"server-id": "2", "read-only": "1"})
+        replica.ask(
+            f"change master to master_host='127.0.0.1', master_port={self.port},"
+            " master_user='root', master_use_gtid=slave_pos",
+            "set global rpl_semi_sync_slave_enabled = 1",
+            "start slave",
+        )
+        self.ask("set global rpl_semi_sync_master_enabled = 1")
+        until(lambda: self.status("Rpl_semi_sync_master_clients") == "1")
+        return replica
+
+    def promote(self) -> None:
+        """Make a replica the one that writes, when it has done all that it has heard of."""
+        self.ask("stop slave io_thread")
+        until(self._is_caught_up)
+        self.ask("stop slave", "reset slave all", "set global read_only = 0")
+
+    def _is_caught_up(self) -> bool:
+        (status,) = self.ask("show slave status")
+        return str(status["Slave_SQL_Running_State"]).startswith("Slave has read all relay log")
+
+    def status(self, name: str) -> str:
+        """One of the numbers that it keeps about itself."""
+        (row,) = self.ask(f"show global status like '{name}'")
+        return str(row["Value"])
 
     def start(self) -> None:
         """Start it, again where it has ended."""

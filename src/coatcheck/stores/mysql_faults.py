@@ -1,6 +1,6 @@
 """What a MySQL server can do to us, in words: which of its errors means what.
 
-Below `mysql_line.py`, which meets them. The numbers are those of MySQL and MariaDB alike.
+Below `mysql_flow.py`, which meets them. The numbers are those of MySQL and MariaDB alike.
 
 Invariant: an error becomes `StoreUnavailable`; or `Misconfigured` where a store is opened and
 could never work; or `ValueError` where the record itself cannot be written, by whatever server.
@@ -27,14 +27,18 @@ PASSING = COLLISIONS | _OF_THE_RECORD - {_STATEMENT_TOO_LARGE}
 MADE_ALREADY = frozenset({1050, 1060, 1061})
 
 # What the driver says, not the server: no connection; lost while sending; lost while waiting.
-UNREACHABLE, _SERVER_GONE, _SERVER_LOST, _NO_TLS = 2003, 2006, 2013, 2026
+UNREACHABLE, SERVER_GONE, SERVER_LOST, _NO_TLS = 2003, 2006, 2013, 2026
 
-_READ_ONLY = "it is read-only; is it a replica?"
+# What a server says to a write that takes none; we say it to ourselves where one is read from.
+READ_ONLY = 1290
+_IS_READ_ONLY = "it is read-only; is it a replica?"
+# What keeps statements from being prepared: there are too many already, or a proxy knows none.
+UNPREPARED = frozenset({1295, 1461})
 # What happened, in words; whatever is not here is told in the server's own.
 _FAULTS = {
     UNREACHABLE: "it cannot be reached; is it running, and does it listen there?",
-    _SERVER_GONE: "the connection was lost",
-    _SERVER_LOST: "the connection was lost, or there was no answer in time",
+    SERVER_GONE: "the connection was lost",
+    SERVER_LOST: "the connection was lost, or there was no answer in time",
     _NO_TLS: "it offers no TLS; give it a certificate, or leave out ssl=1",
     1040: "it has no connection left; raise its max_connections",
     1044: "the user may not use this database; grant it",
@@ -49,16 +53,18 @@ _FAULTS = {
     _LOCK_TIMEOUT: "somebody keeps rows, or the table, locked",
     1021: "its disk is full",
     1114: "its disk is full",
-    1290: _READ_ONLY,
-    1792: _READ_ONLY,
-    1836: _READ_ONLY,
+    READ_ONLY: _IS_READ_ONLY,
+    1792: _IS_READ_ONLY,
+    1836: _IS_READ_ONLY,
+    1243: "it has forgotten what was prepared",
+    1615: "it has no room for what was prepared; raise its table_definition_cache",
     1665: "its binlog_format is STATEMENT; set it to ROW",
 }
 # To open the same URL again could not work either.
 _HOPELESS = frozenset({_NO_TLS, 1044, 1045, 1049, 1054, 1130, 1142, 1665})
 # The server has refused, or has not got all of it. Any other error of a write that commits may
 # have come when that was done.
-_NOTHING_WRITTEN = frozenset(_FAULTS) - {_SERVER_LOST}
+_NOTHING_WRITTEN = frozenset(_FAULTS) - {SERVER_LOST}
 
 
 def explained(

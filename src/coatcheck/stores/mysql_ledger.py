@@ -17,8 +17,9 @@ import pymysql
 from coatcheck.core.record import Record, Swap
 from coatcheck.errors import MissingExtra
 from coatcheck.stores.ledger import Ledger, Statement
-from coatcheck.stores.mysql_line import Address, new_stamp
+from coatcheck.stores.mysql_line import Address
 from coatcheck.stores.mysql_rows import COLUMNS, bytes_of
+from coatcheck.stores.mysql_talk import new_stamp
 
 
 def ledger_for(address: Address, table: str, *, compact: bool) -> Ledger:

@@ -1,14 +1,13 @@
 """Rows of the MySQL store: how a record becomes one and comes back, and the statements for it.
 
-Between `mysql.py`, which says when, and `mysql_line.py`, which sends. Statements are made here as
-text, values and all, because the driver can only do the same: it has no prepared statements. A
-number is formatted as one or fails; a text or a blob is written in hexadecimal, or, where that
-would be long, quoted in a way that no `sql_mode` can read as the end of the string.
+Beneath `mysql_talk.py`, which says when. Statements are made here as text, values and all, but for
+those that claim or change one record alone (`mysql_values.py`). A number is formatted as one or
+fails; a text or a blob is written in hexadecimal, or, where that would be long, quoted in a way
+that no `sql_mode` can read as the end of the string.
 
 `stamp` is a column for the store alone. A write marks its rows with the negative of a number that
 nobody else has, so that one look tells which rows it has written; an equal swap of somebody else
-leaves equal traces in every other column. On its way in, `stamp` holds the version that a change
-expects: no row that stands has a positive one.
+leaves equal traces in every other column.
 
 Invariant: `record_of` of what `row_of` made is the same record, whatever it holds.
 """
@@ -17,15 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any
 
 from coatcheck.core.record import Record, Swap
 from coatcheck.stores.contract import Query
-
-Row: TypeAlias = tuple[Any, ...]
+from coatcheck.stores.mysql_packets import Row
 
 # 500 ids in a statement: MariaDB makes a temporary table of more than a thousand.
-_IDS_MAX = 500
+IDS_MAX = 500
 
 # 1 024: twice as long costs nothing there. A response of megabytes must not be twice as long,
 # because the server takes no statement above its `max_allowed_packet`.
@@ -42,8 +40,8 @@ _ROW = f"({','.join(_MARKS)})"
 _CHANGES = ",".join(map("{}={}".format, COLUMNS[1:], _MARKS[1:]))
 assert len(_MARKS) == len(COLUMNS)
 
-# The version goes last: an assignment sees what those before it have assigned.
-_CHANGED = (*(name for name in _FIELDS if name not in ("id", "version")), "version")
+# What a setting says that makes a server read-only, where it does not; some spell it out.
+WRITABLE = (b"0", b"OFF")
 
 _IS_OVER = "expires_ms <= {0:d} and version < {0:d} and (state <> 0 or lease_until_ms <= {0:d})"
 
@@ -60,14 +58,16 @@ class Statements:
     def __init__(self, table: str, *, compact: bool) -> None:
         self._table = f"`{table}`"
         self._compact = compact
-        self._select = f"select {_NAMES} from {self._table}"
+        self._select = f"select {_NAMES}, @@read_only from {self._table}"
         self._insert = f"insert into {self._table} ({_NAMES}) values "
+        # What is prepared: to claim, and to change.
+        marks, changes = ",".join("?" * len(COLUMNS)), " = ?, ".join(COLUMNS[1:])
+        self.kept = (
+            f"{self._insert}({marks}){_OR_NOTHING}".encode(),
+            f"update {self._table} set {changes} = ? where id = ? and version = ?".encode(),
+        )
 
-    def row_of(self, record: Record, stamp: int) -> str:
-        """What writes *record*, marked with *stamp*."""
-        return _ROW % self._values_of(record, stamp)
-
-    def _values_of(self, record: Record, stamp: int) -> Row:
+    def _values_of(self, record: Record, stamp: int) -> tuple[Any, ...]:
         texts = _NO_TEXTS if self._compact else _texts(*record[10:13])
         digests = record[0].hex(), record[4].hex()
         blobs = _literal(record[13]), _literal(record[14])
@@ -77,47 +77,58 @@ class Statements:
         """One swap. Atomic; one row is affected where it wins, else none."""
         record = swap.record
         if record is not None and swap.expected == 0:
-            return _sent(f"{self._insert}{self.row_of(record, -stamp)}{_OR_NOTHING}")
+            return _sent(self._claim((record,), stamp))
         where = f"where id = {_hex(swap.id)} and version = {swap.expected:d}"
         if record is None:
             return _sent(f"delete from {self._table} {where}")
         changes = _CHANGES % self._values_of(record, -stamp)[1:]
         return _sent(f"update {self._table} set {changes} {where}")
 
-    def claim(self, rows: Sequence[str], bytes_max: int) -> Iterator[bytes]:
+    def together(self, swaps: Sequence[Swap], stamp: int) -> bytes:
         """
-        Insert each of *rows* where there is none with its id. Each statement is atomic.
+        Claims and changes, all or none of them. As many rows are affected as win.
 
-        Affected are the rows that were inserted.
+        Both in the order in which they are given.
         """
-        return self._inserts(rows, _OR_NOTHING, bytes_max)
+        claims = [swap.record for swap in swaps if swap.record and not swap.expected]
+        changes = [swap for swap in swaps if swap.expected]
+        if not changes:
+            return _sent(self._claim(claims, stamp))
+        if not claims:
+            return _sent(self._change(changes, stamp))
+        both = f"{self._claim(claims, stamp)}; {self._change(changes, stamp)}"
+        return _sent(f"begin; {both}; commit")
 
-    def write(self, rows: Sequence[str], stamp: int, bytes_max: int) -> Iterator[bytes]:
+    def _claim(self, records: Iterable[Record], stamp: int) -> str:
+        rows = ",".join([_ROW % self._values_of(record, -stamp) for record in records])
+        return f"{self._insert}{rows}{_OR_NOTHING}"
+
+    def _change(self, swaps: Sequence[Swap], stamp: int) -> str:
         """
-        Claim and change at once, in a transaction. Each statement is atomic.
+        One statement for all, column by column.
 
-        A claim that wins counts as one affected row, a change that wins as two, who loses as none.
-        A change whose row is missing counts as one and leaves a row that must not be committed;
-        its stamp is positive.
+        The stamp holds the place of a row among *swaps* while the others are assigned: assignments
+        are made from left to right, and each sees those before it. A number is compared with a
+        text as fractions are, without the last digits; hence the cast.
         """
-        holds = "version = values(stamp)"
-        changes = [f"stamp = if({holds}, {-stamp:d}, stamp)"]
-        changes += [f"{name} = if({holds}, values({name}), {name})" for name in _CHANGED]
-        return self._inserts(rows, f" on duplicate key update {', '.join(changes)}", bytes_max)
+        values = [self._values_of(swap.record, -stamp) for swap in swaps if swap.record]
+        columns = zip(
+            COLUMNS[1:-1], _MARKS[1:-1], list(zip(*values, strict=True))[1:-1], strict=True
+        )
+        changes = ",".join([f"{name}={_one_of(mark, column)}" for name, mark, column in columns])
+        ids = _list([swap.id for swap in swaps])
+        place = f"field(id,{ids})"
+        expected = ",".join([f"{swap.expected:d}" for swap in swaps])
+        return (
+            f"update {self._table} force index (primary)"
+            f" set stamp={place},{changes},stamp={-stamp:d}"
+            f" where id in ({ids}) and version = cast(elt({place},{expected}) as signed)"
+        )
 
-    def _inserts(self, rows: Sequence[str], end: str, bytes_max: int) -> Iterator[bytes]:
-        for some in _portions_of(rows, bytes_max - len(self._insert) - len(end)):
-            yield _sent(f"{self._insert}{','.join(some)}{end}")
-
-    def read(self, ids: Sequence[bytes], *, but_stamp: int | None = None) -> Iterator[str]:
-        """Read the records of *ids*, or only those that bear another stamp."""
-        other = "" if but_stamp is None else f" and stamp <> {but_stamp:d}"
-        for start in range(0, len(ids), _IDS_MAX):
-            yield f"{self._select} where id in ({_list(ids[start : start + _IDS_MAX])}){other}"
-
-    def discard(self, ids: Sequence[bytes]) -> bytes:
-        """Delete the rows of *ids*, whatever they hold."""
-        return _sent(f"delete from {self._table} where id in ({_list(ids)})")
+    def read(self, ids: Sequence[bytes]) -> Iterator[str]:
+        """Read the records of *ids*."""
+        for start in range(0, len(ids), IDS_MAX):
+            yield f"{self._select} where id in ({_list(ids[start : start + IDS_MAX])})"
 
     def expired(self, now_ms: int, limit: int) -> str:
         """
@@ -157,14 +168,31 @@ _OR_NOTHING = " on duplicate key update id = id"
 
 def record_of(row: Row) -> Record:
     """The record that *row* was made of."""
-    label, scope, key = row[10:13]
-    return Record._make((*row[:10], text_of(label), text_of(scope), text_of(key), row[13], row[14]))
+    id, version, state, attempt, fingerprint, *numbers = row[:10]
+    label, scope, key, progress, response = row[10:15]
+    return Record._make(
+        (
+            *(id, int(version), int(state), int(attempt), fingerprint),
+            *map(int, numbers),
+            *(text_of(label), text_of(scope), text_of(key), progress, response),
+        )
+    )
+
+
+def id_in(row: Row) -> bytes:
+    """Whose *row* it is."""
+    id: bytes = row[0]
+    return id
+
+
+def is_of_replica(row: Row) -> bool:
+    """Who has shown *row* only reads, and may not know what has become of it."""
+    return row[-1] not in WRITABLE
 
 
 def stamp_of(row: Row) -> int:
     """Who has written *row*."""
-    stamp: int = row[_STAMP]
-    return stamp
+    return int(row[_STAMP])
 
 
 def bytes_of(text: str) -> bytes:
@@ -196,15 +224,11 @@ def _above(prefix: bytes) -> bytes | None:
     return kept[:-1] + bytes([kept[-1] + 1]) if kept else None
 
 
-def _portions_of(rows: Sequence[str], bytes_max: int) -> Iterator[Sequence[str]]:
-    """*rows* in as few portions as the server takes; one that it never takes is left alone."""
-    start = size = 0
-    for number, row in enumerate(rows):
-        size += len(row) + 1
-        if size > bytes_max and number > start:
-            yield rows[start:number]
-            start, size = number, len(row) + 1
-    yield rows[start:]
+def _one_of(mark: str, column: Sequence[Any]) -> str:
+    """What becomes of a column, given its new value in each row."""
+    if column.count(column[0]) == len(column):
+        return f"{mark % column[0]}"
+    return f"elt(stamp,{','.join([mark % value for value in column])})"
 
 
 # 1 024: as many as may run at once. What was spelt for a claim is needed when it is completed.

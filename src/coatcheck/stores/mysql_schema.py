@@ -13,9 +13,11 @@ import time
 from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
+from coatcheck.core.flow import Flow
 from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.stores.migration import HOW
-from coatcheck.stores.mysql_line import Address, Line, Session
+from coatcheck.stores.mysql_flow import reads, writes, writes_once
+from coatcheck.stores.mysql_line import Address, Line
 
 logger = logging.getLogger("coatcheck")
 
@@ -78,16 +80,16 @@ def prepare(address: Address, table: str, *, create: bool) -> int:
     again, so that a server that opens a store and forks afterwards has nothing to hand down.
     Returns the version that was found.
     """
-    line = Line(address, opening=True)
+    line = Line(address, is_opening=True)
     try:
-        found = line.run(lambda session: _known_version(session, address, table))
+        found = line.run(lambda _: _known_version(address, table))
         if found < len(MIGRATIONS):
             if not create:
                 missing = f"there is no table {table} of coatcheck's"
                 older = f"{table} has schema {found}, older than {len(MIGRATIONS)} of this release"
                 raise Misconfigured(f"{address}: {older if found else missing}; {HOW}")
-            found = line.run(lambda session: _migrate(session, address, table))
-        for level, text in line.run(lambda session: list(findings_about(session, table))):
+            found = line.run(lambda _: _migrate(address, table))
+        for level, text in line.run(lambda _: findings_about(table)):
             if level != "ok":  # a store that could forget says so when it is opened
                 logger.warning("%s: %s", address, text)
     finally:
@@ -97,15 +99,15 @@ def prepare(address: Address, table: str, *, create: bool) -> int:
 
 def version_at(address: Address, table: str) -> int:
     """The version of *table* at *address*, if this release knows it; 0 where there is none."""
-    line = Line(address, opening=True)
+    line = Line(address, is_opening=True)
     try:
-        return line.run(lambda session: _known_version(session, address, table))
+        return line.run(lambda _: _known_version(address, table))
     finally:
         line.close()
 
 
-def _known_version(session: Session, address: Address, table: str) -> int:
-    found = schema_version(session, table)
+def _known_version(address: Address, table: str) -> Flow[int]:
+    found = yield from schema_version(table)
     if found > len(MIGRATIONS):
         raise Misconfigured(
             f"{address}: {table} has coatcheck schema {found}, but this version of coatcheck knows "
@@ -114,51 +116,53 @@ def _known_version(session: Session, address: Address, table: str) -> int:
     return found
 
 
-def schema_version(session: Session, table: str) -> int:
+def schema_version(table: str) -> Flow[int]:
     """The version of *table* in this database; 0 where there is none of ours."""
     known = (
-        "select count(*) from information_schema.tables"
+        "select 1 from information_schema.tables"
         f" where table_schema = database() and table_name = '{META_TABLE}'"
     )
-    if session.read(known)[0][0] == 0:
+    if not (yield from reads(known)).rows:
         return 0
-    rows = session.read(f"select value from {META_TABLE} where name = '{table}'")
+    rows = (yield from reads(f"select value from {META_TABLE} where name = '{table}'")).rows
     return int(rows[0][0]) if rows else 0
 
 
-def _migrate(session: Session, address: Address, table: str) -> int:
+def _migrate(address: Address, table: str) -> Flow[int]:
     """Make what has not been made; the version that was found when it was our turn."""
     # Nodes that start together do it one after the other; the later ones find it done. The lock
     # goes with the connection, which is closed soon.
-    ((is_ours,),) = session.read(f"select get_lock({_LOCK}, {address.lock_timeout_s})")
-    if is_ours != 1:
+    locked = yield from reads(f"select get_lock({_LOCK}, {address.lock_timeout_s})")
+    if locked.rows[0][0] != b"1":
         raise StoreUnavailable(f"{address}: another node is changing the schema")
-    found = _known_version(session, address, table)
+    found = yield from _known_version(address, table)
     for version, migration in enumerate(MIGRATIONS[found:], found + 1):
-        session.write_once(migration.format(table).encode())
+        yield from writes_once(migration.format(table).encode())
         # If it was there already, is it ours? Whatever stands in it is not looked at.
-        session.read(f"select id, version, expires_ms, nonce, stamp from `{table}` limit 0")
-        session.write(_META.encode())
+        yield from reads(f"select id, version, expires_ms, nonce, stamp from `{table}` limit 0")
+        yield from writes(_META.encode())
         noted = f"insert into {META_TABLE} values ('{table}', {version})"
-        session.write(f"{noted} on duplicate key update value = {version}".encode())
+        yield from writes(f"{noted} on duplicate key update value = {version}".encode())
     return found
 
 
-def clock_ms(session: Session) -> int:
+def clock_ms() -> Flow[int]:
     """The server's clock, whatever its time zone."""
-    return int(session.read(_CLOCK)[0][0])
+    return int((yield from reads(_CLOCK)).rows[0][0])
 
 
-def findings_about(session: Session, table: str) -> Iterator[Told]:
+def findings_about(table: str) -> Flow[list[Told]]:
     """What a doctor should know about the server, and about *table* in it."""
-    settings: dict[str, str] = dict(session.read("show global variables"))
-    yield "ok", f"MySQL or MariaDB {settings['version']}, coatcheck schema {len(MIGRATIONS)}"
-    yield from _about_writing(settings)
-    yield from _about_durability(settings)
-    yield from _about_table(session, table)
-    off_ms = clock_ms(session) - time.time_ns() // 1_000_000
+    rows = (yield from reads("show global variables")).rows
+    settings = {name.decode(): value.decode("utf-8", "replace") for name, value in rows}
+    version = f"MySQL or MariaDB {settings['version']}, coatcheck schema {len(MIGRATIONS)}"
+    told: list[Told] = [("ok", version), *_about_writing(settings), *_about_durability(settings)]
+    told += yield from _about_table(table)
+    off_ms = (yield from clock_ms()) - time.time_ns() // 1_000_000
     if abs(off_ms) > _CLOCK_OFF_MS_MAX:
-        yield "warning", f"its clock is {off_ms / 1_000:+.1f} s off this machine's; run NTP on both"
+        message = f"its clock is {off_ms / 1_000:+.1f} s off this machine's; run NTP on both"
+        told.append(("warning", message))
+    return told
 
 
 def _about_writing(settings: dict[str, str]) -> Iterator[Told]:
@@ -197,16 +201,20 @@ def _about_durability(settings: dict[str, str]) -> Iterator[Told]:
         yield "warning", "innodb_doublewrite is off: a power cut may leave torn pages"
 
 
-def _about_table(session: Session, table: str) -> Iterator[Told]:
-    rows = session.read(
+def _about_table(table: str) -> Flow[list[Told]]:
+    looked = yield from reads(
         "select engine from information_schema.tables"
         f" where table_schema = database() and table_name = '{table}'"
     )
-    engine = rows[0][0] if rows else None
+    told: list[Told] = []
+    engine = looked.rows[0][0].decode() if looked.rows else None
     if engine is None:
-        yield "error", f"there is no table {table}: all records are gone"
+        told.append(("error", f"there is no table {table}: all records are gone"))
     elif engine.lower() != "innodb":
-        yield "error", f"{table} is a table of {engine}, which has no transactions; alter it"
-    version = schema_version(session, table)
+        message = f"{table} is a table of {engine}, which has no transactions; alter it"
+        told.append(("error", message))
+    version = yield from schema_version(table)
     if version != len(MIGRATIONS):
-        yield "error", f"{table} has schema {version} by now, and this process knows only its own"
+        message = f"{table} has schema {version} by now, and this process knows only its own"
+        told.append(("error", message))
+    return told
