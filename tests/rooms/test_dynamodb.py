@@ -1,5 +1,6 @@
 """What is particular to DynamoDB: requests, items, the table, its limits."""
 
+import json
 import os
 import threading
 import time
@@ -31,6 +32,7 @@ from hypothesis import strategies as st
 from servers.dynamodb import dynamodb
 
 from coatcheck import Engine
+from coatcheck.cli import main
 from coatcheck.core.record import GONE, RUNNING, Record, Swap, completed, is_same_write, renewed
 from coatcheck.errors import Misconfigured, ResultUnavailable, StoreUnavailable
 from coatcheck.stores import Batcher, Query, open_store
@@ -346,6 +348,21 @@ def test_a_sweep_looks_at_a_stretch_and_the_next_one_goes_on_there(store, pages,
     assert taken == len(pages)
     assert sent.count("Scan") == 8
     assert store.find(Query()).records == []
+
+
+def test_the_command_sweeps_the_whole_of_a_table_of_many_pages(store, pages, monkeypatch, capsys):
+    """T3, O1: a stretch with nothing to take is not the end of it."""
+    monkeypatch.setattr(module, "_SWEEP_PAGES", 1)
+    monkeypatch.setattr(module.os, "urandom", lambda _size: pages[0].id)
+    now_ms = store.now_ms()
+    last = [pages[-1]._replace(version=1, lease_until_ms=0, expires_ms=now_ms - 1)]
+    last.append(last[0]._replace(id=claim_of(10).id))
+    assert swap(store, pages[-1].id, pages[-1].version, None) is None
+    assert store.swap([Swap(record.id, 0, record) for record in last]) == [None, None]
+    url = f"dynamodb://{store.name}?{dynamodb().place}"
+    assert main(["sweep", "--store", url, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"swept": 2}
+    assert store.find(Query()).records == pages[:-1]
 
 
 def test_a_sweep_leaves_alone_what_was_changed_since_it_looked(store):

@@ -10,11 +10,11 @@ import logging
 import random
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 from coatcheck.core.record import Record, Swap
-from coatcheck.stores.contract import SWEEP_BATCH, Query, Store
+from coatcheck.stores.contract import SWEEP_BATCH, HasStretches, Query, Store
 
 Archive: TypeAlias = Callable[[Sequence[Record]], object]
 
@@ -80,6 +80,15 @@ def _sweep_or_log(
         sweep(store, now_ms, archive, is_over=is_over)
     except Exception as error:  # noqa: BLE001 - what is left is for the next time
         logger.warning("a sweep failed and is tried again: %s", error)
+
+
+def sweep_all(store: Store, now_ms: int) -> Iterator[int]:
+    """Take all that retention allows, for whoever can wait; how many records, bit by bit."""
+    if isinstance(store, HasStretches):
+        yield from store.sweep_all(now_ms)
+        return
+    while count := sweep(store, now_ms):
+        yield count
 
 
 def sweep(

@@ -149,6 +149,17 @@ class DynamoStore:
         self._sweep_from = start  # whoever sweeps at the same time may set it, too: no harm done
         return taken
 
+    def sweep_all(self, now_ms: int) -> Iterator[int]:
+        """Sweep the table from its beginning to its end, a megabyte at a time."""
+        query = Query(expired_at_ms=now_ms)
+        start: bytes | None = None
+        while True:
+            over, start = self._stretch(query, start, consistent=False)
+            count, _ = self._take(over, len(over) + 1)
+            yield count
+            if start is None:
+                return
+
     def _take(self, over: list[tuple[bytes, int]], count: int) -> tuple[int, bytes | None]:
         """Delete *count* of *over*, as they were seen; how many it were, and where it stopped."""
         taken, last = 0, None
