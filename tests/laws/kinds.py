@@ -65,7 +65,18 @@ class Kind:
 
     def as_kept(self, record: Record) -> Record:
         """What this store gives back of *record*."""
+        if not self._fits(record.response):
+            record = record._replace(response=None)
         return record if self.keeps_labels else record._replace(label="", scope="", key="")
+
+    def refuses(self, record: Record) -> bool:
+        """It does not fit, whatever is left out."""
+        return not self._fits(record.progress)
+
+    def _fits(self, noise: bytes | None) -> bool:
+        """What is large in the laws is so by far, and cannot be made smaller."""
+        bytes_max = self.declared.record_bytes_max
+        return bytes_max is None or len(noise or b"") <= bytes_max
 
 
 KINDS = (
