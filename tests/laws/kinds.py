@@ -39,13 +39,15 @@ class Kind:
     keeps_labels: bool = True  # label, scope and key come back; a compact store drops them
     keyring: KeyRing | None = None  # what it keeps is sealed
     histories: int = 300  # random ones for each driver; fewer where each step is a round trip
+    only_threads: bool = False  # event loops ask through a thread, though there could be a wire
 
     def open(self, url: str) -> Store:
         store = open_store(url)
         return store if self.keyring is None else AtRest(store, self.keyring)
 
     def open_async(self, url: str) -> AsyncStore:
-        return open_async_store(url) if self.keyring is None else ThreadedStore(self.open(url))
+        is_wired = self.keyring is None and not self.only_threads
+        return open_async_store(url) if is_wired else ThreadedStore(self.open(url))
 
     @property
     def durable(self) -> bool:
@@ -133,5 +135,12 @@ KINDS = (
         fresh_url=lambda _directory: dynamodb().fresh_url(),
         declared=declared.DYNAMODB,
         histories=10,
+    ),
+    Kind(
+        name="dynamodb-threads",  # as without aiobotocore
+        fresh_url=lambda _directory: dynamodb().fresh_url(),
+        declared=declared.DYNAMODB,
+        histories=10,
+        only_threads=True,
     ),
 )
