@@ -51,7 +51,7 @@ DRIVERS = {
     "postgres": {"psycopg"},
     "mysql": {"asyncmy", "pymysql"},
     "redis": {"redis"},
-    "dynamodb": {"boto3", "botocore"},
+    "dynamodb": {"aiobotocore", "aiohttp", "botocore"},
 }
 
 # The promises kept so far, by their ids; each is carried by the docstring or the name of a test.

@@ -291,12 +291,12 @@ def _body(name: str) -> bytes:
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
-    from coatcheck.engine.sweeping import batches  # noqa: PLC0415 - no other command needs it
+    from coatcheck.engine.sweeping import sweep_all  # noqa: PLC0415 - no other command needs it
 
     taken = 0
     with closing(open_store(arguments.store, create=False)) as store:
         now_ms = store.now_ms()  # once, so that there is an end while servers write
-        for batch in batches(store, now_ms):
+        for batch in sweep_all(store, now_ms):
             taken += batch
             if batch and sys.stderr.isatty():
                 print(f"\rswept {taken:,} …", end="", file=sys.stderr, flush=True)

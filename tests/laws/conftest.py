@@ -11,18 +11,13 @@ LAW_MODULES = ("swaps", "batches", "reads", "sweeps", "contention", "lifetimes",
 # Only then does pytest show what an assertion in there compared.
 pytest.register_assert_rewrite(*(f"{__package__}.{name}" for name in (*LAW_MODULES, "effects")))
 
-from .drivers import DRIVERS, Driver  # noqa: E402 - after the registration
-from .kinds import KINDS, Kind  # noqa: E402 - after the registration
+from .drivers import DRIVERS, PAIRS, Driver, name_of  # noqa: E402 - after the registration
 
 
-@pytest.fixture(params=KINDS, ids=lambda kind: kind.name)
-def kind(request: pytest.FixtureRequest) -> Kind:
-    return request.param
-
-
-@pytest.fixture(params=DRIVERS)
-def driver(request: pytest.FixtureRequest, kind: Kind, tmp_path: Path) -> Iterator[Driver]:
-    driver = DRIVERS[request.param](kind, tmp_path)
+@pytest.fixture(params=PAIRS, ids=name_of)
+def driver(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Driver]:
+    kind, way = request.param
+    driver = DRIVERS[way](kind, tmp_path)
     yield driver
     driver.close()
 

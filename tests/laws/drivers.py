@@ -28,7 +28,7 @@ from .effects import (
     Sweep,
     Together,
 )
-from .kinds import Kind
+from .kinds import KINDS, Kind
 
 R = TypeVar("R")
 
@@ -190,3 +190,13 @@ DRIVERS: dict[str, Callable[[Kind, Path], Driver]] = {
     "async": AsyncDriver,
     "batched": BatchedDriver,
 }
+# Every kind, driven in every way; but where only event loops differ, only theirs.
+PAIRS = [
+    (kind, way) for kind in KINDS for way in DRIVERS if way == "async" or not kind.only_threads
+]
+
+
+def name_of(pair: tuple[Kind, str]) -> str:
+    """As it stands in the name of a test."""
+    kind, way = pair
+    return f"{way}-{kind.name}"

@@ -39,13 +39,15 @@ class Kind:
     keeps_labels: bool = True  # label, scope and key come back; a compact store drops them
     keyring: KeyRing | None = None  # what it keeps is sealed
     histories: int = 300  # random ones for each driver; fewer where each step is a round trip
+    only_threads: bool = False  # event loops ask through a thread, though there could be a wire
 
     def open(self, url: str) -> Store:
         store = open_store(url)
         return store if self.keyring is None else AtRest(store, self.keyring)
 
     def open_async(self, url: str) -> AsyncStore:
-        return open_async_store(url) if self.keyring is None else ThreadedStore(self.open(url))
+        is_wired = self.keyring is None and not self.only_threads
+        return open_async_store(url) if is_wired else ThreadedStore(self.open(url))
 
     @property
     def durable(self) -> bool:
@@ -65,7 +67,18 @@ class Kind:
 
     def as_kept(self, record: Record) -> Record:
         """What this store gives back of *record*."""
+        if not self._fits(record.response):
+            record = record._replace(response=None)
         return record if self.keeps_labels else record._replace(label="", scope="", key="")
+
+    def refuses(self, record: Record) -> bool:
+        """It does not fit, whatever is left out."""
+        return not self._fits(record.progress)
+
+    def _fits(self, noise: bytes | None) -> bool:
+        """What is large in the laws is so by far, and cannot be made smaller."""
+        bytes_max = self.declared.record_bytes_max
+        return bytes_max is None or len(noise or b"") <= bytes_max
 
 
 KINDS = (
@@ -122,5 +135,12 @@ KINDS = (
         fresh_url=lambda _directory: dynamodb().fresh_url(),
         declared=declared.DYNAMODB,
         histories=10,
+    ),
+    Kind(
+        name="dynamodb-threads",  # as without aiobotocore
+        fresh_url=lambda _directory: dynamodb().fresh_url(),
+        declared=declared.DYNAMODB,
+        histories=10,
+        only_threads=True,
     ),
 )

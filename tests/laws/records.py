@@ -6,6 +6,8 @@ records alone, and what a law says about time depends on nothing but its argumen
 
 from __future__ import annotations
 
+from random import Random
+
 from coatcheck.core.flow import Flow
 from coatcheck.core.record import RUNNING, Record, Swap, next_version
 
@@ -13,6 +15,11 @@ NOW_MS = 4_102_444_800_000  # 2100-01-01
 LEASE_MS = 60_000
 WINDOW_MS = 24 * 3_600_000
 RETENTION_MS = WINDOW_MS + 3_600_000
+
+
+# 1 MiB: beyond every page, packet and inline limit a database has by default; and noise, which no
+# store makes smaller.
+LARGE = Random(2100).randbytes(1 << 20)
 
 
 def id_of(number: int) -> bytes:

@@ -41,7 +41,7 @@ from coatcheck.core.record import (
 )
 from coatcheck.stores.contract import Query, matches
 
-from .drivers import DRIVERS, Driver
+from .drivers import DRIVERS, PAIRS, Driver, name_of
 from .effects import GetAll, SwapAll, Sweep, find_all
 from .kinds import Kind
 from .records import LEASE_MS, NOW_MS, RETENTION_MS, WINDOW_MS, claim_of, new_life, next_attempt
@@ -228,9 +228,12 @@ class Histories(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(300)  # a few seconds; only making a failing history short takes minutes
-@pytest.mark.parametrize("way", DRIVERS)
-def test_random_histories_agree_with_the_table_of_moves(kind: Kind, way: str, fast_directory: Path):
+@pytest.mark.parametrize("pair", PAIRS, ids=name_of)
+def test_random_histories_agree_with_the_table_of_moves(
+    pair: tuple[Kind, str], fast_directory: Path
+):
     """D1, L1, L5, T3: thousands of histories, on every store, sync, async and batched."""
+    kind, way = pair
     histories = int(HISTORIES or kind.histories)
     print(f"LAW_SEED={SEED} LAW_HISTORIES={histories}")  # shown when it fails
     driver = DRIVERS[way](kind, fast_directory)

@@ -29,8 +29,8 @@ from .records import NOW_MS, RETENTION_MS, assert_exactly, claim_of, id_of
 PROCESSES = 4
 ROUNDS = 40
 
-# In other processes stores are opened by their URL alone, and that says nothing of keys.
-BY_URL = [kind for kind in KINDS if kind.keyring is None]
+# In other processes stores are opened by their URL alone, and that says nothing of keys or wires.
+BY_URL = [kind for kind in KINDS if kind.keyring is None and not kind.only_threads]
 SHARED = [kind for kind in BY_URL if kind.shared]
 ALONE = [kind for kind in BY_URL if not kind.shared]
 DURABLE = [kind for kind in BY_URL if kind.durable]

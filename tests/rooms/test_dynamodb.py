@@ -1,54 +1,45 @@
-"""What is particular to DynamoDB: requests, items, the table, its limits, its faults."""
+"""What is particular to DynamoDB: requests, items, the table, its limits."""
 
-import io
 import json
 import os
-import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
-from itertools import count
+from contextlib import closing
 from typing import Any
 
 import pytest
-from botocore.awsrequest import AWSResponse
+from dynamodb_scenes import (
+    LARGE,
+    NOW_MS,
+    TIMEOUT_S,
+    WAYS,
+    Either,
+    answered,
+    claim_of,
+    claimed,
+    claims,
+    fresh_url,
+    on,
+    pauses_of,
+    refused,
+    requests_of,
+    swap,
+)
 from hypothesis import given
 from hypothesis import strategies as st
-from servers.dynamodb import Dynamodb, dynamodb
+from servers.dynamodb import dynamodb
 
 from coatcheck import Engine
+from coatcheck.cli import main
 from coatcheck.core.record import GONE, RUNNING, Record, Swap, completed, is_same_write, renewed
 from coatcheck.errors import Misconfigured, ResultUnavailable, StoreUnavailable
 from coatcheck.stores import Batcher, Query, open_store
 from coatcheck.stores import dynamodb as module
 from coatcheck.stores import dynamodb_items as items
 from coatcheck.stores.dynamodb import DynamoStore
-from coatcheck.stores.dynamodb_line import CONFLICT_TRIES_MAX
 from coatcheck.stores.dynamodb_table import clock_ms
-
-# 2 s: less than a request may take in all.
-TRIED_AGAIN_S_MAX = 2
-# 30 s: nothing here takes a tenth of it, also on a busy machine.
-TIMEOUT_S = 30
-NUMBERS = count()
-LARGE = 700_000  # bytes of noise: over the limit, and cannot be deflated below it
-
-NOW_MS = 1_800_000_000_000
-
-
-def claim_of(number: int) -> Record:
-    """A claim as a server makes it; ids come in no order, as digests do."""
-    id = (number * 0x9E3779B97F4A7C15F39CC0605CEDC835 % 2**128).to_bytes(16, "big")
-    ends = (NOW_MS + 60_000, NOW_MS + 86_400_000, NOW_MS + 90_000_000)
-    people = ("POST /orders", id[:8].hex(), f"order-{number}")
-    return Record(id, NOW_MS, RUNNING, 1, id[::-1], NOW_MS, *ends, 7, *people, None, None)
-
-
-def fresh_url() -> str:
-    return f"dynamodb://rooms_{next(NUMBERS)}?{dynamodb().place}"
 
 
 @pytest.fixture
@@ -57,79 +48,38 @@ def store() -> Iterator[DynamoStore]:
         yield store
 
 
+@pytest.fixture(params=WAYS.values(), ids=WAYS)
+def either(request) -> Iterator[Either]:
+    """A store that is asked by threads, or from an event loop."""
+    with closing(request.param(fresh_url())) as store:
+        yield store
+
+
 def beside(store: DynamoStore) -> closing[DynamoStore]:
     """Another node on the same table."""
     return closing(DynamoStore(store._place))
 
 
-def swap(store: Any, id: bytes, expected: int, record: Record | None) -> Record | None:
-    return store.swap([Swap(id, expected, record)])[0]
-
-
-def claimed(store: DynamoStore, number: int = 1) -> Record:
-    claim = claim_of(number)
-    assert swap(store, claim.id, 0, claim) is None
-    return claim
-
-
-def answered(store: DynamoStore, response: bytes, number: int = 1) -> Record:
-    claim = claimed(store, number)
-    answer = completed(claim, response)
-    assert swap(store, claim.id, claim.version, answer) is None
-    return answer
-
-
 def raw(store: DynamoStore, operation: str, **parameters: Any) -> dict[str, Any]:
-    return store._line.call(operation, TableName=store.name, **parameters)
-
-
-def on(store: DynamoStore, event: str, handler: Any) -> None:
-    """Have *handler* called by the store's client."""
-    store._line._connected().meta.events.register(event, handler)
-
-
-@contextmanager
-def requests_of(store: DynamoStore) -> Iterator[list[str]]:
-    """The names of all requests that *store* sends, every try."""
-    sent: list[str] = []
-    events = store._line._connected().meta.events
-    target = "X-Amz-Target"
-
-    def note(request: Any, **_: Any) -> None:
-        sent.append(request.headers[target].decode().partition(".")[2])
-
-    events.register("before-send.dynamodb", note)
-    yield sent
-    events.unregister("before-send.dynamodb", note)
-
-
-class Said(io.BytesIO):
-    def stream(self, **_: Any) -> Iterator[bytes]:
-        yield self.read()
-
-
-def answer(store: DynamoStore, status: int, code: str, text: str = "no") -> None:
-    """Have every request answered like this, without asking anybody."""
-    body = json.dumps({"__type": f"com.amazonaws.dynamodb#{code}", "message": text}).encode()
-    on(store, "before-send.dynamodb", lambda **_: AWSResponse("", status, {}, Said(body)))
+    return store._line.call(operation, **parameters)
 
 
 # --------------------------------------------------------------------------------------- requests
 
 
-def test_a_claim_and_a_completion_are_one_request_each_also_when_they_lose(store):
+def test_a_claim_and_a_completion_are_one_request_each_also_when_they_lose(either):
     """L1: DynamoDB bills requests, and the loser's answer brings the record that stands."""
     claim = claim_of(1)
     answer = completed(claim, b"201")
-    with requests_of(store) as sent:
-        assert swap(store, claim.id, 0, claim) is None
-        assert swap(store, claim.id, 0, claim._replace(nonce=9)) == claim
-        assert swap(store, claim.id, claim.version, answer) is None
-        assert swap(store, claim.id, claim.version, answer) == answer
-        assert swap(store, claim.id, claim.version, None) == answer
-        assert swap(store, claim.id, answer.version, None) is None
-        assert swap(store, claim.id, answer.version, None) == GONE
-        assert swap(store, claim.id, claim.version, answer) == GONE
+    with requests_of(either) as sent:
+        assert swap(either, claim.id, 0, claim) is None
+        assert swap(either, claim.id, 0, claim._replace(nonce=9)) == claim
+        assert swap(either, claim.id, claim.version, answer) is None
+        assert swap(either, claim.id, claim.version, answer) == answer
+        assert swap(either, claim.id, claim.version, None) == answer
+        assert swap(either, claim.id, answer.version, None) is None
+        assert swap(either, claim.id, answer.version, None) == GONE
+        assert swap(either, claim.id, claim.version, answer) == GONE
     assert sent == ["PutItem"] * 4 + ["DeleteItem"] * 3 + ["PutItem"]
 
 
@@ -176,38 +126,58 @@ def test_a_batch_is_sent_by_a_few_threads_and_one_alone_by_its_caller():
     assert len(threads) == 4
 
 
-def test_records_are_read_by_the_hundred_and_what_was_not_answered_is_asked_again(store):
+def test_records_are_read_by_the_hundred_and_what_was_not_answered_is_asked_again(either):
     """L2: a waiter sees the newest write, however much was asked for at once."""
-    claims = [claim_of(number) for number in range(120)]
-    store.swap([Swap(claim.id, 0, claim) for claim in claims])
+    asked = claims(0, 120)
+    either.swap(asked)
     held_back = [3, 100]  # the first time some, the second time all
 
     def hold_back(parsed: dict[str, Any], **_: Any) -> None:
         if held_back:
-            kept = parsed["Responses"][store.name]
+            kept = parsed["Responses"][either.name]
             some = [kept.pop() for _ in range(min(held_back.pop(0), len(kept)))]
             left = {"Keys": [{"id": item["id"]} for item in some]}
-            parsed["UnprocessedKeys"] = {store.name: left}
+            parsed["UnprocessedKeys"] = {either.name: left}
 
-    on(store, "after-call.dynamodb.BatchGetItem", hold_back)
-    ids = [claim.id for claim in claims]
-    with requests_of(store) as sent:
-        assert store.get([*ids, ids[0]]) == [*claims, claims[0]]
+    on(either, "after-call.dynamodb.BatchGetItem", hold_back)
+    records = [swap.record for swap in asked]
+    with requests_of(either) as sent:
+        ids = [swap.id for swap in asked]
+        assert either.get([*ids, ids[0]]) == [*records, records[0]]
     assert sent == ["BatchGetItem"] * 4
 
 
-def test_a_claim_that_lost_against_a_record_that_vanished_is_tried_again(store, monkeypatch):
+def test_a_table_without_capacity_is_asked_again_for_a_while(either, monkeypatch):
+    """D2: longer than the time-out says it is an outage."""
+    claim = claimed(either)
+
+    def hold_back(parsed: dict[str, Any], **_: Any) -> None:
+        parsed["Responses"] = {}
+        parsed["UnprocessedKeys"] = {either.name: {"Keys": [{"id": {"B": claim.id}}]}}
+
+    pauses = pauses_of(either, monkeypatch)
+    on(either, "after-call.dynamodb.BatchGetItem", hold_back)
+    with pytest.raises(StoreUnavailable, match="throttled while reading"):
+        either.get([claim.id])
+    assert len(pauses) > 3
+    assert max(pauses) <= 1
+    assert sum(pauses) <= either._place.timeout_s + 1
+
+
+def test_a_claim_that_lost_against_a_record_that_vanished_is_tried_again(either):
     """L1: who is not told of a record must have won."""
-    write, answers = store._line.write, [{}, {}]
-    monkeypatch.setattr(
-        store._line, "write", lambda *a, **k: answers.pop() if answers else write(*a, **k)
+    lost = ["ConditionalCheckFailedException"] * 2
+    on(
+        either,
+        "before-send.dynamodb",
+        lambda **_: refused(either, 400, lost.pop()) if lost else None,
     )
-    claim = claimed(store)
-    assert not answers
-    assert store.get([claim.id]) == [claim]
-    monkeypatch.setattr(store._line, "write", lambda *_a, **_k: {})
+    claim = claimed(either)
+    assert not lost
+    assert either.get([claim.id]) == [claim]
+    lost += ["ConditionalCheckFailedException"] * 1_000
     with pytest.raises(StoreUnavailable, match="comes and goes"):
-        claimed(store, 2)
+        claimed(either, 2)
 
 
 # ------------------------------------------------------------------------------------------ items
@@ -285,25 +255,25 @@ def test_an_answer_over_400_kb_reaches_its_caller_and_runs_only_once():
 
 @pytest.mark.parametrize("reckoned_bytes_max", [items.ITEM_BYTES_MAX, 10**9])
 def test_a_writer_whose_answer_did_not_fit_knows_its_own_record_again(
-    store, caplog, monkeypatch, reckoned_bytes_max
+    either, caplog, monkeypatch, reckoned_bytes_max
 ):
     """L12: also where its acknowledgement was lost, or the server counts otherwise than we do."""
     monkeypatch.setattr(items, "ITEM_BYTES_MAX", reckoned_bytes_max)
-    answer = answered(store, os.urandom(LARGE))
-    assert store.get([answer.id]) == [answer._replace(response=None)]
+    answer = answered(either, os.urandom(LARGE))
+    assert either.get([answer.id]) == [answer._replace(response=None)]
     assert "not kept" in caplog.text
-    again = swap(store, answer.id, answer.version - 1, answer)
+    again = swap(either, answer.id, answer.version - 1, answer)
     assert again is not None
     assert is_same_write(again, answer)
     other = answer._replace(nonce=99)
-    assert swap(store, answer.id, answer.version - 1, other) == answer._replace(response=None)
+    assert swap(either, answer.id, answer.version - 1, other) == answer._replace(response=None)
 
 
-def test_an_answer_that_just_fits_is_kept(store):
+def test_an_answer_that_just_fits_is_kept(either):
     """L2: what we reckon to fit is not refused."""
     small = items.size_of(items.item_of(completed(claim_of(1), b"x"), compact=False))
-    answer = answered(store, os.urandom(items.ITEM_BYTES_MAX - small))
-    assert store.get([answer.id]) == [answer]
+    answer = answered(either, os.urandom(items.ITEM_BYTES_MAX - small))
+    assert either.get([answer.id]) == [answer]
 
 
 def test_what_can_be_deflated_is_kept_however_large():
@@ -378,6 +348,21 @@ def test_a_sweep_looks_at_a_stretch_and_the_next_one_goes_on_there(store, pages,
     assert taken == len(pages)
     assert sent.count("Scan") == 8
     assert store.find(Query()).records == []
+
+
+def test_the_command_sweeps_the_whole_of_a_table_of_many_pages(store, pages, monkeypatch, capsys):
+    """T3, O1: a stretch with nothing to take is not the end of it."""
+    monkeypatch.setattr(module, "_SWEEP_PAGES", 1)
+    monkeypatch.setattr(module.os, "urandom", lambda _size: pages[0].id)
+    now_ms = store.now_ms()
+    last = [pages[-1]._replace(version=1, lease_until_ms=0, expires_ms=now_ms - 1)]
+    last.append(last[0]._replace(id=claim_of(10).id))
+    assert swap(store, pages[-1].id, pages[-1].version, None) is None
+    assert store.swap([Swap(record.id, 0, record) for record in last]) == [None, None]
+    url = f"dynamodb://{store.name}?{dynamodb().place}"
+    assert main(["sweep", "--store", url, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"swept": 2}
+    assert store.find(Query()).records == pages[:-1]
 
 
 def test_a_sweep_leaves_alone_what_was_changed_since_it_looked(store):
@@ -523,182 +508,12 @@ def test_the_clock_is_this_machines_as_far_as_the_server_agrees(store, monkeypat
     assert abs(store.now_ms() - true_ms) < TIMEOUT_S * 1_000
 
 
-# -------------------------------------------------------------------------------------- the faults
-
-
-@pytest.mark.parametrize(
-    ("status", "code", "is_ambiguous"),
-    [
-        (400, "ProvisionedThroughputExceededException", False),
-        (400, "ThrottlingException", False),
-        (400, "RequestLimitExceeded", False),
-        (400, "TransactionConflictException", False),
-        (400, "AccessDeniedException", False),
-        (400, "ExpiredTokenException", False),
-        (400, "ResourceNotFoundException", False),
-        (500, "InternalServerError", True),
-        (503, "ServiceUnavailable", True),
-    ],
-)
-def test_what_aws_refuses_is_an_outage_and_ambiguous_only_where_it_may_have_written(
-    store, monkeypatch, status, code, is_ambiguous
-):
-    """D2: nothing runs, and the caller is told why."""
-    monkeypatch.setattr(time, "sleep", lambda _s: None)  # botocore's backoff
-    answer(store, status, code, "so it is")
-    for call in (
-        lambda: claimed(store),
-        lambda: store.swap([Swap(b"%d" % n, 1, None) for n in (1, 2)]),
-    ):
-        with pytest.raises(StoreUnavailable, match=store.name) as caught:
-            call()
-        assert caught.value.is_ambiguous == is_ambiguous
-        assert (
-            "so it is" in str(caught.value)
-            or "throttled" in str(caught.value)
-            or "no such" in str(caught.value)
-        )
-
-
-def answer_first(store: DynamoStore, times: int, code: str) -> None:
-    """Have the first requests answered like this, and the others by DynamoDB."""
-    body = json.dumps({"__type": f"com.amazonaws.dynamodb#{code}", "message": "no"}).encode()
-    asked = count()
-
-    def refuse(**_: Any) -> AWSResponse | None:
-        return AWSResponse("", 400, {}, Said(body)) if next(asked) < times else None
-
-    on(store, "before-send.dynamodb", refuse)
-
-
-@pytest.mark.parametrize(
-    ("times", "code"),
-    [
-        (1, "ProvisionedThroughputExceededException"),
-        (1, "ThrottlingException"),
-        (1, "TransactionConflictException"),
-        (CONFLICT_TRIES_MAX - 1, "TransactionConflictException"),
-    ],
-)
-def test_what_passes_is_tried_again_and_is_no_outage(store, monkeypatch, times, code):
-    """D1, D2: a moment of throttling, or of somebody else's transaction on the same item."""
-    pauses: list[float] = []
-    monkeypatch.setattr(time, "sleep", pauses.append)
-    with requests_of(store) as sent:
-        answer_first(store, times, code)
-        claim = claimed(store)
-    assert sent == ["PutItem"] * (times + 1)
-    assert len(pauses) == times
-    assert sum(pauses) <= TRIED_AGAIN_S_MAX
-    assert swap(store, claim.id, claim.version, None) is None
-
-
-def test_a_conflict_that_does_not_pass_is_given_up(store, monkeypatch):
-    """D2: after a few tries it is an outage, in which nothing was written."""
-    monkeypatch.setattr(time, "sleep", lambda _s: None)
-    with requests_of(store) as sent:
-        answer_first(store, 1_000, "TransactionConflictException")
-        with pytest.raises(StoreUnavailable, match="somebody's transaction") as caught:
-            claimed(store)
-    assert len(sent) == CONFLICT_TRIES_MAX
-    assert not caught.value.is_ambiguous
-
-
-@pytest.mark.parametrize("page", [b"<html>please log in</html>", b"", b"{}"])
-def test_a_yes_that_is_not_from_dynamodb_is_none(store, page):
-    """D2: a proxy's page with the status 200 must not pass for a claim that won."""
-    on(store, "before-send.dynamodb", lambda **_: AWSResponse("", 200, {}, Said(page)))
-    with pytest.raises(StoreUnavailable, match="not DynamoDB") as caught:
-        claimed(store)
-    assert caught.value.is_ambiguous
-
-
-def test_a_batch_of_which_some_took_effect_is_ambiguous_for_all(store):
-    """L1, D2: the others are told the same, so none of them may be told that nothing was written."""
-    body = b'{"__type": "x#AccessDeniedException", "message": "not this one"}'
-    refused = count()
-
-    def refuse_one(**_: Any) -> AWSResponse | None:
-        return AWSResponse("", 400, {}, Said(body)) if next(refused) == 3 else None
-
-    on(store, "before-send.dynamodb", refuse_one)
-    claims = [claim_of(number) for number in range(8)]
-    with pytest.raises(StoreUnavailable, match="not this one") as caught:
-        store.swap([Swap(claim.id, 0, claim) for claim in claims])
-    assert caught.value.is_ambiguous
-    assert sum(record is None for record in store.get([claim.id for claim in claims])) == 1
-
-
-def test_a_write_whose_first_try_was_heard_is_ambiguous_though_nobody_hears_the_second(store):
-    """L5, D2: the last error says that nobody is there; the first try may have done its work."""
-    with socket.create_server(("127.0.0.1", 0)) as deaf:
-        port = deaf.getsockname()[1]
-
-        def hear_once() -> None:
-            connection, _ = deaf.accept()
-            connection.recv(1)
-            deaf.close()
-            connection.close()
-
-        def turn(request: Any, **_: Any) -> None:
-            request.url = f"http://127.0.0.1:{port}/"
-
-        on(store, "before-send.dynamodb", turn)
-        thread = threading.Thread(target=hear_once)
-        thread.start()
-        with pytest.raises(StoreUnavailable, match="Could not connect") as caught:
-            claimed(store)
-        thread.join(TIMEOUT_S)
-        assert caught.value.is_ambiguous
-        with pytest.raises(StoreUnavailable, match="Could not connect") as caught:
-            claimed(store)
-        assert not caught.value.is_ambiguous
-
-
-@pytest.fixture
-def server() -> Iterator[Dynamodb]:
-    """One of the test's own, to be killed."""
-    server = Dynamodb()
-    yield server
-    server.remove()
-
-
-def test_a_server_that_falls_silent_dies_and_comes_back_needs_nothing_from_us(server):
-    """D2: bounded time-outs, a clear error, and on with it, without opening the store again."""
-    url = server.fresh_url() + "&timeout=1s"
-    with closing(DynamoStore.from_url(url)) as store:
-        claim = claimed(store)
-        server.kill(signal.SIGSTOP)
-        began_s = time.monotonic()
-        with pytest.raises(StoreUnavailable, match="timeout") as caught:
-            claimed(store, 2)
-        assert caught.value.is_ambiguous
-        assert time.monotonic() - began_s < 5
-        server.kill(signal.SIGCONT)
-        assert store.get([claim.id]) == [claim]
-        server.kill()
-        with pytest.raises(StoreUnavailable, match="Could not connect") as caught:
-            claimed(store, 3)
-        assert not caught.value.is_ambiguous
-        with pytest.raises(StoreUnavailable):
-            store.swap([Swap(claim_of(n).id, 0, claim_of(n)) for n in range(5)])
-        server.start()
-        with pytest.raises(StoreUnavailable, match="no such table"):  # the stand-in has forgotten
-            claimed(store, 3)
-        DynamoStore.from_url(url).close()
-        again = claimed(store, 3)
-        assert store.get([again.id, claim.id]) == [again, None]
-
-
-def test_a_store_that_cannot_be_reached_is_an_outage_at_the_start():
-    """D2: and not a wrong setting, for it may come up any moment."""
-    with pytest.raises(StoreUnavailable, match="Could not connect"):
-        open_store("dynamodb://orders?region=eu-west-1&endpoint=http://127.0.0.1:1&timeout=1s")
+# -------------------------------------------------------------------------------------- its threads
 
 
 def test_a_closed_store_and_its_threads_are_gone(store):
     """D2: also for those who come with a batch."""
-    store.swap([Swap(claim_of(n).id, 0, claim_of(n)) for n in range(9)])
+    store.swap(claims(0, 9))
     store.close()
     store.close()
     assert not any("coatcheck-dynamodb" in thread.name for thread in threading.enumerate())

@@ -267,6 +267,26 @@ def test_a_few_who_come_late_wait_for_the_many_who_are_on_their_way(monkeypatch)
     asyncio.run(scene())
 
 
+def test_a_few_who_come_late_leave_at_once_while_more_than_one_lane_is_free(monkeypatch):
+    """L1: nobody has to wait because of them; so with a lane for each, each has its own."""
+    monkeypatch.setattr(lanes, "PROMPT_S_MAX", TIMEOUT_S)  # so that nobody is slow here
+
+    async def scene() -> None:
+        async with Scene(lanes=40) as on:
+            gates = [on.wire.hold() for _ in range(20)]
+            many = [on.looped.swap([claim(number)]) for number in range(1, 21)]
+            await turns()
+            late = on.looped.swap([claim(21)])
+            await turns()
+            assert on.wire.batches == [[number] for number in range(22)]
+            assert list(await late) == [None]
+            for gate in gates:
+                gate.set()
+            assert await on.told(on.first, *many) == [[None]] * 21
+
+    asyncio.run(scene())
+
+
 def test_nobody_waits_for_a_lane_that_is_stuck_while_another_is_free():
     """D2: the first who comes finds that out, and whoever comes then is sent at once."""
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 from coatcheck.core.record import Record, Swap
-from coatcheck.stores.contract import SWEEP_BATCH, Query, Store
+from coatcheck.stores.contract import SWEEP_BATCH, HasStretches, Query, Store
 
 Archive: TypeAlias = Callable[[Sequence[Record]], object]
 
@@ -99,6 +99,13 @@ def rest_between(
         if rest(min(REST_S_MAX, RESTS_PER_BATCH * (monotonic() - began_s))):
             break
         began_s = monotonic()
+
+
+def sweep_all(store: Store, now_ms: int) -> Iterator[int]:
+    """Take all that retention allows, for whoever can wait; how many records, bit by bit."""
+    if isinstance(store, HasStretches):
+        return store.sweep_all(now_ms)
+    return batches(store, now_ms)
 
 
 def batches(store: Store, now_ms: int, archive: Archive | None = None) -> Iterator[int]:

@@ -14,7 +14,7 @@ Invariants that the law-suite (`tests/laws`) holds every store to:
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -105,6 +105,15 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Let go of files, connections and threads. Who let go of any refuses further use."""
+        ...
+
+
+@runtime_checkable
+class HasStretches(Protocol):
+    """A store whose sweep looks at a stretch of it only, because there looking is what costs."""
+
+    def sweep_all(self, now_ms: int) -> Iterator[int]:
+        """Sweep it from end to end, whatever that costs; how many records, stretch by stretch."""
         ...
 
 

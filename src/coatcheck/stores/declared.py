@@ -14,6 +14,9 @@ from coatcheck.errors import Misconfigured
 
 logger = logging.getLogger("coatcheck")
 
+# Of DynamoDB. 400 kB is documented; as 400 000 there is no question of what a kilobyte is.
+ITEM_BYTES_MAX = 400_000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
@@ -27,6 +30,9 @@ class Declaration:
     survives: str
     shared_by: str
     keeps: str = "everything"
+    # The most that one record may take; one that takes more loses its response, so that a retry is
+    # told, and is refused where it would not fit even so.
+    record_bytes_max: int | None = None
     durable: bool = True  # what was acknowledged is there after close, crash and reopening
     shared: bool = True  # every process that opens the URL sees the same records
     closes: bool = True  # a closed store refuses further use with StoreUnavailable
@@ -104,6 +110,7 @@ DYNAMODB = Declaration(
     survives="the loss of a data centre",
     shared_by="any number of machines",
     keeps="400 kB; a longer response is not kept, and a retry is told so",
+    record_bytes_max=ITEM_BYTES_MAX,
     archives="usually",
 )
 

@@ -4,7 +4,8 @@ What a swap has acknowledged is on disks in three data centres. One request for 
 completion, also where it loses: the answer then brings the item that stands.
 
 DynamoDB has no bulk write whose parts succeed and fail apart, so the swaps of a batch are sent at
-the same time, by a few threads of the store's own; one alone is sent in its caller's thread.
+the same time, by a few threads of the store's own; one alone is sent in its caller's thread, and
+an event loop has a client of its own (`wire`). What is said is in `dynamodb_flow.py`.
 
 There is no order among items but that of a hash, and no index, which would double the cost of
 every write. So what is rare and for people (`find`) reads the whole table, and the sweep reads a
@@ -16,31 +17,26 @@ from __future__ import annotations
 import heapq
 import logging
 import os
-import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 
-from coatcheck.core.key import reference_of
-from coatcheck.core.record import GONE, Record, Swap
+from coatcheck.core.record import Record, Swap
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores import dynamodb_items as items
 from coatcheck.stores import dynamodb_table as table
-from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, matches
+from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, Wire, matches
 from coatcheck.stores.declared import DYNAMODB
-from coatcheck.stores.dynamodb_line import Line, is_too_large
+from coatcheck.stores.dynamodb_flow import Flows, in_order, portions_of
+from coatcheck.stores.dynamodb_line import Line
 from coatcheck.stores.dynamodb_place import Place, place_of
 from coatcheck.stores.migration import Migration
 
 logger = logging.getLogger("coatcheck")
 
-# The most that BatchGetItem takes.
-_READ_MAX = 100
 # A page of a scan is 1 MB of table. 4: half a thousand read units each time, which once a minute
 # comes to a few dollars in a month; the whole of a large table would be hundreds in a day.
 _SWEEP_PAGES = 4
-# A claim that finds a record which is gone when it is looked at; twice in a row is a wonder.
-_VANISHED_MAX = 8
 
 
 class DynamoStore:
@@ -55,7 +51,8 @@ class DynamoStore:
     def __init__(self, place: Place, *, create: bool = True) -> None:
         self.name = place.table
         self._place = place
-        self._line = Line(place)
+        self._flows = Flows(place)
+        self._line = Line(self._flows)
         # Anywhere, so that nodes do not fight for the same stretch; None: where the table begins.
         self._sweep_from: bytes | None = os.urandom(16)
         try:
@@ -77,87 +74,20 @@ class DynamoStore:
     def migrate(cls, url: str, *, only_look: bool = False) -> Migration:
         """Make the table that *url* names; one that is there is never altered."""
         place = place_of(url)
-        with closing(Line(place)) as line:
+        with closing(Line(Flows(place))) as line:
             found = table.version_of(line)
         if not only_look:
             cls(place).close()
         is_done = not found and not only_look
-        return Migration(f"dynamodb table {place.table}", found, 1, is_done)
+        return Migration(str(place), found, 1, is_done)
 
     def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
         """Write each record if the version its caller saw still stands; all at the same time."""
-        return self._line.each(self._swap_one, swaps)
-
-    def _swap_one(self, swap: Swap) -> Record | None:
-        """One request, whether it wins or loses."""
-        for _ in range(_VANISHED_MAX):
-            standing = self._delete(swap) if swap.record is None else self._put(swap, swap.record)
-            if standing is None:
-                return None
-            if standing.version or swap.expected:
-                return standing
-            # A claim was refused, but not in favour of anybody: what stood is gone, so once more.
-        message = f"dynamodb table {self.name}: a record comes and goes while it is claimed"
-        raise StoreUnavailable(message)
-
-    def _delete(self, swap: Swap) -> Record | None:
-        key = {"id": {"B": swap.id}}
-        condition = items.condition_of(swap)
-        item = self._line.write("delete_item", TableName=self.name, Key=key, **condition)
-        return None if item is None else _standing(item)
-
-    def _put(self, swap: Swap, record: Record) -> Record | None:
-        """None where it won; of a record whose response does not fit, all else is written."""
-        written = items.item_of(record, compact=self._place.compact)
-        condition = items.condition_of(swap)
-        try:
-            item = self._line.write("put_item", TableName=self.name, Item=written, **condition)
-        except StoreUnavailable as error:
-            if not is_too_large(error) or not items.keeps_response(written):
-                raise
-            # It is counted differently over there. The work was done, and that is to be known.
-            written = items.without_response(written)
-            item = self._line.write("put_item", TableName=self.name, Item=written, **condition)
-        is_whole = record.response is None or items.keeps_response(written)
-        if item is None:
-            if not is_whole:
-                _tell_dropped(record)
-            return None
-        standing = _standing(item)
-        if not is_whole and standing == items.record_of(written):
-            return record  # our own, from a try whose answer was lost; so its writer will know it
-        return standing
+        return self._line.each(self._flows.swap, swaps)
 
     def get(self, ids: Sequence[bytes]) -> Sequence[Record | None]:
         """The records that stand, in the order of *ids*; never an older one than was written."""
-        wanted = list(dict.fromkeys(ids))  # DynamoDB refuses to be asked for one twice
-        portions = [wanted[n : n + _READ_MAX] for n in range(0, len(wanted), _READ_MAX)]
-        standing: dict[bytes, Record] = {}
-        for some in self._line.each(self._read, portions):
-            standing.update(some)
-        return [standing.get(id) for id in ids]
-
-    def _read(self, ids: Sequence[bytes]) -> dict[bytes, Record]:
-        """One request; more where the answer would be over 16 MB, or capacity runs short."""
-        found: dict[bytes, Record] = {}
-        keys = [{"id": {"B": id}} for id in ids]
-        deadline_s = time.monotonic() + self._place.timeout_s
-        pause_s = 0.02
-        while True:
-            asked = {self.name: {"Keys": keys, "ConsistentRead": True}}
-            answer = self._line.call("batch_get_item", RequestItems=asked)
-            for item in answer["Responses"].get(self.name, ()):
-                record = items.record_of(item)
-                found[record.id] = record
-            left = answer.get("UnprocessedKeys", {}).get(self.name, {}).get("Keys", [])
-            if not left:
-                return found
-            if len(left) == len(keys):  # nothing at all: there is no capacity
-                if time.monotonic() > deadline_s:
-                    raise StoreUnavailable(f"dynamodb table {self.name}: throttled while reading")
-                time.sleep(pause_s * random.uniform(0.5, 1.5))  # noqa: S311 - no secret
-                pause_s = min(2 * pause_s, 1.0)
-            keys = left
+        return in_order(ids, self._line.each(self._flows.read, portions_of(ids)))
 
     def find(self, query: Query) -> Page:
         """
@@ -189,7 +119,7 @@ class DynamoStore:
         scan = items.scan_of(query)
         if start is not None:
             scan["ExclusiveStartKey"] = {"id": {"B": start}}
-        answer = self._line.call("scan", TableName=self.name, ConsistentRead=consistent, **scan)
+        answer = self._line.call("scan", ConsistentRead=consistent, **scan)
         seen = [(item["id"]["B"], int(item["version"]["N"])) for item in answer["Items"]]
         last = answer.get("LastEvaluatedKey")
         return seen, None if last is None else last["id"]["B"]
@@ -219,6 +149,17 @@ class DynamoStore:
         self._sweep_from = start  # whoever sweeps at the same time may set it, too: no harm done
         return taken
 
+    def sweep_all(self, now_ms: int) -> Iterator[int]:
+        """Sweep the table from its beginning to its end, a megabyte at a time."""
+        query = Query(expired_at_ms=now_ms)
+        start: bytes | None = None
+        while True:
+            over, start = self._stretch(query, start, consistent=False)
+            count, _ = self._take(over, len(over) + 1)
+            yield count
+            if start is None:
+                return
+
     def _take(self, over: list[tuple[bytes, int]], count: int) -> tuple[int, bytes | None]:
         """Delete *count* of *over*, as they were seen; how many it were, and where it stopped."""
         taken, last = 0, None
@@ -239,24 +180,22 @@ class DynamoStore:
     def now_ms(self) -> int:
         """DynamoDB's clock, to the second, and this machine's within that; see `clock_ms`."""
         asked_ms = _local_ms()
-        answer = self._line.call("describe_table", TableName=self.name)
+        answer = self._line.call("describe_table")
         return table.clock_ms(asked_ms, _local_ms(), answer["ResponseMetadata"]["HTTPHeaders"])
+
+    def wire(self) -> Wire:
+        """A client of the running event loop's own, where aiobotocore is installed."""
+        try:
+            from coatcheck.stores.dynamodb_wire import DynamoWire  # noqa: PLC0415 - may be missing
+        except ImportError as error:
+            if error.name != "aiobotocore":  # it is there, and yet cannot be used
+                logger.warning("event loops ask DynamoDB through threads: %s", error)
+            raise NotImplementedError from error
+        return DynamoWire(self._flows)
 
     def close(self) -> None:
         """Let go of connections and threads."""
         self._line.close()
-
-
-def _standing(item: items.Item) -> Record:
-    return items.record_of(item) if item else GONE
-
-
-def _tell_dropped(record: Record) -> None:
-    logger.warning(
-        "%s: its response of %d bytes is over what DynamoDB keeps; it is not kept, and a retry is "
-        "told so",
-        *(reference_of(record.id), len(record.response or b"")),
-    )
 
 
 def _local_ms() -> int:

@@ -19,13 +19,12 @@ from typing import Any, TypeAlias
 from coatcheck.core.key import reference_of
 from coatcheck.core.record import RUNNING, Record, State, Swap
 from coatcheck.stores.contract import Query
+from coatcheck.stores.declared import ITEM_BYTES_MAX
 
 Item: TypeAlias = dict[str, dict[str, Any]]
 
 # What DynamoDB itself looks at, to delete the item some time after this second.
 EXPIRY_ATTRIBUTE = "expires_s"
-# 400 kB is documented; as 400 000 there is no question of what a kilobyte is.
-ITEM_BYTES_MAX = 400_000
 
 # Below a kilobyte a write costs one unit anyhow.
 _DEFLATED_BYTES_MIN = 1_024

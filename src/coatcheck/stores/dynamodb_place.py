@@ -25,7 +25,7 @@ class Place:
         endpoint: another address than AWS's own, such as that of a stand-in.
         compact: keep only digests; label, scope and key are not stored.
         timeout_s: how long a request may take, its second try included.
-        concurrency: how many requests of one batch are under way at a time.
+        concurrency: how many requests are under way at a time: of a batch, or of an event loop.
     """
 
     table: str
@@ -36,6 +36,9 @@ class Place:
     # 32: a batch of 256 takes eight rounds of a few milliseconds; more threads than that would
     # only stand in line for the interpreter.
     concurrency: int = 32
+
+    def __str__(self) -> str:
+        return f"dynamodb table {self.table}"
 
 
 def place_of(url: str) -> Place:

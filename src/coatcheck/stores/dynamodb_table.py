@@ -13,8 +13,9 @@ from typing import Any
 
 from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.stores.contract import Finding
+from coatcheck.stores.dynamodb_faults import MISSING, code_of
 from coatcheck.stores.dynamodb_items import EXPIRY_ATTRIBUTE
-from coatcheck.stores.dynamodb_line import Line, code_of
+from coatcheck.stores.dynamodb_line import Line
 from coatcheck.stores.migration import HOW
 
 logger = logging.getLogger("coatcheck")
@@ -59,9 +60,9 @@ def version_of(line: Line) -> int:
 
 def _describe(line: Line) -> dict[str, Any] | None:
     try:
-        description = line.call("describe_table", TableName=line.place.table)["Table"]
+        description = line.call("describe_table")["Table"]
     except StoreUnavailable as error:
-        if code_of(error.__cause__) == "ResourceNotFoundException":
+        if code_of(error) == MISSING:
             return None
         raise
     return dict(description)
@@ -71,13 +72,12 @@ def _create(line: Line) -> None:
     try:
         line.call(
             "create_table",
-            TableName=line.place.table,
             KeySchema=_KEYS,
             AttributeDefinitions=_ATTRIBUTES,
             BillingMode="PAY_PER_REQUEST",
         )
     except StoreUnavailable as error:
-        if code_of(error.__cause__) != "ResourceInUseException":  # somebody else has just made it
+        if code_of(error) != "ResourceInUseException":  # somebody else has just made it
             raise
 
 
@@ -108,10 +108,10 @@ def _why_foreign(description: Mapping[str, Any]) -> str:
 def _enable_expiry(line: Line) -> None:
     wanted = {"Enabled": True, "AttributeName": EXPIRY_ATTRIBUTE}
     try:
-        line.call("update_time_to_live", TableName=line.place.table, TimeToLiveSpecification=wanted)
+        line.call("update_time_to_live", TimeToLiveSpecification=wanted)
     except StoreUnavailable as error:
         # Another node was faster. Where something else is wrong, what follows says so.
-        if code_of(error.__cause__) != "ValidationException":
+        if code_of(error) != "ValidationException":
             raise
 
 
@@ -135,7 +135,7 @@ def findings_about(line: Line) -> Iterator[Finding]:
 def _about_expiry(line: Line) -> Finding:
     table = line.place.table
     try:
-        answer = line.call("describe_time_to_live", TableName=table)
+        answer = line.call("describe_time_to_live")
     except StoreUnavailable as error:
         return Finding("warning", f"whether records expire by themselves is not known: {error}")
     expiry = answer["TimeToLiveDescription"]
@@ -168,7 +168,7 @@ def _about_replicas(description: Mapping[str, Any]) -> Iterator[Finding]:
 def _about_backups(line: Line) -> Finding:
     """A hint and no warning: what is lost with the table would have expired in a day or so."""
     try:
-        answer = line.call("describe_continuous_backups", TableName=line.place.table)
+        answer = line.call("describe_continuous_backups")
     except StoreUnavailable as error:
         return Finding("ok", f"whether there are backups is not known: {error}")
     backups = answer["ContinuousBackupsDescription"].get("PointInTimeRecoveryDescription", {})

@@ -21,8 +21,8 @@ from coatcheck.stores.batching import BATCH_MAX, Answers, Bulk, apart, next_roun
 from coatcheck.stores.prompt import Prompt
 
 T = TypeVar("T")
-# What leaves beside batches that are on their way is at least this part of them: a few late ones
-# would take as long as all of them, and who comes back meanwhile would have to wait.
+# What takes the last lane is at least this part of what is on its way: a few late ones would take
+# as long as all of them, and who comes back meanwhile would have to wait.
 SHARE_MIN = 4
 # 10 ms: longer than a batch takes where server and network are well, and less than anybody notices.
 # What has been away for longer may be stuck, and is not waited for.
@@ -107,7 +107,8 @@ class Lanes(Generic[T]):
         if not self._waiting:
             return []
         waiting, away = _count_of(self._waiting), sum(map(_count_of, self._away))
-        if SHARE_MIN * waiting < away - sum(map(_count_of, self._slow)):
+        is_last = len(self._away) + 1 == self._lanes
+        if is_last and SHARE_MIN * waiting < away - sum(map(_count_of, self._slow)):
             if not self._is_timed:
                 self._is_timed = True
                 self._loop.call_later(PROMPT_S_MAX, self._look_who_is_slow, [*self._away])

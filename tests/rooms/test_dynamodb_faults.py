@@ -1,0 +1,300 @@
+"""The faults of DynamoDB and of the network before it, by threads and from event loops alike."""
+
+import re
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from itertools import count
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from dynamodb_scenes import (
+    TIMEOUT_S,
+    WAYS,
+    Either,
+    claim_of,
+    claimed,
+    claims,
+    client_of,
+    fresh_url,
+    on,
+    pauses_of,
+    refused,
+    requests_of,
+    said,
+    swap,
+)
+from servers.dynamodb import Dynamodb
+
+from coatcheck.core.record import Swap
+from coatcheck.errors import StoreUnavailable
+from coatcheck.stores import open_store
+from coatcheck.stores.dynamodb import DynamoStore
+from coatcheck.stores.dynamodb_flow import CONFLICT_TRIES_MAX
+
+# 2 s: less than a request may take in all.
+TRIED_AGAIN_S_MAX = 2
+
+
+@pytest.fixture(params=WAYS)
+def way(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def store(way: str) -> Iterator[Either]:
+    """A store that is asked by threads, or from an event loop."""
+    with closing(WAYS[way](fresh_url())) as store:
+        yield store
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "is_ambiguous"),
+    [
+        (400, "ProvisionedThroughputExceededException", False),
+        (400, "ThrottlingException", False),
+        (400, "RequestLimitExceeded", False),
+        (400, "TransactionConflictException", False),
+        (400, "AccessDeniedException", False),
+        (400, "ExpiredTokenException", False),
+        (400, "ResourceNotFoundException", False),
+        (500, "InternalServerError", True),
+        (503, "ServiceUnavailable", True),
+    ],
+)
+def test_what_aws_refuses_is_an_outage_and_ambiguous_only_where_it_may_have_written(
+    store, monkeypatch, status, code, is_ambiguous
+):
+    """D2: nothing runs, and the caller is told why."""
+    pauses_of(store, monkeypatch)
+    on(store, "before-send.dynamodb", lambda **_: refused(store, status, code, "so it is"))
+    for call in (
+        lambda: claimed(store),
+        lambda: store.swap([Swap(b"%d" % n, 1, None) for n in (1, 2)]),
+    ):
+        with pytest.raises(StoreUnavailable, match=store.name) as caught:
+            call()
+        assert caught.value.is_ambiguous == is_ambiguous
+        assert (
+            "so it is" in str(caught.value)
+            or "throttled" in str(caught.value)
+            or "no such" in str(caught.value)
+        )
+
+
+def refuse_first(store: Either, times: int, code: str) -> None:
+    """Have the first requests refused, and the others answered by DynamoDB."""
+    asked = count()
+    on(
+        store,
+        "before-send.dynamodb",
+        lambda **_: refused(store, 400, code) if next(asked) < times else None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("times", "code"),
+    [
+        (1, "ProvisionedThroughputExceededException"),
+        (1, "ThrottlingException"),
+        (1, "TransactionConflictException"),
+        (CONFLICT_TRIES_MAX - 1, "TransactionConflictException"),
+    ],
+)
+def test_what_passes_is_tried_again_and_is_no_outage(store, monkeypatch, times, code):
+    """D1, D2: a moment of throttling, or of somebody else's transaction on the same item."""
+    pauses = pauses_of(store, monkeypatch)
+    with requests_of(store) as sent:
+        refuse_first(store, times, code)
+        claim = claimed(store)
+    assert sent == ["PutItem"] * (times + 1)
+    assert len(pauses) == times
+    assert sum(pauses) <= TRIED_AGAIN_S_MAX
+    assert swap(store, claim.id, claim.version, None) is None
+
+
+def test_a_conflict_that_does_not_pass_is_given_up(store, monkeypatch):
+    """D2: after a few tries it is an outage, in which nothing was written."""
+    pauses_of(store, monkeypatch)
+    with requests_of(store) as sent:
+        refuse_first(store, 1_000, "TransactionConflictException")
+        with pytest.raises(StoreUnavailable, match="somebody's transaction") as caught:
+            claimed(store)
+    assert len(sent) == CONFLICT_TRIES_MAX
+    assert not caught.value.is_ambiguous
+
+
+@pytest.mark.parametrize("page", [b"<html>please log in</html>", b"", b"{}"])
+def test_a_yes_that_is_not_from_dynamodb_is_none(store, page):
+    """D2: a proxy's page with the status 200 must not pass for a claim that won."""
+    on(store, "before-send.dynamodb", lambda **_: said(store, 200, page))
+    with pytest.raises(StoreUnavailable, match="not DynamoDB") as caught:
+        claimed(store)
+    assert caught.value.is_ambiguous
+
+
+def test_a_batch_of_which_some_took_effect_is_ambiguous_for_all(store):
+    """L1, D2: the others are told the same, so none of them may be told that nothing was written."""
+    asked = count()
+
+    def refuse_one(**_: Any) -> Any:
+        is_this = next(asked) == 3
+        return refused(store, 400, "AccessDeniedException", "not this one") if is_this else None
+
+    on(store, "before-send.dynamodb", refuse_one)
+    with pytest.raises(StoreUnavailable, match="not this one") as caught:
+        store.swap(claims(0, 8))
+    assert caught.value.is_ambiguous
+    assert list(store.get([claim.id for claim in claims(0, 8)])).count(None) == 1
+
+
+@contextmanager
+def turned(store: Either, port: int) -> Iterator[None]:
+    """All that *store* sends goes to another port of this machine."""
+
+    def turn(request: Any, **_: Any) -> None:
+        request.url = f"http://127.0.0.1:{port}/"
+
+    on(store, "before-send.dynamodb", turn)
+    yield
+    client_of(store).meta.events.unregister("before-send.dynamodb", turn)
+
+
+# Closing then resets the connection, and whoever listens does not see its end but an error.
+AT_ONCE = struct.pack("ii", 1, 0)
+
+
+def hang_up(connection: socket.socket, how: str) -> None:
+    if how == "reset":
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
+    connection.close()
+
+
+@pytest.mark.parametrize("how", ["closed", "reset"])
+def test_a_write_whose_first_try_was_heard_is_ambiguous_though_nobody_hears_the_second(
+    store, monkeypatch, how
+):
+    """L5, D2: the last error says that nobody is there; the first try may have done its work."""
+    pauses_of(store, monkeypatch)
+    deaf = socket.create_server(("127.0.0.1", 0))
+
+    def hear_once() -> None:
+        connection, _ = deaf.accept()
+        heard_by(connection)
+        deaf.close()
+        hang_up(connection, how)
+
+    thread = threading.Thread(target=hear_once)
+    thread.start()
+    with turned(store, deaf.getsockname()[1]):
+        with pytest.raises(StoreUnavailable, match="Could not connect") as caught:
+            claimed(store)
+        thread.join(TIMEOUT_S)
+        assert caught.value.is_ambiguous
+        with pytest.raises(StoreUnavailable, match="Could not connect") as caught:
+            claimed(store)
+        assert not caught.value.is_ambiguous
+
+
+def heard_by(connection: socket.socket) -> bytes:
+    """A whole request."""
+    heard = connection.recv(1 << 16)
+    while b"\r\n\r\n" not in heard:
+        heard += connection.recv(1 << 16)
+    headers, _, body = heard.partition(b"\r\n\r\n")
+    found = re.search(rb"(?i)content-length: (\d+)", headers)
+    assert found is not None
+    while len(body) < int(found[1]):
+        body += connection.recv(1 << 16)
+    return headers + b"\r\nConnection: close\r\n\r\n" + body
+
+
+def passed_on(store: Either, request: bytes) -> bytes:
+    """What DynamoDB says to *request*."""
+    place = urlsplit(store._place.endpoint)
+    with socket.create_connection((place.hostname, place.port)) as line:
+        line.sendall(request)
+        return b"".join(iter(lambda: line.recv(1 << 16), b""))
+
+
+@pytest.mark.parametrize("how", ["closed", "reset", "cut off", "late"])
+def test_a_write_whose_answer_is_lost_finds_itself_when_it_is_sent_again(way, monkeypatch, how):
+    """L5, D1: whatever became of the connection after the request was carried out."""
+    tries: list[bytes] = []
+
+    def lose_the_first(server: socket.socket, store: Either) -> None:
+        first, _ = server.accept()
+        tries.append(passed_on(store, heard_by(first)))
+        if how == "cut off":
+            first.sendall(tries[0][:-1])
+        if how != "late":
+            hang_up(first, how)
+        second, _ = server.accept()
+        tries.append(passed_on(store, heard_by(second)))
+        second.sendall(tries[1])
+        first.close()
+        second.close()
+
+    claim = claim_of(1)
+    with (
+        closing(WAYS[way](fresh_url() + "&timeout=2s")) as store,
+        socket.create_server(("127.0.0.1", 0)) as server,
+    ):
+        pauses_of(store, monkeypatch)
+        thread = threading.Thread(target=lose_the_first, args=(server, store))
+        thread.start()
+        with turned(store, server.getsockname()[1]):
+            assert swap(store, claim.id, 0, claim) == claim
+        thread.join(TIMEOUT_S)
+        assert [answer.split()[1] for answer in tries] == [b"200", b"400"]
+        assert store.get([claim.id]) == [claim]
+
+
+@pytest.fixture
+def server() -> Iterator[Dynamodb]:
+    """One of the test's own, to be killed."""
+    server = Dynamodb()
+    yield server
+    server.remove()
+
+
+def test_a_server_that_falls_silent_dies_and_comes_back_needs_nothing_from_us(server, way):
+    """D2: bounded time-outs, a clear error, and on with it, without opening the store again."""
+    url = server.fresh_url() + "&timeout=1s"
+    with closing(WAYS[way](url)) as store:
+        claim = claimed(store)
+        server.kill(signal.SIGSTOP)
+        began_s = time.monotonic()
+        with pytest.raises(StoreUnavailable, match="timeout") as caught:
+            claimed(store, 2)
+        assert caught.value.is_ambiguous
+        assert time.monotonic() - began_s < 5
+        server.kill(signal.SIGCONT)
+        assert store.get([claim.id]) == [claim]
+        server.kill()
+        with pytest.raises(StoreUnavailable, match="Could not connect") as caught:
+            claimed(store, 3)
+        # An event loop that stood still has not seen yet that its connection has ended.
+        assert way == "loop" or not caught.value.is_ambiguous
+        with pytest.raises(StoreUnavailable, match="Could not connect") as caught:
+            claimed(store, 3)
+        assert not caught.value.is_ambiguous
+        with pytest.raises(StoreUnavailable):
+            store.swap(claims(0, 5))
+        server.start()
+        with pytest.raises(StoreUnavailable, match="no such table"):  # the stand-in has forgotten
+            claimed(store, 3)
+        DynamoStore.from_url(url).close()
+        again = claimed(store, 3)
+        assert store.get([again.id, claim.id]) == [again, None]
+
+
+def test_a_store_that_cannot_be_reached_is_an_outage_at_the_start():
+    """D2: and not a wrong setting, for it may come up any moment."""
+    with pytest.raises(StoreUnavailable, match="Could not connect"):
+        open_store("dynamodb://orders?region=eu-west-1&endpoint=http://127.0.0.1:1&timeout=1s")
