@@ -67,7 +67,11 @@ def _head(machine: Found) -> str:
 def with_figures(page: str, found: Found) -> str:
     """*page* with the figures of this run between its marks; a question not asked changes none."""
     rows = {table["name"]: table["rows"] for table in found["tables"]}
-    stamp = f"Measured on {found['machine']['at']}, {found['machine']['cpu']}."
+    machine = found["machine"]
+    stamp = (
+        f"Measured at {machine['at']} on {machine['cpu']}, {machine['cpus']} processors, "
+        f"{machine['fsync_us']} µs to sync a page, load {machine['load_before']} before."
+    )
     for name, lines_of in {"latency": _latency_lines, "size": _size_lines}.items():
         if name in rows:
             made = "\n".join([f"<!-- {name} -->", *lines_of(rows[name]), "", stamp])
