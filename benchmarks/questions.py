@@ -11,7 +11,7 @@ from benchmarks.report import Table
 
 # Those about time come first, each with the machine to itself; the others may share it.
 TIMED = (
-    *("memory", "sqlite", "postgres", "mysql", "redis"),
+    *("memory", "sqlite", "postgres", "mysql", "redis", "latency"),
     *("sweeping", "transactions", "replays", "powertools", "http", "waiting"),
 )
 UNTIMED = ("flatness", "size")

@@ -6,7 +6,7 @@ medians that were measured a moment ago; nothing here knows a figure by heart.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,6 +16,8 @@ from benchmarks.measuring import Samples
 TIMES = "\N{MULTIPLICATION SIGN}"
 NOTHING = "\N{EN DASH}"
 HEAD = ("", "product", "idemkit", "floor", "ratio", "to reach")
+# What is read from the left; everything else is a number.
+TEXTS = ("", "ratio", "to reach")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +37,7 @@ class Target:
 
     def __str__(self) -> str:
         verdict = "pass" if self.is_met else "MISS"
-        return f"{self.bound} {_number(self.limit)} {self.unit}: {verdict}"
+        return f"{self.bound} {number_of(self.limit)} {self.unit}: {verdict}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +54,43 @@ class Row:
 
     def cells(self) -> tuple[str, ...]:
         """The line as text."""
-        ratios = "; ".join(f"{_number(ratio.median)} {of}" for of, ratio in self.ratios)
+        ratios = "; ".join(f"{number_of(ratio.median)} {of}" for of, ratio in self.ratios)
         targets = "; ".join(map(str, self.targets))
         contenders = map(_cell, (self.product, self.idemkit, self.floor))
         return (self.what, *contenders, ratios or NOTHING, targets or NOTHING)
+
+    def data(self) -> dict[str, Any]:
+        """The line for programs: every value of every round."""
+        contenders = {"product": self.product, "idemkit": self.idemkit, "floor": self.floor}
+        return {
+            "what": self.what,
+            **{name: s and _samples_data(s) for name, s in contenders.items()},
+            "ratios": {of: _samples_data(ratio) for of, ratio in self.ratios},
+            "targets": [
+                {"bound": t.bound, "limit": t.limit, "unit": t.unit, "is_met": t.is_met}
+                for t in self.targets
+            ],
+            **self.more,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """A line of the product's own figures, one for each column, beside nobody's."""
+
+    what: str
+    columns: Mapping[str, Samples]
+    more: dict[str, Any] = field(default_factory=dict)  # for the JSON only
+    targets: Sequence[Target] = ()
+
+    def cells(self) -> tuple[str, ...]:
+        """The line as text."""
+        return (self.what, *map(_cell, self.columns.values()))
+
+    def data(self) -> dict[str, Any]:
+        """The line for programs: every value of every round."""
+        columns = {name: _samples_data(samples) for name, samples in self.columns.items()}
+        return {"what": self.what, "columns": columns, **self.more}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,13 +99,14 @@ class Table:
 
     name: str
     question: str
-    rows: Sequence[Row]
+    rows: Sequence[Row] | Sequence[Figures]
     notes: Sequence[str] = ()
+    head: Sequence[str] = HEAD
 
     def text(self) -> str:
         """For a terminal."""
-        lines = [HEAD, *(row.cells() for row in self.rows)]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
+        lines = [self.head, *(row.cells() for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         drawn = [
             "   ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines
         ]
@@ -80,8 +116,7 @@ class Table:
 
     def markdown(self) -> str:
         """For the docs; one sentence per line."""
-        lines = [HEAD, ("---", *["---:"] * 3, "---", "---"), *(row.cells() for row in self.rows)]
-        drawn = [f"| {' | '.join(line)} |" for line in lines]
+        drawn = drawn_table(self.head, [row.cells() for row in self.rows])
         notes = [f"- {note}" for note in self.notes]
         return "\n".join([f"## {self.name}", "", self.question, "", *drawn, "", *notes, ""])
 
@@ -91,22 +126,14 @@ class Table:
             "name": self.name,
             "question": self.question,
             "notes": list(self.notes),
-            "rows": [_row_data(row) for row in self.rows],
+            "rows": [row.data() for row in self.rows],
         }
 
 
-def _row_data(row: Row) -> dict[str, Any]:
-    contenders = {"product": row.product, "idemkit": row.idemkit, "floor": row.floor}
-    return {
-        "what": row.what,
-        **{name: s and _samples_data(s) for name, s in contenders.items()},
-        "ratios": {of: _samples_data(ratio) for of, ratio in row.ratios},
-        "targets": [
-            {"bound": t.bound, "limit": t.limit, "unit": t.unit, "is_met": t.is_met}
-            for t in row.targets
-        ],
-        **row.more,
-    }
+def drawn_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    """A table in Markdown, line by line."""
+    rule = ["---" if name in TEXTS else "---:" for name in head]
+    return [f"| {' | '.join(line)} |" for line in (head, rule, *lines)]
 
 
 def _samples_data(samples: Samples) -> dict[str, Any]:
@@ -117,8 +144,10 @@ def _cell(samples: Samples | None) -> str:
     if samples is None:
         return NOTHING
     if samples.low == samples.high:
-        return _number(samples.median)
-    return f"{_number(samples.median)} ({_number(samples.low)}{NOTHING}{_number(samples.high)})"
+        return number_of(samples.median)
+    return (
+        f"{number_of(samples.median)} ({number_of(samples.low)}{NOTHING}{number_of(samples.high)})"
+    )
 
 
 def counted(value: float) -> str:
@@ -126,7 +155,7 @@ def counted(value: float) -> str:
     return f"{value:,.0f}".replace(",", " ")
 
 
-def _number(value: float) -> str:
+def number_of(value: float) -> str:
     """Three figures are what a benchmark knows."""
     if value == 0 or abs(value) >= 100:
         return counted(value)

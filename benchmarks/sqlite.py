@@ -39,7 +39,7 @@ AT_A_TIME = 64
 ROUNDS = 5
 
 SLOT_S = 0.5
-SLOT_S_QUICK = 0.2
+SLOT_S_QUICK = 0.1
 # What an answer of a small API looks like, for the floors; the product keeps its own.
 RESPONSE = b'{"order": 17, "state": "placed", "amount": 1999}'
 
@@ -51,7 +51,7 @@ def measure(*, quick: bool) -> Table:
         files = (Path(directory) / f"{number}.db" for number in itertools.count())
         turns = {name: Turn(run, files, wall_s) for name, run in TOGETHER.items()}
         together = interleave(turns, rounds)
-        alone = [asyncio.run(_alone(files, 4 * wall_s)) for _ in range(rounds)]
+        alone = [asyncio.run(_alone(files, 2 * wall_s)) for _ in range(rounds)]
     cpu_us = {name: Samples(tuple(turn.cpu_us)) for name, turn in turns.items()}
     wall_us = {name: Samples(tuple(found[name] for found in alone)) for name in alone[0]}
     return Table(

@@ -32,7 +32,7 @@ from coatcheck.stores.postgres_link import Link
 
 FEW = 10_000
 MANY = 5_000_000
-MANY_QUICK = 500_000
+MANY_QUICK = 400_000
 ROUNDS = 5
 # Claims alone in each round and table, and batches. They stay, so that 10 000 keys become 17 000.
 ALONE, BATCHES = 200, 10
@@ -43,7 +43,7 @@ KEYS_PER_WARMING = 2_500
 LOG_FILES = 24
 # So that the sweep takes about a million records in all slots together.
 SLOT_S = 0.6
-SLOT_S_QUICK = 0.2
+SLOT_S_QUICK = 0.1
 # The keys that are there already are a day older than the claims, and may be swept.
 NOW_MS = 1_800_000_000_000
 

@@ -26,9 +26,9 @@ from coatcheck.stores.memory import AsyncMemoryStore, MemoryStore
 from coatcheck.stores.sqlite import SqliteStore
 
 DUPLICATES = 100
-ROUNDS = 7
+ROUNDS = 5
 # Long enough for a poller to be seen polling.
-HELD_S = 0.2
+HELD_S = 0.1
 # A hundred duplicates have asked long before, even on a busy disk.
 ASKED_S_MAX = 5
 

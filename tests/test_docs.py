@@ -73,6 +73,72 @@ def test_every_link_leads_somewhere(page):
     assert [link for link in local if not (page.parent / link).exists()] == []
 
 
+# ------------------------------------------------------------------ the figures of the stores
+
+
+def figures(name, page=None):
+    """The table that a run of the benchmark has put there: its rows, by their first cell."""
+    found = re.search(
+        rf"<!-- {name} -->\n(.*?)\n<!-- /{name} -->", page or text_of("stores.md"), re.DOTALL
+    )
+    lines = [line.strip("| ").split(" | ") for line in found[1].splitlines() if "|" in line]
+    return {line[0]: line[1:] for line in lines[2:]}
+
+
+def test_the_stores_are_compared_by_what_a_key_costs():
+    taken = figures("size")
+    stores = ["SQLite", "PostgreSQL", "MySQL, MariaDB", "Redis, Valkey", "DynamoDB"]
+    assert list(taken) == stores
+    for plain, compact, needed, needed_compact, _ in taken.values():
+        assert needed == f"{round(int(plain) * 0.864)} GB"
+        assert needed_compact == f"{round(int(compact) * 0.864)} GB"
+
+
+def test_the_stores_are_compared_by_how_long_they_take():
+    took = figures("latency")
+    stores = ["memory", "SQLite", "PostgreSQL", "MariaDB", "Redis, everysec", "Redis, always"]
+    assert list(took) == [f"{s}, {world}" for s in stores for world in ("thread", "event loop")]
+    for cells in took.values():
+        for median, slow in (cell.split(" / ") for cell in cells):
+            assert 0 < float(median.replace(" ", "")) <= float(slow.replace(" ", ""))
+
+
+def test_no_figure_of_a_store_is_written_by_hand():
+    made = re.compile(r"<!-- (\w+) -->\n.*?<!-- /\1 -->", re.DOTALL)
+    by_hand = made.sub("", text_of("stores.md")) + text_of("stores", "postgres.md")
+    assert re.findall(r"[\d.]+ (?:bytes|[kMGT]B|µs|microseconds)", by_hand) == []
+
+
+def run_of(**rows):
+    """What a run leaves behind, as far as pages look at it."""
+    tables = [{"name": name, "rows": found} for name, found in rows.items()]
+    machine = {"at": "noon", "cpu": "an abacus", "cpus": 2, "fsync_us": 9, "load_before": 0.5}
+    return {"machine": machine, "tables": tables}
+
+
+def test_the_figures_of_a_run_take_the_place_of_those_before(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    pages = importlib.import_module("benchmarks.pages")
+    before = text_of("stores.md")
+    weights = [
+        {"store": store, "kind": kind, "product": {"median": median}}
+        for store in pages.WHERE
+        for kind, median in (("plain", 1000.4), ("compact", 99.6), ("compact indexes", 50))
+    ]
+    after = pages.with_figures(before, run_of(size=weights))
+    assert figures("size", after)["SQLite"] == ["1000", "100", "864 GB", "86 GB", "of disk"]
+    assert "Its indexes are 43 GB of that" in after
+    assert "Measured at noon on an abacus, 2 processors, 9 µs to sync a page, load 0.5 be" in after
+    assert figures("latency", after) == figures("latency")
+    steps = {
+        f"{step} {share}": {"median": 7} for step in ("claim", "replay") for share in pages.SHARES
+    }
+    latencies = [{"what": "an oracle", "columns": steps}]
+    after = pages.with_figures(before, run_of(latency=latencies))
+    assert figures("latency", after) == {"an oracle": ["7.00 / 7.00", "7.00 / 7.00"]}
+    assert figures("size", after) == figures("size")
+
+
 def load(name, monkeypatch, tmp_path):
     """Import an example as a user would run it, with its files in a place of its own."""
     monkeypatch.chdir(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from functools import cache
 from itertools import count
@@ -11,6 +12,8 @@ import redis
 
 from servers import Server, find_program, free_port, until
 
+# Another that speaks the same, as Valkey does, may take its place: `make test-valkey`.
+PROGRAM = os.environ.get("COATCHECK_REDIS", "redis-server")
 SETTINGS = {
     "bind": "127.0.0.1",
     "appendonly": "yes",
@@ -25,9 +28,9 @@ SETTINGS = {
 class Redis(Server):
     """One server; stores keep apart by the prefix of their keys."""
 
-    def __init__(self, **settings: str) -> None:
-        self._program = find_program("redis-server", package="redis-server")
-        super().__init__("redis")
+    def __init__(self, *, on_disk: bool = False, **settings: str) -> None:
+        self._program = find_program(PROGRAM, package="redis-server")
+        super().__init__("redis", on_disk=on_disk)
         self._numbers = count()
         self._settings = {**SETTINGS, **{k.replace("_", "-"): v for k, v in settings.items()}}
         self.start()
@@ -75,7 +78,7 @@ class Sentinel(Server):
     SERVICE = "records"
 
     def __init__(self, master: Redis, down_after_ms: int) -> None:
-        self._program = find_program("redis-server", package="redis-server")
+        self._program = find_program(PROGRAM, package="redis-server")
         super().__init__("sentinel")
         service = self.SERVICE
         (self.directory / "conf").write_text(

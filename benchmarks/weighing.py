@@ -1,0 +1,323 @@
+"""Weighing: what each store takes for a record beside its response body.
+
+One function for each store, which fills it with records as requests make them and asks the store
+itself what they take, indexes and free space included. Where a sweep leaves holes they are there.
+In memory, because it is about bytes and not about disks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import statistics
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import boto3
+import psycopg
+import pymysql
+from servers import MEMORY, until
+from servers.dynamodb import Dynamodb
+from servers.mariadb import Mariadb
+from servers.postgres import Postgres
+from servers.redis import Redis
+
+from benchmarks.filling import BODY, TOGETHER, KeyOf, fill, flows_of, sweep, text_of, uuid_of
+from benchmarks.floors import OneByOne
+from benchmarks.measuring import Samples
+from benchmarks.powertools import STAND_IN
+from benchmarks.report import counted
+from coatcheck.stores import open_store
+from coatcheck.stores.sqlite import SqliteStore
+
+FEWER_TOGETHER = 16
+# Whenever a twentieth of the rows has changed, as autovacuum does in a day that is longer.
+PORTIONS = 20
+# InnoDB's pages are as full after a quarter of the rows was swept as after twice all of them.
+PORTIONS_CHURNED = 5
+# What InnoDB may have left to purge; it looks at what is left about once a second.
+PURGED = 100
+# Redis's tables double, so that a key's share of them swings between one size and the next.
+STEPS = 8
+# DynamoDB bills 100 bytes for each item that it does not show.
+ITEM_BYTES = 100
+
+
+class Weight(NamedTuple):
+    """What a record takes; *kind* says for programs what *what* says for people."""
+
+    store: str
+    kind: str
+    what: str
+    taken: Samples
+
+
+def _beside_body(taken: float, records: int) -> float:
+    return taken / records - len(BODY)
+
+
+def _kind(*, compact: bool) -> tuple[str, str]:
+    return ("compact", "compact=1") if compact else ("plain", "keys are UUIDs")
+
+
+# --- SQLite -----------------------------------------------------------------------------------
+
+
+def sqlite(*, quick: bool) -> list[Weight]:
+    """Its file, as it has grown; and a table of the least that anybody must keep."""
+    # 250 000: from there to a million it is one byte more.
+    many, few = (50_000, 10_000) if quick else (250_000, 50_000)
+    with _directory() as at:
+        weights = [
+            ("plain", f"{counted(many)} records, keys are UUIDs", _file(at, many)),
+            (
+                "fewer",
+                f"{counted(few)} records, {FEWER_TOGETHER} together",
+                _file(at, few, together=FEWER_TOGETHER),
+            ),
+            ("text", f"{counted(few)} records, keys are not UUIDs", _file(at, few, text_of)),
+            ("compact", f"{counted(few)} records, compact=1", _file(at, few, compact=True)),
+            ("floor", "a table of five columns", _floor(at / "floor.db", few)),
+        ]
+    return [Weight("SQLite", kind, what, Samples((taken,))) for kind, what, taken in weights]
+
+
+@contextmanager
+def _directory() -> Iterator[Path]:
+    memory = MEMORY if os.access(MEMORY, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="coatcheck-size-", dir=memory) as directory:
+        yield Path(directory)
+
+
+_numbers = itertools.count()
+
+
+def _file(
+    at: Path,
+    records: int,
+    key_of: KeyOf = uuid_of,
+    *,
+    together: int = TOGETHER,
+    compact: bool = False,
+) -> float:
+    path = at / f"{next(_numbers)}.db"
+    with closing(SqliteStore(path, compact=compact)) as store:
+        fill(store, records, flows_of(key_of), together)
+    return _beside_body(path.stat().st_size, records)
+
+
+def _floor(path: Path, records: int) -> float:
+    table = OneByOne(path)
+    table.begin()
+    for number in range(records):
+        id = hashlib.blake2b(b"%d" % number, digest_size=16).digest()
+        table.insert(id, id)
+        table.update(id, BODY)
+    table.commit()
+    table.close()
+    return _beside_body(path.stat().st_size, records)
+
+
+# --- PostgreSQL -------------------------------------------------------------------------------
+
+
+def postgres(*, quick: bool) -> list[Weight]:
+    """Its table and indexes, when as many records were swept as are left."""
+    records = 25_000 if quick else 50_000
+    server = Postgres(autovacuum="off", shared_buffers="128MB")
+    weights: list[Weight] = []
+    try:
+        for compact in (False, True):
+            kind, how = _kind(compact=compact)
+            whole, indexes = _postgres(server, records, compact=compact)
+            what = f"{counted(records)} records, {how}"
+            taken = Samples((_beside_body(whole, records),))
+            weights.append(Weight("PostgreSQL", kind, what, taken))
+            indexes_only = Samples((indexes / records,))
+            weights.append(
+                Weight("PostgreSQL", f"{kind} indexes", f"{what}, indexes", indexes_only)
+            )
+    finally:
+        server.remove()
+    return weights
+
+
+def _postgres(server: Postgres, records: int, *, compact: bool) -> tuple[int, int]:
+    url = server.fresh_url()
+    with (
+        closing(open_store(f"{url}&compact={compact:d}")) as store,
+        psycopg.connect(server.url, autocommit=True) as connection,
+    ):
+        connection.execute(f"set search_path to {url.rpartition('=')[2]}")
+        flows, portion = flows_of(), records // PORTIONS
+        for number in range(1, 2 * PORTIONS + 1):
+            fill(store, portion, flows)
+            sweep(store, (number - PORTIONS) * portion)
+            connection.execute("vacuum coatcheck_records")
+        asked = "select {}('coatcheck_records')"
+        (whole,) = connection.execute(asked.format("pg_total_relation_size")).fetchone() or (0,)
+        (indexes,) = connection.execute(asked.format("pg_indexes_size")).fetchone() or (0,)
+    return int(whole), int(indexes)
+
+
+# --- MariaDB ----------------------------------------------------------------------------------
+
+
+def mariadb(*, quick: bool) -> list[Weight]:
+    """Its table, in the state that it keeps while records come and are swept."""
+    # 100 000: a table takes whole megabytes, of which up to an eighth is kept free for each index;
+    # with fewer records that is a larger share.
+    records = 20_000 if quick else 100_000
+    server = Mariadb(**{"innodb-buffer-pool-size": "256M"})
+    weights: list[Weight] = []
+    try:
+        for compact in (False, True):
+            kind, how = _kind(compact=compact)
+            taken = Samples((_beside_body(_mariadb(server, records, compact=compact), records),))
+            what = f"{counted(records)} records, {how}"
+            weights.append(Weight("MariaDB", kind, what, taken))
+    finally:
+        server.remove()
+    return weights
+
+
+def _mariadb(server: Mariadb, records: int, *, compact: bool) -> int:
+    url = server.fresh_url()
+    database = url.rpartition("/")[2].partition("?")[0]
+    with (
+        closing(open_store(f"{url}&compact={compact:d}")) as store,
+        pymysql.connect(
+            host="127.0.0.1", port=server.port, user="root", database=database, autocommit=True
+        ) as connection,
+    ):
+        cursor = connection.cursor()
+
+        def asked(statement: str) -> int:
+            cursor.execute(statement)
+            (found,) = cursor.fetchone() or (0,)
+            return int(found)
+
+        flows, portion = flows_of(), records // PORTIONS
+        fill(store, records, flows)
+        for number in range(1, PORTIONS_CHURNED + 1):
+            fill(store, portion, flows)
+            sweep(store, number * portion)
+            until(lambda: asked(_TO_PURGE) < PURGED)
+        cursor.execute("analyze table coatcheck_records")
+        cursor.fetchall()
+        return asked(_TAKEN)
+
+
+_TO_PURGE = """
+select count from information_schema.innodb_metrics where name = 'trx_rseg_history_len'
+"""
+_TAKEN = """
+select data_length + index_length from information_schema.tables
+where table_schema = database() and table_name = 'coatcheck_records'
+"""
+
+
+# --- Redis ------------------------------------------------------------------------------------
+
+
+def redis(*, quick: bool) -> list[Weight]:
+    """Its memory, while it doubles the number of its records."""
+    records = 1 << (14 if quick else 16)
+    weights: list[Weight] = []
+    for compact in (False, True):
+        kind, how = _kind(compact=compact)
+        what = f"up to {counted(records)} records, {how}"
+        taken, resident = _redis(records, compact=compact)
+        weights += [
+            Weight("Redis", kind, f"{what}, memory", taken),
+            Weight("Redis", f"{kind} resident", f"{what}, resident", resident),
+        ]
+    return weights
+
+
+def _redis(records: int, *, compact: bool) -> tuple[Samples, Samples]:
+    """The memory that it counts, and what the system has given it."""
+    server, flows = Redis(), flows_of()
+    found: list[tuple[float, float]] = []
+    try:
+        with closing(open_store(f"{server.url}?compact={compact:d}")) as store:
+            fill(store, TOGETHER, flows)  # connects, and brings the script
+            used_before, resident_before = _memory(server)
+            fill(store, records // 2, flows)
+            for done in range(records // 2, records, records // 2 // STEPS):
+                used, resident = _memory(server)
+                found.append(
+                    (
+                        _beside_body(used - used_before, done),
+                        _beside_body(resident - resident_before, done),
+                    )
+                )
+                fill(store, records // 2 // STEPS, flows)
+    finally:
+        server.remove()
+    used_all, resident_all = zip(*found, strict=True)
+    return Samples(used_all), Samples(resident_all)
+
+
+def _memory(server: Redis) -> tuple[int, int]:
+    lines = (line.partition(":") for line in server.ask("INFO", "memory").decode().splitlines())
+    told = {name: value for name, _, value in lines}
+    return int(told["used_memory"]), int(told["used_memory_rss"])
+
+
+# --- DynamoDB ---------------------------------------------------------------------------------
+
+
+def dynamodb(*, quick: bool) -> list[Weight]:
+    """What is billed for the items that were sent, by AWS's published rules."""
+    records = TOGETHER if quick else 4 * TOGETHER
+    server = Dynamodb()
+    weights: list[Weight] = []
+    try:
+        for compact in (False, True):
+            kind, how = _kind(compact=compact)
+            items = _items(server, records, compact=compact)
+            assert len(items) == records
+            taken = statistics.mean(_billed_bytes(item) for item in items) - len(BODY)
+            what = f"{counted(records)} items, {how}, as billed"
+            weights.append(Weight("DynamoDB", kind, what, Samples((taken,))))
+    finally:
+        server.remove()
+    return weights
+
+
+def _items(server: Dynamodb, records: int, *, compact: bool) -> list[dict[str, Any]]:
+    url = server.fresh_url()
+    with closing(open_store(f"{url}&compact={compact:d}")) as store:
+        fill(store, records, flows_of())
+    endpoint = f"http://127.0.0.1:{server.port}"
+    client: Any = boto3.client("dynamodb", endpoint_url=endpoint, **STAND_IN)
+    with closing(client):
+        table = url.partition("//")[2].partition("?")[0]
+        items: list[dict[str, Any]] = client.scan(TableName=table)["Items"]
+    return items
+
+
+def _billed_bytes(item: dict[str, Any]) -> int:
+    """Names, and values as they are stored: a byte for two digits of a number, and one more."""
+    return ITEM_BYTES + sum(
+        len(name.encode()) + _value_bytes(kind, value)
+        for name, attribute in item.items()
+        for kind, value in attribute.items()
+    )
+
+
+def _value_bytes(kind: str, value: Any) -> int:  # noqa: ANN401 - as in the driver
+    match kind:
+        case "N":
+            return (len(value.strip("-0")) + 1) // 2 + 1 + value.startswith("-")
+        case "B":
+            return len(value)
+        case "S":
+            return len(value.encode())
+        case _:
+            raise AssertionError(f"a kind of attribute that nobody has weighed yet: {kind}")
