@@ -1,5 +1,6 @@
 """MySQL and MariaDB: what only this store can do wrong, on a real server that is also killed."""
 
+import asyncio
 import multiprocessing
 import signal
 import socket
@@ -10,12 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from itertools import count
 
+import asyncmy
 import pymysql
 import pytest
-from laws.records import ID, NOW_MS, RETENTION_MS, claim_of, id_of
+from laws.records import ID, LEASE_MS, NOW_MS, RETENTION_MS, claim_of, id_of
 from servers import START_S_MAX, free_port
 from servers.mariadb import Mariadb, mariadb
 
+from coatcheck import AsyncEngine, Engine, ResultUnavailable, current_operation
 from coatcheck.core.record import Swap, completed, failed, renewed
 from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.stores import Batcher, Query, mysql_schema, open_store
@@ -108,6 +111,27 @@ def answer_to(store, statement):
     return store._writer.run(lambda _: iter(reads(statement))).rows
 
 
+def in_every_way(url, key, result=None, connection=None):
+    """What an operation returns, in both modes, sync and async; the transactions on *connection*."""
+    result = result or key
+    lent = {} if connection is None else {"connection": connection[0]}
+    async_lent = {} if connection is None else {"connection": connection[1]}
+
+    async def work():
+        return result
+
+    async def on_loop():
+        async with AsyncEngine(url) as engine:
+            ran = await engine.run(key, work, scope="async-run")
+            done = await engine.transaction(key, work, scope="async", **async_lent)
+            return [ran, done]
+
+    with Engine(url) as engine:
+        ran = engine.run(key, lambda: result, scope="run")
+        done = engine.transaction(key, lambda: result, scope="sync", **lent)
+    return [ran, done, *asyncio.run(on_loop())]
+
+
 # --- how it is named ------------------------------------------------------------------------------
 
 
@@ -177,8 +201,10 @@ def test_names_and_passwords_may_hold_anything(url):
     with somebody_else(url) as root:
         ask(root, "create user 'ann@home' identified by 'p@ss/wörd#'")
         ask(root, "grant all on *.* to 'ann@home'")
-    with closing(open_store(f"mysql://ann%40home:p%40ss%2Fw%C3%B6rd%23@{port_and_name}")) as store:
+    named = f"mysql://ann%40home:p%40ss%2Fw%C3%B6rd%23@{port_and_name}"
+    with closing(open_store(named)) as store:
         assert store.swap([claim()]) == [None]
+    assert in_every_way(named, "a") == ["a"] * 4
     with somebody_else(url) as root:
         ask(root, "drop user 'ann@home'")
 
@@ -205,8 +231,28 @@ def test_a_connection_is_encrypted_and_verified_where_that_is_asked_for(tmp_path
                 assert bool(used) == is_encrypted
         with pytest.raises(StoreUnavailable, match="certificate verify failed"):
             open_store(bare + "?ssl=1")
+        for options in (f"?ssl_ca={certificate}", "", "?ssl=0"):
+            ciphers = asyncio.run(ciphers_of_transactions(bare + options))
+            assert list(map(bool, ciphers)) == [options != "?ssl=0"] * 2
     finally:
         server.remove()
+
+
+async def ciphers_of_transactions(url):
+    """What connections of the store's own are encrypted with, for sync and for async code."""
+    cipher = "show session status like 'Ssl_cipher'"
+
+    async def work():
+        async with current_operation().connection.cursor() as cursor:
+            await cursor.execute(cipher)
+            return (await cursor.fetchone())[1]
+
+    with Engine(url) as engine:
+        found = engine.transaction(
+            url, lambda: ask(current_operation().connection, cipher)[0][1], scope="sync"
+        )
+    async with AsyncEngine(url) as engine:
+        return [found, await engine.transaction(url, work, scope="async")]
 
 
 # --- how it is kept -------------------------------------------------------------------------------
@@ -246,6 +292,41 @@ def test_any_bytes_come_back_whatever_the_server_thinks_of_backslashes(own, own_
                 assert store.get([record.id for record in again]) == again
         finally:
             ask(root, f"set global sql_mode = '{before}'")
+
+
+HOSTILE = (
+    "x\\', null, null, -5), (sleep(9), 1) -- \\\\'; drop table coatcheck_records; -- \" %s %% é"
+)
+
+
+MODES = ("", "NO_BACKSLASH_ESCAPES", "ANSI_QUOTES", "EMPTY_STRING_IS_NULL", "MSSQL")
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_lent"),
+    # In the mode ORACLE `begin` begins no transaction, so that nobody can lend us any.
+    [*((mode, is_lent) for mode in MODES for is_lent in (False, True)), ("ORACLE", False)],
+)
+def test_no_key_is_ever_a_statement_whatever_the_server_thinks(own, own_url, mode, is_lent):
+    """D1, L9: in both modes, sync and async, on our own connections and on lent ones."""
+    port, _, database = own_url.partition("?")[0].rpartition(":")[2].partition("/")
+    place = {"host": "127.0.0.1", "port": int(port), "user": "root", "database": database}
+    lent = (lambda: pymysql.connect(**place), lambda: asyncmy.connect(**place)) if is_lent else None
+    with somebody_else(own_url) as root:
+        (before,) = ask(root, "select @@global.sql_mode")[0]
+        ask(root, f"set global sql_mode = '{mode}'")
+        try:
+            for result in (HOSTILE, HOSTILE * 100):
+                key = f"{len(result)}{HOSTILE}"
+                for _ in range(2):
+                    assert in_every_way(own_url, key, result, lent) == [result] * 4
+            with Engine(own_url + "&compact=1") as engine:  # whose texts are empty
+                for _ in range(2):
+                    assert engine.transaction("k", lambda: "", scope="compact") == ""
+        finally:
+            ask(root, f"set global sql_mode = '{before}'")
+        keys = {key.decode() for (key,) in ask(root, "select `key` from coatcheck_records")}
+        assert keys == {"", *(f"{len(HOSTILE * n)}{HOSTILE}" for n in (1, 100))}
 
 
 def test_a_compact_store_keeps_only_digests(url):
@@ -484,49 +565,113 @@ def test_what_stays_locked_is_an_outage_until_it_is_free(url, lock, unlock):
         assert store.swap([complete(claim_of()), claim(id_of(2))]) == [None, None]
 
 
-def test_a_record_that_does_not_fit_fails_alone(own, own_url, said):
-    """D2: with its own error; its neighbours are written, on the same connection."""
-    with somebody_else(own_url) as root:
-        ask(root, "set global max_allowed_packet = 1048576")
+def test_a_record_that_does_not_fit_fails_alone(own, own_url, said, caplog):
+    """D2, L12: with its own error, or without its response; its neighbours are written."""
+    with (
+        packets_of(own_url, 1_048_576),
+        closing(open_store(own_url)) as store,
+        ThreadPoolExecutor(8) as threads,
+    ):
+        store.swap([claim(id) for id in MANY[:8]])
+        store.get(MANY[:1])  # connects, too
+        large = {2: renewed(claim_of(MANY[2]), NOW_MS)._replace(progress=b"'" * 1_100_000)}
+        large[3] = completed(claim_of(MANY[3]), b"'" * 1_100_000)
+        swaps = [complete(claim_of(id), b"x" * 300_000) for id in MANY[:8]]
+        for number, record in large.items():
+            swaps[number] = Swap(record.id, NOW_MS, record)
+        said.clear()
+        batcher = Batcher(store)
+        asked = [threads.submit(batcher.swap, swap) for swap in swaps]
+        for number, answer in enumerate(asked):
+            if number == 2:
+                with pytest.raises(ValueError, match="raise its max_allowed_packet"):
+                    answer.result(START_S_MAX)
+            else:
+                assert answer.result(START_S_MAX) is None
+        assert store.get([MANY[3]]) == [large[3]._replace(response=None)]
+        assert "its response of 1100000 bytes is over" in caplog.text
+        # Whoever asks again, because an answer was lost, is shown what it has written.
+        assert store.swap([swaps[3]]) == [large[3]]
+        assert store.swap([swaps[3], swaps[4]]) == [large[3], swaps[4].record]
+        # Together they are too large for one statement, and not for one transaction.
+        held = [swap.record for swap in swaps if swap.id not in (MANY[2], MANY[3])]
+        again = [Swap(r.id, r.version, r._replace(version=r.version + 1)) for r in held]
+        assert store.swap(again) == [None] * 6
+        claims = [Swap(id, 0, completed(claim_of(id), b"y" * 300_000)) for id in MANY[8:16]]
+        assert store.swap(claims) == [None] * 8
+        assert store.swap(claims) == [swap.record for swap in claims]
+        assert "set" not in said, "it has connected anew"
+        assert any("max_allowed_packet" in f.message for f in store.check())
+
+
+@contextmanager
+def packets_of(url, bytes_max):
+    """A server that takes no larger ones."""
+    with somebody_else(url) as root:
+        ask(root, f"set global max_allowed_packet = {bytes_max}")
         try:
-            with closing(open_store(own_url)) as store, ThreadPoolExecutor(8) as threads:
-                store.swap([claim(id) for id in MANY[:8]])
-                responses = [b"'" * 1_100_000 if n == 3 else b"x" * 300_000 for n in range(8)]
-                swaps = [complete(claim_of(id), r) for id, r in zip(MANY, responses, strict=False)]
-                said.clear()
-                batcher = Batcher(store)
-                asked = [threads.submit(batcher.swap, swap) for swap in swaps]
-                for number, answer in enumerate(asked):
-                    if number == 3:
-                        with pytest.raises(ValueError, match="raise its max_allowed_packet"):
-                            answer.result(START_S_MAX)
-                    else:
-                        assert answer.result(START_S_MAX) is None
-                # Together they are too large for one statement, and not for one transaction.
-                held = [completed(claim_of(id), b"x" * 300_000) for id in MANY[:8] if id != MANY[3]]
-                again = [Swap(r.id, r.version, r._replace(version=r.version + 1)) for r in held]
-                assert store.swap(again) == [None] * 7
-                claims = [Swap(id, 0, completed(claim_of(id), b"y" * 300_000)) for id in MANY[8:16]]
-                assert store.swap(claims) == [None] * 8
-                assert store.swap(claims) == [swap.record for swap in claims]
-                assert "set" not in said, "it has connected anew"
-                assert any("max_allowed_packet" in f.message for f in store.check())
+            yield
         finally:
             ask(root, "set global max_allowed_packet = 16777216")
 
 
-def test_what_is_larger_than_a_packet_of_the_protocol_comes_back(own, own_url):
-    """D1: alone and in a batch; where the server takes so much."""
-    with somebody_else(own_url) as root:
-        ask(root, "set global max_allowed_packet = 67108864")
-        try:
-            with closing(open_store(own_url + "&timeout=30s")) as store:
-                large = [completed(claim_of(id), bytes(17_000_000)) for id in MANY[:2]]
-                assert store.swap([Swap(MANY[0], 0, large[0])]) == [None]
-                assert store.swap([claim(MANY[2]), Swap(MANY[1], 0, large[1])]) == [None, None]
-                assert store.get(MANY[:2]) == large
-        finally:
-            ask(root, "set global max_allowed_packet = 16777216")
+@pytest.mark.parametrize("way", ["run", "transaction"])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_response_that_does_not_fit_is_not_kept_and_never_runs_twice(
+    own, own_url, way, is_async, caplog
+):
+    """L12, L1: as with one over `response_bytes_max`; the work was done, and that is to be known."""
+    ran = []
+
+    def work():
+        ran.append(1)
+        return "'" * 2_000_000
+
+    async def awork():
+        return work()
+
+    async def on_loop():
+        async with AsyncEngine(own_url, clock=lambda: clock[0]) as engine:
+            return await getattr(engine, way)("large", awork, scope="s")
+
+    def attempt():
+        if is_async:
+            return asyncio.run(on_loop())
+        with Engine(own_url, clock=lambda: clock[0]) as engine:
+            return getattr(engine, way)("large", work, scope="s")
+
+    clock = [NOW_MS]
+    with packets_of(own_url, 1_048_576):
+        assert len(attempt()) == 2_000_000
+        for _ in range(2):
+            clock[0] += 10 * LEASE_MS
+            with pytest.raises(ResultUnavailable):
+                attempt()
+    assert len(ran) == 1
+    assert "is over what max_allowed_packet lets through" in caplog.text
+
+
+@pytest.mark.parametrize("filler", [b"'", b"\\", b"\0", b"\xff"])
+def test_the_largest_response_fits_into_what_the_doctor_asks_for(own, own_url, filler):
+    """L12, D3: whatever it is made of, alone, in a batch, and in a transaction."""
+    body = filler * (8 * 1_024 * 1_024)
+    with (
+        packets_of(own_url, mysql_schema._PACKET_BYTES_MIN),
+        closing(open_store(own_url)) as store,
+    ):
+        assert not any("max_allowed_packet" in f.message for f in store.check())
+        store.swap([claim(id) for id in MANY[:3]])
+        swaps = [complete(claim_of(id), body) for id in MANY[:3]]
+        assert store.swap(swaps[:1]) == [None]
+        assert store.swap(swaps[1:]) == [None, None]
+        assert store.get(MANY[:3]) == [swap.record for swap in swaps]
+        with somebody_else(own_url) as lent:
+            held = claim_of(MANY[3])
+            for written in (*store.ledger.claim(Swap(held.id, 0, held), 1_000), None):
+                text, values = written or store.ledger.change(complete(held, body))
+                with lent.cursor() as cursor:
+                    assert cursor.execute(text, values) == 1
+        assert store.get([MANY[3]]) == [completed(held, body)]
 
 
 @pytest.mark.parametrize(
@@ -573,6 +718,9 @@ def test_who_only_looks_makes_nothing(url):
         with pytest.raises(StoreUnavailable, match="the user may not do this") as caught:
             store.swap([claim(id_of(2))])
         assert not caught.value.is_ambiguous
+        errors = [finding.message for finding in store.check() if finding.level == "error"]
+        for right in ("insert", "update", "delete"):
+            assert any(f"the user may not {right} in coatcheck_records" in e for e in errors)
     with pytest.raises(Misconfigured, match="the user may not do this"):
         open_store(url.replace("root@", "reader@") + "&table=another")
     with somebody_else(url) as other:
@@ -724,6 +872,61 @@ def test_a_server_that_stops_answering_is_an_outage_until_it_does(own, own_url):
         assert store.get([ID]) == [done]
 
 
+SLOW = "select sleep(0.5)"  # longer than we would wait, but a handler may
+
+
+@pytest.mark.parametrize("is_at_the_end", [False, True])
+def test_a_transaction_does_not_wait_for_a_server_that_stops_answering(own, own_url, is_at_the_end):
+    """D2, L9: neither its claim nor its commit, on a connection of the store's own."""
+    with Engine(own_url + "&timeout=300ms") as engine:
+        engine.transaction("a", lambda: ask(current_operation().connection, SLOW), scope="s")
+        with stopped(own, own_url) as stop, pytest.raises(StoreUnavailable, match="timed out"):
+            engine.transaction("b", stop if is_at_the_end else stop() or int, scope="s")
+
+
+@pytest.mark.parametrize("is_at_the_end", [False, True])
+def test_an_async_transaction_does_not_wait_for_a_server_that_stops_answering(
+    own, own_url, is_at_the_end
+):
+    """D2, L9: the same on an event loop, whose driver has no such limit for a statement."""
+
+    async def slow():
+        async with current_operation().connection.cursor() as cursor:
+            await cursor.execute(SLOW)
+
+    async def story():
+        async def work():
+            if is_at_the_end:
+                stop()
+
+        async with AsyncEngine(own_url + "&timeout=300ms") as engine:
+            await engine.transaction("a", slow, scope="s")
+            with stopped(own, own_url) as stop:
+                if not is_at_the_end:
+                    stop()
+                with pytest.raises(StoreUnavailable, match="no answer in time"):
+                    await engine.transaction("b", work, scope="s")
+
+    asyncio.run(story())
+
+
+@contextmanager
+def stopped(server, url):
+    """A function that stops *server*; it goes on at the end, which must not be far."""
+    started = time.monotonic()
+    try:
+        yield lambda: server.kill(signal.SIGSTOP)
+        assert time.monotonic() - started < 15
+    finally:
+        server.kill(signal.SIGCONT)
+        eventually(lambda: answers(url))
+
+
+def answers(url):
+    with somebody_else(url) as root:
+        return ask(root, "select 1")
+
+
 def test_a_restart_of_the_server_needs_no_restart_of_ours(own, own_url):
     """D2: an outage meanwhile, and everything as before afterwards."""
     with closing(open_store(own_url)) as store:
@@ -868,7 +1071,7 @@ SAFE = {
         ({"innodb_doublewrite": "OFF"}, "warning", "torn pages"),
         ({"super_read_only": "ON"}, "error", "no record can be written"),
         ({"binlog_format": "STATEMENT"}, "error", "set it to ROW"),
-        ({"max_allowed_packet": "4194304"}, "warning", "responses above it cannot be kept"),
+        ({"max_allowed_packet": "4194304"}, "warning", "of it are not kept"),
     ],
 )
 def test_the_doctor_warns_of_settings_that_forget(setting, level, words):

@@ -44,11 +44,11 @@ class MysqlStore:
     def __init__(
         self, address: Address, *, table: str = TABLE, compact: bool = False, create: bool = True
     ) -> None:
-        schema.prepare(address, table, create=create)
+        terms = schema.prepare(address, table, create=create).terms
         self._address = address
         self._table = table
         self._talk = Talk(table, str(address), compact=compact)
-        self.ledger = ledger_for(address, table, compact=compact)
+        self.ledger = ledger_for(address, table, terms, compact=compact)
         self._writer = Lines(address, self._talk.statements.kept)
         self._reader = Line(address)
         self._finder = Line(address)
@@ -71,7 +71,7 @@ class MysqlStore:
         if only_look:
             found = schema.version_at(address, table)
         else:
-            found = schema.prepare(address, table, create=True)
+            found, _ = schema.prepare(address, table, create=True)
         wanted = len(schema.MIGRATIONS)
         what = f"{address}: {table}"
         return Migration(what, found, wanted, found < wanted and not only_look)
@@ -108,6 +108,7 @@ class MysqlStore:
         """Whether records can be written, and would survive a crash."""
         try:
             told = self._finder.run(lambda _: schema.findings_about(self._table))
+            told += self._finder.run(lambda _: schema.findings_about_rights(self._table))
         except StoreUnavailable as error:
             return [Finding("error", str(error))]
         return [Finding(level, f"{self._address}: {text}") for level, text in told]

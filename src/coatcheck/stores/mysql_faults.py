@@ -32,6 +32,10 @@ UNREACHABLE, SERVER_GONE, SERVER_LOST, _NO_TLS = 2003, 2006, 2013, 2026
 # What a server says to a write that takes none; we say it to ourselves where one is read from.
 READ_ONLY = 1290
 _IS_READ_ONLY = "it is read-only; is it a replica?"
+NO_TABLE = 1146
+# What a user is told who has no right to a table, or to a column of it.
+_NO_RIGHT = 1142
+DENIED = frozenset({_NO_RIGHT, 1143})
 # What keeps statements from being prepared: there are too many already, or a proxy knows none.
 UNPREPARED = frozenset({1295, 1461})
 # What happened, in words; whatever is not here is told in the server's own.
@@ -47,8 +51,8 @@ _FAULTS = {
     1049: "there is no such database; create it, or name another one",
     1054: "a table of that name is there already, and not of our making; name another one",
     1130: "it lets nobody in from this machine",
-    1142: "the user may not do this; grant it, or have the tables created by somebody else",
-    1146: "a table of ours is gone, and all records with it",
+    _NO_RIGHT: "the user may not do this; grant it, or have the tables created by somebody else",
+    NO_TABLE: "a table of ours is gone, and all records with it",
     _DEADLOCK: "others lock the same rows in another order, again and again",
     _LOCK_TIMEOUT: "somebody keeps rows, or the table, locked",
     1021: "its disk is full",
@@ -61,7 +65,7 @@ _FAULTS = {
     1665: "its binlog_format is STATEMENT; set it to ROW",
 }
 # To open the same URL again could not work either.
-_HOPELESS = frozenset({_NO_TLS, 1044, 1045, 1049, 1054, 1130, 1142, 1665})
+_HOPELESS = frozenset({_NO_TLS, 1044, 1045, 1049, 1054, 1130, _NO_RIGHT, 1665})
 # The server has refused, or has not got all of it. Any other error of a write that commits may
 # have come when that was done.
 _NOTHING_WRITTEN = frozenset(_FAULTS) - {SERVER_LOST}

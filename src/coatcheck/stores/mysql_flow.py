@@ -71,6 +71,7 @@ class Terms:
 
     statement_bytes_max: int
     kept: tuple[int, ...] = ()
+    is_encrypted: bool = False
 
 
 Work: TypeAlias = Callable[[Terms], Flow[R]]

@@ -54,8 +54,9 @@ LANES = 2
 # nobody sees it.
 READ_BYTES = 1 << 16
 
-# Whatever the server's own settings are: what does not fit is an error, and a backslash escapes.
-_SQL_MODE = "STRICT_ALL_TABLES,NO_ENGINE_SUBSTITUTION"
+# Whatever the server's own settings are: what does not fit is an error, assignments are made from
+# left to right, and nothing is taken for null.
+SQL_MODE = "STRICT_ALL_TABLES,NO_ENGINE_SUBSTITUTION"
 _TERMS = b"select @@max_allowed_packet, @@read_only, @@innodb_read_only"
 
 # What the protocol puts around a statement, generously.
@@ -127,7 +128,8 @@ class Session:
             if refusal.code not in UNPREPARED:
                 raise
             prepared = []
-        return Terms(bytes_max, tuple(answer.affected for answer in prepared))
+        kept = tuple(answer.affected for answer in prepared)
+        return Terms(bytes_max, kept, isinstance(self.socket, ssl.SSLSocket))
 
     def _told(self, command: bytes, kind: type[Hearing] = Hearing) -> Answer:
         reply = self.ask(framed(command), kind)
@@ -219,7 +221,7 @@ def _settings(address: Address) -> str:
     """Makes a session differ from the server's own settings."""
     return "set " + ", ".join(
         (
-            f"session sql_mode = '{_SQL_MODE}'",
+            f"session sql_mode = '{SQL_MODE}'",
             # For rows, and for the table as a whole while somebody alters it.
             f"session innodb_lock_wait_timeout = {address.lock_timeout_s}",
             f"session lock_wait_timeout = {address.lock_timeout_s}",

@@ -2,8 +2,8 @@
 
 Beneath `mysql_talk.py`, which says when. Statements are made here as text, values and all, but for
 those that claim or change one record alone (`mysql_values.py`). A number is formatted as one or
-fails; a text or a blob is written in hexadecimal, or, where that would be long, quoted in a way
-that no `sql_mode` can read as the end of the string.
+fails; a text or a blob is written in hexadecimal, or, where that would be long, in base 64. So
+nothing is ever escaped, and no `sql_mode` can read it as anything else.
 
 `stamp` is a column for the store alone. A write marks its rows with the negative of a number that
 nobody else has, so that one look tells which rows it has written; an equal swap of somebody else
@@ -14,6 +14,7 @@ Invariant: `record_of` of what `row_of` made is the same record, whatever it hol
 
 from __future__ import annotations
 
+from binascii import b2a_base64
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
@@ -26,7 +27,7 @@ from coatcheck.stores.mysql_packets import Row
 IDS_MAX = 500
 
 # 1 024: twice as long costs nothing there. A response of megabytes must not be twice as long,
-# because the server takes no statement above its `max_allowed_packet`.
+# because the server takes no statement above its `max_allowed_packet` (`mysql_size.py`).
 _HEX_BYTES_MAX = 1_024
 
 _FIELDS = tuple("`key`" if name == "key" else name for name in Record._fields)
@@ -249,15 +250,17 @@ def _hex(value: bytes) -> str:
 
 
 def _literal(value: bytes | None) -> str:
-    """*value* as a text in which every character stands for one byte."""
     if value is None:
         return "null"
     if len(value) <= _HEX_BYTES_MAX:
         return _hex(value)
-    # Right where a backslash escapes, as it does in our sessions; and harmless where it does not.
-    quoted = value.replace(b"\\", b"\\\\").replace(b"'", b"''")
-    return f"_binary'{quoted.decode('latin-1')}'"
+    return f"from_base64('{base64_of(value)}')"
+
+
+def base64_of(value: bytes) -> str:
+    """*value* in letters, digits, "+", "/" and "="."""
+    return b2a_base64(value, newline=False).decode("ascii")
 
 
 def _sent(statement: str) -> bytes:
-    return statement.encode("latin-1")
+    return statement.encode("ascii")

@@ -11,13 +11,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from coatcheck.core.flow import Flow
 from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.stores.migration import HOW
-from coatcheck.stores.mysql_flow import reads, writes, writes_once
+from coatcheck.stores.mysql_faults import DENIED, NO_TABLE
+from coatcheck.stores.mysql_flow import Terms, holds, reads, writes, writes_once
 from coatcheck.stores.mysql_line import Address, Line
+from coatcheck.stores.mysql_packets import Refusal
 
 logger = logging.getLogger("coatcheck")
 
@@ -65,21 +67,27 @@ create table if not exists {META_TABLE} (
 _LOCK = "concat('coatcheck_', left(sha2(database(), 256), 40))"
 _CLOCK = "select timestampdiff(microsecond, '1970-01-01', utc_timestamp(6)) div 1000"
 
-# 9 MiB: the largest response that is kept by default, and what quoting adds to it.
-_PACKET_BYTES_MIN = 9 * 1024 * 1024
+# 12 MiB: the largest response that is kept by default is 8 MiB, and 11 MiB in base 64.
+_PACKET_BYTES_MIN = 12 * 1024 * 1024
 # 1 s: no lease is so short that it would matter; the difference is measured and allowed for.
 _CLOCK_OFF_MS_MAX = 1_000
 
 Told: TypeAlias = tuple[Literal["ok", "warning", "error"], str]
 
 
-def prepare(address: Address, table: str, *, create: bool) -> int:
+class Prepared(NamedTuple):
+    """The version that was found, and what a session of the server's takes."""
+
+    found: int
+    terms: Terms
+
+
+def prepare(address: Address, table: str, *, create: bool) -> Prepared:
     """
     Make the database at *address* one that a store can use, or say why it cannot be one.
 
     Where *create* is False nothing is made: what is missing is an error. The connection is closed
     again, so that a server that opens a store and forks afterwards has nothing to hand down.
-    Returns the version that was found.
     """
     line = Line(address, is_opening=True)
     try:
@@ -93,9 +101,14 @@ def prepare(address: Address, table: str, *, create: bool) -> int:
         for level, text in line.run(lambda _: findings_about(table)):
             if level != "ok":  # a store that could forget says so when it is opened
                 logger.warning("%s: %s", address, text)
+        return Prepared(found, line.run(_terms))
     finally:
         line.close()
-    return found
+
+
+def _terms(terms: Terms) -> Flow[Terms]:
+    yield from ()
+    return terms
 
 
 def version_at(address: Address, table: str) -> int:
@@ -175,8 +188,8 @@ def _about_writing(settings: dict[str, str]) -> Iterator[Told]:
     packet_bytes_max = int(settings["max_allowed_packet"])
     if packet_bytes_max < _PACKET_BYTES_MIN:
         message = (
-            f"max_allowed_packet = {packet_bytes_max}: responses above it cannot be kept, and "
-            f"those requests fail; set it to {_PACKET_BYTES_MIN} or more"
+            f"max_allowed_packet = {packet_bytes_max}: responses above three quarters of it are "
+            f"not kept, and their retries are told so; set it to {_PACKET_BYTES_MIN} or more"
         )
         yield "warning", message
 
@@ -218,4 +231,24 @@ def _about_table(table: str) -> Flow[list[Told]]:
     if version != len(MIGRATIONS):
         message = f"{table} has schema {version} by now, and this process knows only its own"
         told.append(("error", message))
+    return told
+
+
+def findings_about_rights(table: str) -> Flow[list[Told]]:
+    """What the user may not do with *table*, tried with statements that change nothing."""
+    attempts = {
+        "insert": f"insert into `{table}` select * from `{table}` limit 0",
+        "update": f"update `{table}` set stamp = stamp where id = x''",
+        "delete": f"delete from `{table}` where id = x''",
+    }
+    told: list[Told] = []
+    for right, statement in attempts.items():
+        try:
+            yield from holds(statement.encode())
+        except Refusal as refusal:
+            if refusal.code == NO_TABLE:  # which is told already
+                return []
+            if refusal.code not in DENIED:
+                raise
+            told.append(("error", f"the user may not {right} in {table}; grant it"))
     return told

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Sequence
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import TypeAlias
 
 from coatcheck.core.flow import Flow
@@ -32,6 +32,7 @@ from coatcheck.stores.mysql_rows import (
     record_of,
     stamp_of,
 )
+from coatcheck.stores.mysql_size import fitting, warn_of_dropped
 
 # 5 times: nobody else claims and deletes one record, or sweeps the same ones, so often in a row.
 _LOOKS_MAX = 5
@@ -57,7 +58,18 @@ class Talk:
         self._compact = compact
 
     def swap(self, terms: Terms, swaps: Sequence[Swap]) -> Flow[Sequence[Record | None]]:
-        """Write each record if the version its caller saw still stands."""
+        """
+        Write each record if the version its caller saw still stands.
+
+        Of a record whose response does not fit, all else is written.
+        """
+        fit = [fitting(swap, terms.statement_bytes_max) for swap in swaps]
+        standing = yield from self._swap(terms, fit)
+        if all(map(is_, fit, swaps)):
+            return standing
+        return list(map(_told, swaps, fit, standing))
+
+    def _swap(self, terms: Terms, swaps: Sequence[Swap]) -> Flow[Sequence[Record | None]]:
         if len(swaps) == 1:
             return [(yield from self._swap_alone(terms, swaps[0]))]
         lasting = sorted((swap for swap in swaps if swap.record is not None), key=_by_id)
@@ -168,6 +180,18 @@ class Talk:
         return found
 
 
+def _told(swap: Swap, written: Swap, standing: Record | None) -> Record | None:
+    """What the caller of *swap* is told, of which only *written* was sent."""
+    if written is swap:
+        return standing
+    assert swap.record is not None
+    if standing is None:
+        warn_of_dropped(swap.record)
+    elif standing == written.record:
+        return swap.record  # its own, from a try whose answer was lost; so its writer will know it
+    return standing
+
+
 def _found(statement: str) -> Flow[Sequence[Row]]:
     """The rows that *statement* finds; a replica is not believed, nor a primary that became one."""
     rows = (yield from reads(statement)).rows
@@ -181,8 +205,7 @@ def _refuse_if_too_large(terms: Terms, statement: bytes) -> None:
     if len(statement) > terms.statement_bytes_max:
         raise ValueError(
             f"a record takes a statement of {len(statement)} bytes, and the server takes at most "
-            f"{terms.statement_bytes_max}; raise its max_allowed_packet, or lower "
-            "response_bytes_max"
+            f"{terms.statement_bytes_max}; raise its max_allowed_packet, or note less in its steps"
         )
 
 
