@@ -24,6 +24,7 @@ from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.stores import Batcher, Query, mysql_schema, open_store
 from coatcheck.stores.mysql_flow import reads
 from coatcheck.stores.mysql_line import Session
+from coatcheck.stores.mysql_own import LOCK_WAIT, Ours
 from coatcheck.stores.mysql_packets import framed
 
 MANY = [id_of(number) for number in range(1, 65)]
@@ -870,6 +871,25 @@ def test_a_server_that_stops_answering_is_an_outage_until_it_does(own, own_url):
         done = completed(claim_of(), b"done")
         assert eventually(lambda: store.swap([complete(claim_of())])) in ([None], [done])
         assert store.get([ID]) == [done]
+
+
+@pytest.mark.parametrize(
+    ("statement", "limit_s"),
+    [
+        ("BEGIN", 2),
+        ("update `kept` set version = 1", 2),
+        (LOCK_WAIT.format(7) + "insert into `kept` (id) values (1)", 9),
+        ("set session sql_mode = 'STRICT_ALL_TABLES'", 2),
+        ("set statement max_statement_time = 60 for select 1", None),
+        ("begin not atomic select sleep(60); end", None),
+        ("rollback to savepoint mine", None),
+        ("update `keptx` set version = 1", None),
+        ("insert into orders values ('update `kept` ')", None),
+    ],
+)
+def test_what_we_say_in_a_transaction_is_told_from_what_a_handler_says(statement, limit_s):
+    """D2, L9: only our own words have a limit, which allows for the lock that they wait for."""
+    assert Ours("kept", 2).limit_s(statement) == limit_s
 
 
 SLOW = "select sleep(0.5)"  # longer than we would wait, but a handler may

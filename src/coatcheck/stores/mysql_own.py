@@ -25,7 +25,9 @@ class Ours:
     def __init__(self, table: str, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         written = rf"(?:{_WAITS})?(?:insert into|update) `{table}` "
-        self._statement = re.compile(rf"{written}|(?:set|begin|commit|rollback)\b", re.IGNORECASE)
+        login = "set names |set session sql_mode "
+        frame = "(?:begin|commit|rollback)$"
+        self._statement = re.compile(f"{written}|{login}|{frame}", re.IGNORECASE)
 
     def limit_s(self, statement: str) -> float | None:
         """How long to wait for *statement*; None: it is a handler's."""
