@@ -11,9 +11,11 @@ Invariant: a commit is sent only behind an end that fails unless it finds its cl
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import count
+from math import inf
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -28,6 +30,7 @@ from coatcheck.errors import Misconfigured
 from coatcheck.lent.asynchronous import with_dollars
 from coatcheck.lent.contract import IN_TRANSACTION, AsyncOneByOne, OneByOne
 from coatcheck.stores.ledger import Dialect, Statement
+from coatcheck.stores.postgres_ledger import Claim, OwnAsyncConnection, OwnConnection
 
 _HAS_PIPELINES = Pipeline.is_supported()
 _NUMBERS = count(1)
@@ -59,6 +62,19 @@ class _Psycopg:
 
     def __init__(self, handle: Any) -> None:  # noqa: ANN401 - a connection of either kind
         self.handle = handle
+
+    @contextmanager
+    def _patience(self, statement: Statement) -> Iterator[None]:
+        """Limits what a claim may take, and nothing else, on a connection of the store's own."""
+        own = self.handle if isinstance(self.handle, (OwnConnection, OwnAsyncConnection)) else None
+        if own is None or not isinstance(statement, Claim):
+            yield
+            return
+        own.patience_s = statement.patience_s
+        try:
+            yield
+        finally:
+            own.patience_s = inf
 
     def _may_begin(self) -> bool:
         """We may begin in the driver's place, which would say no more than that."""
@@ -184,7 +200,7 @@ class PsycopgLent(_Psycopg, OneByOne):
         """Begin a transaction, and execute *claim* in it; how many rows it affected."""
         if not self._may_begin():
             return super().begin(claim)
-        with self.handle.lock:
+        with self._patience(claim), self.handle.lock:
             affected: int = self.handle.wait(self._begun(claim))
             return affected
 
@@ -195,8 +211,9 @@ class PsycopgLent(_Psycopg, OneByOne):
 
     def write(self, statement: Statement) -> int:
         """Execute *statement*; how many rows it affected."""
-        affected: int = self.handle.execute(*statement).rowcount
-        return affected
+        with self._patience(statement):
+            affected: int = self.handle.execute(*statement).rowcount
+            return affected
 
     def end(self, statement: Statement) -> bool:
         """Execute *statement*, and commit where it affected one row; whether it did."""
@@ -222,9 +239,10 @@ class PsycopgAsyncLent(_Psycopg, AsyncOneByOne):
         """Begin a transaction, and execute *claim* in it; how many rows it affected."""
         if not self._may_begin():
             return await super().begin(claim)
-        async with self.handle.lock:
-            affected: int = await self.handle.wait(self._begun(claim))
-            return affected
+        with self._patience(claim):
+            async with self.handle.lock:
+                affected: int = await self.handle.wait(self._begun(claim))
+                return affected
 
     async def start(self) -> None:
         """Begin; the first statement does it by itself, unless it commits by itself, too."""
@@ -233,9 +251,10 @@ class PsycopgAsyncLent(_Psycopg, AsyncOneByOne):
 
     async def write(self, statement: Statement) -> int:
         """Execute *statement*; how many rows it affected."""
-        cursor = await self.handle.execute(*statement)
-        affected: int = cursor.rowcount
-        return affected
+        with self._patience(statement):
+            cursor = await self.handle.execute(*statement)
+            affected: int = cursor.rowcount
+            return affected
 
     async def end(self, statement: Statement) -> bool:
         """Execute *statement*, and commit where it affected one row; whether it did."""

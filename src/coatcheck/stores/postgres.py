@@ -69,7 +69,7 @@ class PostgresStore:
         self._talk = Talk(names.records, compact=compact)
         self._where = where = _conninfo(conninfo, timeout_s)
         self._timeout_s = timeout_s
-        self.ledger = ledger_for(where, self._statements, compact=compact)
+        self.ledger = ledger_for(where, self._statements, timeout_s, compact=compact)
         self._new_bell = partial(PostgresBell, where, names.records, timeout_s)
         self._writer = Link(where, timeout_s, writes=True, prepares=True)
         self._reader = Link(where, timeout_s, prepares=True)
