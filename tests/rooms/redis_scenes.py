@@ -44,10 +44,16 @@ class WiredStore:
         return self._store.wire()
 
     def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
-        return self._runner.run(self._wire.swap(swaps))
+        async def told() -> Sequence[Record | None]:
+            return await self._wire.swap(swaps)
+
+        return self._runner.run(told())
 
     def get(self, ids: Sequence[bytes]) -> Sequence[Record | None]:
-        return self._runner.run(self._wire.get(ids))
+        async def told() -> Sequence[Record | None]:
+            return await self._wire.get(ids)
+
+        return self._runner.run(told())
 
     def close(self) -> None:
         self._runner.run(self._wire.close())

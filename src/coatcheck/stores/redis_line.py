@@ -209,7 +209,7 @@ def connected(connect: Callable[[], Connection], name: str) -> Connection:
         raise lost(name, error) from error
 
 
-def lost(name: str, error: Exception, *, is_ambiguous: bool = False) -> StoreUnavailable:
+def lost(name: str, error: BaseException, *, is_ambiguous: bool = False) -> StoreUnavailable:
     """What to raise for an *error* of the driver's, or of a socket."""
     kind = Denied if isinstance(error, exceptions.AuthenticationError) else StoreUnavailable
     text = str(error).rstrip(".") or type(error).__name__

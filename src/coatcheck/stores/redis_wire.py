@@ -2,8 +2,9 @@
 
 Beside `redis_line.py`, which is for threads; both perform the flows of `redis_flow.py`. The driver
 opens a connection, in a thread; from then on its socket is used here, where a batch is one write
-and what comes back is read by ourselves. What is sent is answered in the same order, so that
-batches follow each other without waiting.
+and what comes back is read by ourselves, and worked on where it comes: a task for it would cost
+three more turns of the loop. What is sent is answered in the same order, so that batches follow
+each other without waiting.
 
 Invariants: an answer that does not come fails everybody who waits on that connection, in the time
 that was allowed; no connection is used that has missed an answer.
@@ -16,12 +17,15 @@ import os
 import select
 import ssl
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeAlias
 
-from coatcheck.core.flow import Effect, run_async
+from coatcheck.core.flow import Flow
 from coatcheck.core.record import Record, Swap
 from coatcheck.errors import StoreUnavailable
+from coatcheck.stores.prompt import Prompt
 from coatcheck.stores.redis_flow import NO_WAIT, Flows, Send, Wait, is_demoted
 from coatcheck.stores.redis_line import Connection, connected, lost
 from coatcheck.stores.redis_replies import NotRedis, Replies, Reply
@@ -37,6 +41,11 @@ _TICKS_MAX = 8
 # record of TLS, whose rest would lie where nobody sees it.
 _READ_BYTES = 1 << 18
 _NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+_Flow: TypeAlias = Flow["list[Record | None]"]
+_Answer: TypeAlias = "Prompt[Sequence[Record | None]]"
+# Who is told the replies, or why there are none.
+_Hear: TypeAlias = Callable[["list[Reply]", "BaseException | None"], None]
 
 
 class RedisWire:
@@ -55,30 +64,51 @@ class RedisWire:
         loop = asyncio.get_running_loop()
         if type(loop).add_reader is asyncio.AbstractEventLoop.add_reader or os.name == "nt":
             raise NotImplementedError  # it cannot tell when a socket can be read
+        self._loop = loop
         self._flows = flows
         self._writer = _Link(connect, flows.name, wait.timeout_s, is_writer=True, wait=wait)
         # Beside it, because nobody is to wait for a replica but who has written.
         self._reader = _Link(connect, flows.name, wait.timeout_s)
 
-    async def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
+    def swap(self, swaps: Sequence[Swap], /) -> _Answer:
         """Write each record if the version its caller saw still stands; see `Store.swap`."""
-        return await run_async(self._flows.swap(swaps), self._write)
+        return self._begin(self._flows.swap(swaps), self._writer)
 
-    async def get(self, ids: Sequence[bytes]) -> Sequence[Record | None]:
+    def get(self, ids: Sequence[bytes], /) -> _Answer:
         """The records that stand; see `Store.get`."""
-        return await run_async(self._flows.get(ids), self._read)
+        return self._begin(self._flows.get(ids), self._reader)
 
-    async def _write(self, effect: Effect[list[Reply]]) -> list[Reply]:
-        assert isinstance(effect, Send)
-        replies = await self._writer.ask([command.packed for command in effect.commands])
-        if is_demoted(replies):
+    def _begin(self, flow: _Flow, link: _Link) -> _Answer:
+        answer: _Answer = Prompt(loop=self._loop)
+        self._go_on(flow, link, answer, None, None)
+        return answer
+
+    def _go_on(
+        self,
+        flow: _Flow,
+        link: _Link,
+        answer: _Answer,
+        replies: list[Reply] | None,
+        error: BaseException | None,
+    ) -> None:
+        """Tell *flow* what has come, and ask what it wants next; or answer, if that was all."""
+        if replies and link is self._writer and is_demoted(replies):
             self._writer.leave()
             self._reader.leave()
-        return replies
-
-    def _read(self, effect: Effect[list[Reply]]) -> Awaitable[list[Reply]]:
+        try:
+            effect = flow.send(replies) if error is None else flow.throw(error)
+        except BaseException as ending:
+            if not answer.done():  # done: who has asked was cancelled
+                if isinstance(ending, StopIteration):
+                    answer.set_result(ending.value)
+                else:
+                    answer.set_exception(ending)
+            if not isinstance(ending, Exception):
+                raise
+            return
         assert isinstance(effect, Send)
-        return self._reader.ask([command.packed for command in effect.commands])
+        commands = [command.packed for command in effect.commands]
+        link.ask(commands, partial(self._go_on, flow, link, answer))
 
     async def close(self) -> None:
         """Let go of the connections for good."""
@@ -112,49 +142,75 @@ class _Link:
         self._timeout_s = timeout_s
         self._is_writer = is_writer
         self._wait = wait
+        self._loop = asyncio.get_running_loop()
         self._line: _Line | None = None
-        self._opening = asyncio.Lock()
+        self._opening: asyncio.Future[Connection] | None = None
+        self._waiting: deque[tuple[Sequence[bytes], _Hear]] = deque()  # for the connection
         self._is_closed = False
 
-    async def ask(self, commands: Sequence[bytes]) -> list[Reply]:
-        """Send *commands*, and wait for their replies."""
+    def ask(self, commands: Sequence[bytes], hear: _Hear) -> None:
+        """Send *commands*, and have *hear* told their replies."""
         line = self._line
         if line is None or not line.is_ready():
-            line = await self._opened()
+            self._waiting.append((commands, hear))
+            self._open()
+            return
         if self._wait.replicas:
             commands = [*commands, self._wait.command()]
-        try:
-            replies = await line.ask(b"".join(commands), len(commands))
-        except (OSError, ValueError) as error:
-            raise lost(self._name, error, is_ambiguous=self._is_writer) from error
-        if self._wait.replicas:
-            self._wait.refuse_too_few(self._name, replies, replies.pop())
-        return replies
+        line.ask(b"".join(commands), len(commands), partial(self._hear, hear))
 
-    async def _opened(self) -> _Line:
-        async with self._opening:  # whoever comes meanwhile has the same connection
-            if self._line is None or self._line.is_lost:
-                self._refuse_if_closed()
-                self._line = _Line(await self._connected(), self._timeout_s)
-                if self._is_closed:  # meanwhile
-                    self.close()
-            self._refuse_if_closed()
-            return self._line
+    def _hear(self, hear: _Hear, replies: list[Reply], error: BaseException | None) -> None:
+        if error is not None:
+            outage = lost(self._name, error, is_ambiguous=self._is_writer)
+            outage.__cause__ = error
+            error = outage
+        elif self._wait.replicas:
+            try:
+                self._wait.refuse_too_few(self._name, replies, replies.pop())
+            except StoreUnavailable as too_few:
+                error = too_few
+        hear(replies, error)
 
-    def _refuse_if_closed(self) -> None:
+    def _open(self) -> None:
+        """Connect for those who wait; whoever comes meanwhile has the same connection."""
+        while self._waiting and self._opening is None:
+            try:
+                self._opening = self._connecting()
+            except StoreUnavailable as error:
+                self._refuse_first(error)
+            else:
+                self._opening.add_done_callback(self._opened)
+
+    def _connecting(self) -> asyncio.Future[Connection]:
         if self._is_closed:
             raise StoreUnavailable(f"{self._name}: the store is closed")
-
-    async def _connected(self) -> Connection:
         # In a thread of its own: those that the loop has may all be waiting for us.
         executor = ThreadPoolExecutor(1, "coatcheck-connect")
         try:
-            loop = asyncio.get_running_loop()
             with outage_without_thread():
-                opening = loop.run_in_executor(executor, connected, self._connect, self._name)
-            return await opening
+                return self._loop.run_in_executor(executor, connected, self._connect, self._name)
         finally:
             executor.shutdown(wait=False)
+
+    def _opened(self, opening: asyncio.Future[Connection]) -> None:
+        self._opening = None
+        error = opening.exception()
+        if error is not None:
+            self._refuse_first(error)
+        elif self._is_closed:  # meanwhile
+            opening.result().disconnect()
+        else:
+            self._line = _Line(opening.result(), self._timeout_s)
+            waiting, self._waiting = self._waiting, deque()
+            for commands, hear in waiting:
+                self.ask(commands, hear)
+        self._open()
+
+    def _refuse_first(self, error: BaseException) -> None:
+        """Of those who wait: an error is for one caller, and the others have another try."""
+        if self._waiting:  # else it was closed, and they were told
+            _, hear = self._waiting.popleft()
+            hear([], error)
 
     def leave(self) -> None:
         """Connect anew at the next use; who waits already has an answer first."""
@@ -168,6 +224,9 @@ class _Link:
         line, self._line = self._line, None
         if line is not None:
             line.abandon(ConnectionError("the store is closed"))
+        if self._opening is not None and not self._loop.is_closed():
+            self._opening = None
+            self._open()
 
 
 class _Line:
@@ -187,7 +246,7 @@ class _Line:
         self._unsent = b""
         self._replies = Replies()
         self._unclaimed: list[Reply] = []  # some of those that the first in the queue waits for
-        self._asked: deque[tuple[asyncio.Future[list[Reply]], int]] = deque()
+        self._asked: deque[tuple[_Hear, int]] = deque()
         self._is_left = False
         self._loop.add_reader(self._socket, self._read)
 
@@ -197,20 +256,18 @@ class _Line:
             self._read()
         return not self.is_lost
 
-    def ask(self, commands: bytes, count: int) -> asyncio.Future[list[Reply]]:
-        """Send *count* commands; done when all their replies are there."""
+    def ask(self, commands: bytes, count: int, hear: _Hear) -> None:
+        """Send *count* commands; *hear* is told when all their replies are there."""
         assert not self.is_lost
-        future: asyncio.Future[list[Reply]] = self._loop.create_future()
         if not self._asked:
             self._silent_ticks = 0
-        self._asked.append((future, count))
+        self._asked.append((hear, count))
         if self._unsent:
             self._unsent += commands
         else:
             self._send(commands)
         if self._timer is None and not self.is_lost:
             self._timer = self._loop.call_later(self._tick_s, self._tick)
-        return future
 
     def _send(self, data: bytes) -> None:
         """Send what the socket takes; the rest when it takes more."""
@@ -251,18 +308,22 @@ class _Line:
 
     def _give(self, replies: list[Reply]) -> None:
         """Replies come in the order in which was asked."""
-        self._unclaimed += replies
-        while self._asked and len(self._unclaimed) >= self._asked[0][1]:
-            future, count = self._asked.popleft()
-            given, self._unclaimed = self._unclaimed[:count], self._unclaimed[count:]
-            if not future.done():  # done: who has asked was cancelled
-                future.set_result(given)
-        if self._asked:
-            return
         if self._unclaimed:
-            self.abandon(NotRedis("it has said what nobody had asked"))
-        elif self._is_left:
-            self.leave()
+            replies = [*self._unclaimed, *replies]
+        told: list[tuple[_Hear, list[Reply]]] = []
+        while self._asked and len(replies) >= self._asked[0][1]:
+            hear, count = self._asked.popleft()
+            told.append((hear, replies[:count]))
+            replies = replies[count:]
+        self._unclaimed = replies
+        # Before anybody hears: who does may ask again at once, and what is left is not for that.
+        if not self._asked:
+            if replies:
+                self.abandon(NotRedis("it has said what nobody had asked"))
+            elif self._is_left:
+                self.leave()
+        for hear, own in told:
+            hear(own, None)
 
     def _tick(self) -> None:
         """Look whether the server has fallen silent, as long as somebody waits for it."""
@@ -291,8 +352,8 @@ class _Line:
             self._loop.remove_writer(self._socket)
             if self._timer is not None:
                 self._timer.cancel()
-            for future, _ in self._asked:
-                if not future.done():
-                    future.set_exception(error)
-        self._asked.clear()
         self._connection.disconnect()
+        asked, self._asked = self._asked, deque()
+        if not self._loop.is_closed():
+            for hear, _ in asked:
+                hear([], error)
