@@ -67,10 +67,11 @@ class Flows:
         yield from _repeated(calls, replies)
         try:
             refuse_refusals(self.name, replies)
-            for call, lost in zip(calls, replies, strict=True):
-                for number, value in zip(lost[::2], lost[1::2], strict=True):
-                    place = call.start + number - 1
-                    results[place] = values.record_of(swaps[place].id, value) if value else GONE
+            for call, standing in zip(calls, replies, strict=True):
+                for place, value in enumerate(standing, call.start):
+                    if value is not None:
+                        id = swaps[place].id
+                        results[place] = values.record_of(id, value) if value else GONE
         except values.UnreadableValue as error:
             raise self._of_one(error, swaps) from error
         return results

@@ -5,10 +5,10 @@ Between `redis.py`, which says when, and `redis_line.py`, which sends. A record 
 compact form for a field that long.
 
 Commands are spelt in Redis's protocol right here. A batch is one call of one script for up to 64
-records, whose answer names the losers only; so the answer to a batch that won is four bytes. With
-a call and an answer for each, a claim in company would take 15 µs instead of 9, there and here.
+records, whose answer is empty where all have won. With a call and an answer for each, a claim in
+company would take 15 µs instead of 9, there and here.
 
-Invariant: `record_of` of what `value_of` made is the same record, whatever it holds.
+Invariant: `record_of` of what `stored` made is the same record, whatever it holds.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from struct import Struct
 from typing import NamedTuple
 
 from coatcheck.core.record import Record, Swap, new_record
+from coatcheck.core.scope import ID_BYTES
 
 _SCRIPT = files("coatcheck.stores").joinpath("lua/swap.lua").read_bytes()
 # A name for the script, as the server names it; nothing depends on its being hard to forge.
@@ -46,25 +47,31 @@ class UnreadableValue(ValueError):
     """A key of ours holds what this release has not written and cannot read, or replace."""
 
 
-def value_of(record: Record, *, compact: bool) -> bytes:
-    """What is stored for *record*."""
+def stored(record: Record, *, compact: bool) -> tuple[bytes, int]:
+    """
+    What is stored for *record*, and when the server may forget it, in ms.
+
+    That is not before any sweep could take it.
+    """
     # Each by name: to gather some of them in lists takes as long as all the rest.
     # fmt: off
     (_, version, state, attempt, fingerprint, created_ms, lease_until_ms, window_until_ms,
         expires_ms, nonce, label, scope, key, progress, response) = record
-    a = b = c = b""
-    if not compact:
-        # A path may hold any bytes, so a text may be no proper Unicode.
-        a = label.encode("utf-8", "surrogatepass")
-        b = scope.encode("utf-8", "surrogatepass")
-        c = key.encode("utf-8", "surrogatepass")
+    if compact:
+        label = scope = key = ""
+    # All at once, which is quicker. A path may hold any bytes, so a text may be no proper Unicode.
+    names = f"{label}{scope}{key}".encode("utf-8", "surrogatepass")
+    a, b, c = len(label), len(scope), len(key)
+    if a + b + c != len(names):  # not all of it is ASCII
+        a, b, c = (len(name.encode("utf-8", "surrogatepass")) for name in (label, scope, key))
     head = _HEAD.pack(
         _FORMAT, version, state, attempt, created_ms, lease_until_ms, window_until_ms,
-        expires_ms, nonce, len(fingerprint), len(a), len(b), len(c),
+        expires_ms, nonce, len(fingerprint), a, b, c,
         _NONE if progress is None else len(progress), response is not None,
     )
     # fmt: on
-    return b"".join((head, fingerprint, a, b, c, progress or b"", response or b""))
+    value = b"".join((head, fingerprint, names, progress or b"", response or b""))
+    return value, max(expires_ms, lease_until_ms, version + 1)
 
 
 def record_of(id: bytes, value: bytes) -> Record:
@@ -102,11 +109,6 @@ def record_of(id: bytes, value: bytes) -> Record:
     )
 
 
-def forget_at_ms(record: Record) -> int:
-    """When the server may forget *record*: not before any sweep could take it."""
-    return max(record.expires_ms, record.lease_until_ms, record.version + 1)
-
-
 class Keys:
     """
     The keys under one prefix.
@@ -117,6 +119,17 @@ class Keys:
     def __init__(self, prefix: str) -> None:
         assert "{" not in prefix  # it would be taken for the one before the id
         self._head = prefix.encode() + b"{"
+        size = len(self._head) + 2 * ID_BYTES + len(b"}")
+        self._before = b"$%d\r\n%b" % (size, self._head)
+        self._between = b"}\r\n" + self._before
+        self._bytes = len(self._between) + 2 * ID_BYTES
+
+    def spelt(self, ids: Sequence[bytes]) -> bytes:
+        """The keys of the records with these *ids*, in the protocol's spelling."""
+        names = self._between.join(map(hexlify, ids))
+        spelt = b"%b%b}\r\n" % (self._before, names)
+        assert len(spelt) == len(ids) * self._bytes  # else the server would not understand us
+        return spelt
 
     def key_of(self, id: bytes) -> bytes:
         """The key of the record with this *id*."""
@@ -175,7 +188,7 @@ class Packer:
     """Makes commands of swaps and ids."""
 
     def __init__(self, keys: Keys, *, compact: bool, is_spread: bool) -> None:
-        self._key_of = keys.key_of
+        self._keys = keys
         self._compact = compact
         # In a cluster every key may live elsewhere, so every command is about one.
         self._keys_max = 1 if is_spread else _KEYS_MAX
@@ -184,40 +197,36 @@ class Packer:
     def calls_of(self, swaps: Sequence[Swap]) -> Iterator[Call]:
         """The calls of the script that perform *swaps*."""
         start = bytes_packed = 0
-        keys: list[bytes] = []
-        values: list[bytes] = []
-        for number, swap in enumerate(swaps):
-            key = self._key_of(swap.id)
-            value = self._value(swap)
-            if keys and (len(keys) >= self._keys_max or bytes_packed > _CALL_BYTES_MAX):
-                yield _call(start, keys, values)
-                start, bytes_packed, keys, values = number, 0, [], []
-            keys.append(key)
-            values.append(value)
+        values = [self._value(swap) for swap in swaps]
+        for number, value in enumerate(values):
+            if number - start >= self._keys_max or bytes_packed > _CALL_BYTES_MAX:
+                yield self._call(start, swaps[start:number], values[start:number])
+                start, bytes_packed = number, 0
             bytes_packed += len(value)
-        yield _call(start, keys, values)
+        yield self._call(start, swaps[start:], values[start:])
+
+    def _call(self, start: int, swaps: Sequence[Swap], values: Sequence[bytes]) -> Call:
+        ids = [swap.id for swap in swaps]
+        body = self._keys.spelt(ids) + b"".join(values)
+        return Call(start, len(ids), self._keys.key_of(ids[0]), body)
 
     def _value(self, swap: Swap) -> bytes:
         """The three arguments of one swap."""
-        expected = b"$8\r\n%b" % _VERSION.pack(swap.expected) if swap.expected else b"$0\r\n"
         record = swap.record
+        expected = b"$8\r\n%b" % _VERSION.pack(swap.expected) if swap.expected else b"$0\r\n"
         if record is None:
             return b"%b\r\n$0\r\n\r\n$1\r\n0\r\n" % expected
-        value = value_of(record, compact=self._compact)
-        at_ms = b"%d" % forget_at_ms(record)
+        value, forget_ms = stored(record, compact=self._compact)
+        at_ms = b"%d" % forget_ms
         spelt = (expected, len(value), value, len(at_ms), at_ms)
         return b"%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % spelt
 
     def reads_of(self, ids: Sequence[bytes]) -> Iterator[Command]:
         """The commands that read *ids* in their order, each answered by a list."""
         for start in range(0, len(ids), self._read_max):
-            keys = [self._key_of(id) for id in ids[start : start + self._read_max]]
-            yield Command(keys[0], packed(b"MGET", *keys))
-
-
-def _call(start: int, keys: list[bytes], values: list[bytes]) -> Call:
-    spelt = [b"$%d\r\n%b\r\n" % (len(key), key) for key in keys]
-    return Call(start, len(keys), keys[0], b"".join([*spelt, *values]))
+            some = ids[start : start + self._read_max]
+            head = b"*%d\r\n$4\r\nMGET\r\n" % (1 + len(some))
+            yield Command(self._keys.key_of(some[0]), head + self._keys.spelt(some))
 
 
 def packed(*words: bytes) -> bytes:
