@@ -246,6 +246,32 @@ def test_two_lanes_share_what_there_is_in_equal_parts():
     asyncio.run(scene())
 
 
+def test_who_comes_back_in_one_turn_leaves_together():
+    """L1: else what two batches have had becomes three, and each is smaller."""
+
+    async def scene() -> None:
+        async with Scene(lanes=2) as on:
+
+            async def ask_again(before: asyncio.Future[Any], number: int) -> None:
+                assert list(await before) == [None]
+                assert list(await on.looped.swap([claim(number)])) == [None]
+
+            other = on.wire.hold()
+            second = on.looped.swap([claim(1)])
+            rest = [on.looped.swap([claim(number)]) for number in (2, 3)]
+            again = [
+                asyncio.ensure_future(ask_again(on.first, 4)),
+                asyncio.ensure_future(ask_again(second, 5)),
+            ]
+            await turns()
+            on.gate.set()
+            other.set()
+            assert await on.told(*again, *rest) == [None, None, [None], [None]]
+            assert on.wire.batches == [[0], [1], [2, 3], [4, 5]]
+
+    asyncio.run(scene())
+
+
 def test_a_few_who_come_late_wait_for_the_many_who_are_on_their_way(monkeypatch):
     """L1: alone they would take as long, and who comes back meanwhile would have to wait."""
     monkeypatch.setattr(lanes, "PROMPT_S_MAX", TIMEOUT_S)  # so that nobody is slow here

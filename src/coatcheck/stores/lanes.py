@@ -68,7 +68,7 @@ class Lanes(Generic[T]):
         self._slow: list[Batch[T]] = []  # those of them that may be stuck
         self._is_timed = False  # we shall look which are
         self._is_busy = False  # the last batch was not for one caller alone
-        self._is_called = False  # we shall look at the end of this turn
+        self._looking: asyncio.Handle | None = None  # we shall look at the end of this turn
         self._is_closed = False
         self._idle: asyncio.Event | None = None  # whoever closes waits for it
 
@@ -76,7 +76,7 @@ class Lanes(Generic[T]):
         """Ask; after closing nothing can be asked, where it would wait for ever."""
         if self._is_closed:
             raise StoreUnavailable("the store is closed")
-        future: Future = self._loop.create_future()
+        future: Future = asyncio.Future(loop=self._loop)
         if not asks:
             future.set_result([])
             return future
@@ -84,7 +84,7 @@ class Lanes(Generic[T]):
             self._send([(future, asks)])
             return future
         self._waiting.append((future, asks))
-        if not self._is_called and len(self._away) < self._lanes:
+        if self._looking is None and len(self._away) < self._lanes:
             if self._is_busy:
                 self._look_soon()
             else:
@@ -92,12 +92,14 @@ class Lanes(Generic[T]):
         return future
 
     def _look_soon(self) -> None:
-        self._is_called = True
-        self._loop.call_soon(self._look)
+        """After everybody who was woken before this."""
+        if self._looking is not None:
+            self._looking.cancel()
+        self._looking = self._loop.call_soon(self._look)
 
     def _look(self) -> None:
         """Send whoever waits, as far as there are lanes."""
-        self._is_called = False
+        self._looking = None
         while len(self._away) < self._lanes and (batch := self._next_batch()):
             self._is_busy = len(batch) > 1
             self._send(batch)
@@ -180,8 +182,7 @@ class Lanes(Generic[T]):
         if batch in self._slow:
             self._slow.remove(batch)
         if self._waiting:
-            if not self._is_called:
-                self._look_soon()
+            self._look_soon()
         elif self._idle is not None and not self._away:
             self._idle.set()
 
@@ -242,8 +243,12 @@ def by_id(
     waiting: Batch[Swap], limit: int, away: list[Batch[Swap]]
 ) -> tuple[Batch[Swap], Batch[Swap]]:
     """Swaps: nobody who asks for a record that is on its way."""
-    ids = {swap.id for batch in away for _, swaps in batch for swap in swaps}
-    return next_round(waiting, _swaps_of, limit, ids)
+    taken = {swap.id for batch in away for _, swaps in batch for swap in swaps}
+    ids = [swap.id for _, swaps in waiting for swap in swaps]
+    # Nearly always everybody asks for one record, and each for another.
+    if len(ids) == len(waiting) == len(set(ids)) and taken.isdisjoint(ids):
+        return waiting[:limit], waiting[limit:]
+    return next_round(waiting, _swaps_of, limit, taken)
 
 
 _swaps_of = itemgetter(1)
