@@ -83,7 +83,7 @@ class _Line:
         # Of what was sent: what the socket did not take yet, whether it was answered, and when it
         # should have been; and the one timer that looks at it.
         self._unsent = b""
-        self._hearing = Hearing()
+        self._hearing = Hearing(b"")
         self._is_asked = False
         self._deadline_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -145,7 +145,7 @@ class _Line:
     def _ask(self, sent: bytes) -> None:
         assert self._session is not None
         self._is_asked = True
-        self._hearing = Hearing()
+        self._hearing = Hearing(sent)
         self._is_heard_from()
         if self._timer is None:
             self._timer = self._loop.call_at(self._deadline_s, self._look_at_clock)
