@@ -94,10 +94,10 @@ def said(monkeypatch):
     words = []
     ask = Session.ask
 
-    def listen(self, sent, hearing=None):
+    def listen(self, sent, *kind):
         is_prepared = sent[4] == 0x17
         words.append("execute" if is_prepared else sent[5:25].decode("latin-1").split(" ")[0])
-        return ask(self, sent, hearing)
+        return ask(self, sent, *kind)
 
     monkeypatch.setattr(Session, "ask", listen)
     return words
@@ -515,6 +515,20 @@ def test_a_record_that_does_not_fit_fails_alone(own, own_url, said):
             ask(root, "set global max_allowed_packet = 16777216")
 
 
+def test_what_is_larger_than_a_packet_of_the_protocol_comes_back(own, own_url):
+    """D1: alone and in a batch; where the server takes so much."""
+    with somebody_else(own_url) as root:
+        ask(root, "set global max_allowed_packet = 67108864")
+        try:
+            with closing(open_store(own_url + "&timeout=30s")) as store:
+                large = [completed(claim_of(id), bytes(17_000_000)) for id in MANY[:2]]
+                assert store.swap([Swap(MANY[0], 0, large[0])]) == [None]
+                assert store.swap([claim(MANY[2]), Swap(MANY[1], 0, large[1])]) == [None, None]
+                assert store.get(MANY[:2]) == large
+        finally:
+            ask(root, "set global max_allowed_packet = 16777216")
+
+
 @pytest.mark.parametrize(
     "wrong", [{"nonce": 2**64}, {"attempt": 2**31}, {"fingerprint": b"x" * 17}, {"id": b"x" * 17}]
 )
@@ -669,12 +683,12 @@ def test_claims_that_were_won_before_a_failure_may_have_taken_effect(store, url,
     number = connection_of(store)
     ask_server = Session.ask
 
-    def hang_up_and_read(session, sent, hearing=None):
+    def hang_up_and_read(session, sent):
         if sent[5:].startswith(b"select"):
             with somebody_else(url) as root:
                 ask(root, f"kill connection {number}")
                 eventually(session.is_stale)
-        return ask_server(session, sent, hearing)
+        return ask_server(session, sent)
 
     with monkeypatch.context() as patch:
         patch.setattr(Session, "ask", hang_up_and_read)

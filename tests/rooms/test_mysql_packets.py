@@ -35,9 +35,9 @@ def found(rows: list[list[bytes | None]]) -> list[bytes]:
     return [bytes((len(rows[0]),)), *[b"a column"] * len(rows[0]), END, *packed, END]
 
 
-def heard(data: bytes, sizes: list[int]) -> list[object]:
-    """What each piece of *data* has told."""
-    hearing, told, start = Hearing(), [], 0
+def heard(data: bytes, sizes: list[int], sent: bytes = b"") -> list[object]:
+    """What each piece of *data* has told, after *sent*."""
+    hearing, told, start = Hearing(sent), [], 0
     for size in [*sizes, len(data)]:
         told.append(hearing.feed(data[start : start + size]))
         start += size
@@ -104,6 +104,8 @@ def test_what_is_longer_than_a_packet_is_sent_and_heard_in_several():
         assert sum(sizes) == size
         assert sizes[-1] < limit
         assert set(sizes[:-1]) <= {limit}
+        (told,) = heard(packets(done(1), first=len(sizes)), [], sent)
+        assert told == Answer(1, [], is_open=False)
     row = with_length(bytes(limit))
     parts = [row[:limit], row[limit:]]
     (told,) = heard(packets(b"\1", b"a column", END, *parts, END), [])
@@ -113,6 +115,6 @@ def test_what_is_longer_than_a_packet_is_sent_and_heard_in_several():
 def test_a_prepared_statement_has_a_number_and_says_which_values_are_null():
     """L1: in as many bits as there are values."""
     first = b"\0" + (7).to_bytes(4, "little") + b"\0\0\2\0\0\0\0"
-    assert Preparation().feed(packets(first, b"?", b"?", END)) == Answer(7, (), is_open=False)
+    assert Preparation(b"").feed(packets(first, b"?", b"?", END)) == Answer(7, (), is_open=False)
     command = execution(7, 0b10, b"\x08\0\xfc\0", b"value")
     assert command == b"\x17\7\0\0\0\0\1\0\0\0\2\1\x08\0\xfc\0value"

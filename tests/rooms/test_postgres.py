@@ -896,6 +896,22 @@ def test_a_database_that_is_not_in_utf8_says_what_it_cannot_hold(rest):
             assert engine.run("\N{EURO SIGN}", lambda: 2, scope="orders") == 2
 
 
+def test_the_doctor_says_that_nothing_can_be_written_or_kept(url):
+    """D3, O1: a role that may only read, and a table that a crash empties."""
+    bare, _, schema = url.partition("?schema=")
+    role = f"reader_{schema}"
+    open_store(url).close()
+    with psycopg.connect(bare, autocommit=True) as connection:
+        connection.execute(f"create role {role} login")
+        connection.execute(f"grant usage on schema {schema} to {role}")
+        connection.execute(f"grant select on all tables in schema {schema} to {role}")
+        connection.execute(f"alter table {schema}.coatcheck_records set unlogged")
+    with closing(open_store(url.replace("postgres@", f"{role}@"), create=False)) as store:
+        told = {finding.level: finding.message for finding in store.check()}
+    assert "may not write" in told["error"]
+    assert "unlogged" in told["warning"]
+
+
 def test_a_server_that_is_not_there_is_an_outage():
     """D2."""
     with pytest.raises(StoreUnavailable, match=r"127\.0\.0\.1"):

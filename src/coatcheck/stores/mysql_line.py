@@ -122,15 +122,15 @@ class Session:
         # Who sends a longer statement is cut off without a word, so it must be known before.
         bytes_max = int(packet_bytes_max) - _ENVELOPE_BYTES
         try:
-            prepared = [self._told(preparation(text), Preparation()) for text in keeps]
+            prepared = [self._told(preparation(text), Preparation) for text in keeps]
         except Refusal as refusal:
             if refusal.code not in UNPREPARED:
                 raise
             prepared = []
         return Terms(bytes_max, tuple(answer.affected for answer in prepared))
 
-    def _told(self, command: bytes, hearing: Hearing | None = None) -> Answer:
-        reply = self.ask(framed(command), hearing)
+    def _told(self, command: bytes, kind: type[Hearing] = Hearing) -> Answer:
+        reply = self.ask(framed(command), kind)
         if isinstance(reply, Refusal):
             raise reply
         return reply
@@ -150,13 +150,13 @@ class Session:
             value: R = done.value
             return value
 
-    def ask(self, sent: bytes, hearing: Hearing | None = None) -> Reply:
+    def ask(self, sent: bytes, kind: type[Hearing] = Hearing) -> Reply:
         """The reply to what is *sent*; that there is none is a refusal, too."""
         try:
             self.socket.sendall(sent)
         except OSError as error:
             return Refusal(SERVER_GONE, str(error))
-        hearing = hearing or Hearing()
+        hearing = kind(sent)
         try:
             while (reply := hearing.feed(self.heard())) is None:
                 pass

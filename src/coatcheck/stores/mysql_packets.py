@@ -96,12 +96,13 @@ def with_length(value: bytes) -> bytes:
 
 
 class Hearing:
-    """What has come so far of the reply to one command."""
+    """What has come so far of the reply to what was *sent*."""
 
-    def __init__(self) -> None:
+    def __init__(self, sent: bytes) -> None:
         self._unread = bytearray()
         self._parts: list[bytes] = []  # of a packet that is longer than one can be
-        self._number = 1  # of the next packet; what was asked was 0
+        # Of the next packet. They are counted from those of the command.
+        self._number = (1 + len(sent) // (_HEAD_BYTES + _PACKET_BYTES_MAX)) % 256
         self._columns_left = -1  # -1: nothing was said yet; 0: what comes are rows
         self._rows: list[Row] = []
         self._affected = 0
