@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from itertools import count
 from typing import Any, TypeAlias
 
 from benchmarks.measuring import ROUNDS_MIN, Cost, For, Samples, Slot, drive, interleave
@@ -20,7 +21,7 @@ SLOT_S = 0.5
 SLOT_S_QUICK = 0.1
 # A round of all who run alone: some hundred operations of each.
 ALONE_S = 0.8
-ALONE_S_QUICK = 0.1
+ALONE_S_QUICK = 0.2
 # Never slower alone than this many times the driver's own two statements.
 ALONE_MAX = 1.2
 # What an answer of a small API looks like, for the floors; the others keep their own.
@@ -38,10 +39,16 @@ Execute: TypeAlias = Callable[..., Awaitable[Any]]
 
 
 def together(contenders: Mapping[str, Contender], *, quick: bool) -> dict[str, Samples]:
-    """Operations a second of each, 64 at a time."""
-    wall_s = SLOT_S_QUICK if quick else SLOT_S
-    slots = {name: _slot(make, wall_s) for name, make in contenders.items()}
-    return interleave(slots, ROUNDS_MIN if quick else ROUNDS)
+    """
+    Operations a second of each, 64 at a time.
+
+    Every slot opens what it needs and begins with a table of its own. Where it must be quick, all
+    slots of a contender share both: together they are as long as one of the others.
+    """
+    if quick:
+        return _together_open(contenders)
+    slots = {name: _slot(make, SLOT_S) for name, make in contenders.items()}
+    return interleave(slots, ROUNDS)
 
 
 def _slot(make: Contender, wall_s: float) -> Slot:
@@ -52,6 +59,31 @@ def _slot(make: Contender, wall_s: float) -> Slot:
             return await drive(operation, For(wall_s), at_a_time=AT_A_TIME)
 
     return lambda: asyncio.run(run()).per_second
+
+
+def _together_open(contenders: Mapping[str, Contender]) -> dict[str, Samples]:
+    stack = AsyncExitStack()
+    with asyncio.Runner() as runner:
+        try:
+            slots = {name: _open_slot(runner, stack, make) for name, make in contenders.items()}
+            return interleave(slots, ROUNDS_MIN)
+        finally:
+            runner.run(stack.aclose())
+
+
+def _open_slot(runner: asyncio.Runner, stack: AsyncExitStack, make: Contender) -> Slot:
+    numbers = count()
+
+    async def opened() -> Operation:
+        operation = await stack.enter_async_context(make())
+        await drive(operation, iter(range(-AT_A_TIME, 0)), at_a_time=AT_A_TIME)
+        return operation
+
+    async def run() -> Cost:
+        return await drive(operation, For(SLOT_S_QUICK, numbers), at_a_time=AT_A_TIME)
+
+    operation = runner.run(opened())
+    return lambda: runner.run(run()).per_second
 
 
 def alone(contenders: Mapping[str, Contender], *, quick: bool) -> dict[str, Samples]:

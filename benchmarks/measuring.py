@@ -77,12 +77,12 @@ class Cost(NamedTuple):
 
 
 class For:
-    """0, 1, 2 … for *wall_s* seconds from the first; tasks and threads may share it."""
+    """The next of *numbers* for *wall_s* seconds from the first; tasks and threads may share it."""
 
-    def __init__(self, wall_s: float) -> None:
+    def __init__(self, wall_s: float, numbers: Iterator[int] | None = None) -> None:
         self._wall_s = wall_s
         self._end_s = 0.0
-        self._numbers = itertools.count()
+        self._numbers = itertools.count() if numbers is None else numbers
 
     def __iter__(self) -> Iterator[int]:
         return self

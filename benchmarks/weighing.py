@@ -70,7 +70,7 @@ def _kind(*, compact: bool) -> tuple[str, str]:
 def sqlite(*, quick: bool) -> list[Weight]:
     """Its file, as it has grown; and a table of the least that anybody must keep."""
     # 250 000: from there to a million it is one byte more.
-    many, few = (50_000, 10_000) if quick else (250_000, 50_000)
+    many, few = (25_000, 5_000) if quick else (250_000, 50_000)
     with _directory() as at:
         weights = [
             ("plain", f"{counted(many)} records, keys are UUIDs", _file(at, many)),
@@ -171,7 +171,7 @@ def mariadb(*, quick: bool) -> list[Weight]:
     """Its table, in the state that it keeps while records come and are swept."""
     # 100 000: a table takes whole megabytes, of which up to an eighth is kept free for each index;
     # with fewer records that is a larger share.
-    records = 20_000 if quick else 100_000
+    records = 10_000 if quick else 100_000
     server = Mariadb(**{"innodb-buffer-pool-size": "256M"})
     weights: list[Weight] = []
     try:
@@ -226,7 +226,7 @@ where table_schema = database() and table_name = 'coatcheck_records'
 
 def redis(*, quick: bool) -> list[Weight]:
     """Its memory, while it doubles the number of its records."""
-    records = 1 << (14 if quick else 16)
+    records = 1 << (13 if quick else 16)
     weights: list[Weight] = []
     for compact in (False, True):
         kind, how = _kind(compact=compact)

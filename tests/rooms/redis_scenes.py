@@ -94,7 +94,7 @@ def talk(connection: socket.socket, answer: Answer) -> None:
             told: bytes | None = b"+OK\r\n"
             if words[0] == b"INFO":
                 told = b"$%d\r\n%b\r\n" % (len(HEALTHY), HEALTHY)
-            elif words[0] == b"EVALSHA":
+            elif words[0] in (b"EVALSHA", b"EVAL"):
                 told = answer()
             if told is None:
                 return

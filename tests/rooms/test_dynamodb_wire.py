@@ -323,6 +323,23 @@ def test_a_wire_that_is_closed_is_not_used_again(play, monkeypatch):
     play(story())
 
 
+def test_a_system_that_gives_no_thread_is_an_outage_for_as_long(play, monkeypatch):
+    """D2: aiobotocore reads certificates in one, before the first request."""
+
+    def scarce(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def story() -> None:
+        async with wired(fresh_url()) as wire:
+            with monkeypatch.context() as patched:
+                patched.setattr(threading.Thread, "start", scarce)
+                with pytest.raises(StoreUnavailable, match="can't start new thread"):
+                    await wire.swap(claims(0, 1))
+            assert await wire.swap(claims(0, 1)) == [None]
+
+    play(story())
+
+
 FORKED = """
 import asyncio, os, sys
 from coatcheck.core.record import RUNNING, Record, Swap

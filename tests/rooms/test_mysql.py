@@ -877,6 +877,8 @@ def test_a_server_that_stops_answering_is_an_outage_until_it_does(own, own_url):
     ("statement", "limit_s"),
     [
         ("BEGIN", 2),
+        ("savepoint coatcheck_claim", 2),
+        ("release savepoint coatcheck_claim", 2),
         ("update `kept` set version = 1", 2),
         (LOCK_WAIT.format(7) + "insert into `kept` (id) values (1)", 9),
         ("set session sql_mode = 'STRICT_ALL_TABLES'", 2),

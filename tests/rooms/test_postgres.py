@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from itertools import count
 from uuid import UUID
 
@@ -881,6 +881,35 @@ def test_a_schema_that_is_there_need_not_be_made_by_who_uses_it(url):
         connection.execute(f"create role {role} login")
         connection.execute(f"grant usage, create on schema {schema} to {role}")
     open_store(url.replace("postgres@", f"{role}@")).close()
+
+
+@pytest.mark.parametrize("rest", ["", "?compact=1"])
+def test_a_database_that_is_not_in_utf8_says_what_it_cannot_hold(rest):
+    """K1, D2: and nobody else's key suffers from it."""
+    name = f"latin_{next(NUMBERS)}"
+    with psycopg.connect(postgres().url, autocommit=True) as connection:
+        made = "encoding 'LATIN1' lc_collate 'C' lc_ctype 'C' template template0"
+        connection.execute(f"create database {name} {made}")
+    with closing(Engine(f"{postgres().url.rpartition('/')[0]}/{name}{rest}")) as engine:
+        assert engine.run("größe", lambda: 1, scope="orders") == 1
+        with nullcontext() if rest else pytest.raises(Misconfigured, match="UTF8"):
+            assert engine.run("\N{EURO SIGN}", lambda: 2, scope="orders") == 2
+
+
+def test_the_doctor_says_that_nothing_can_be_written_or_kept(url):
+    """D3, O1: a role that may only read, and a table that a crash empties."""
+    bare, _, schema = url.partition("?schema=")
+    role = f"reader_{schema}"
+    open_store(url).close()
+    with psycopg.connect(bare, autocommit=True) as connection:
+        connection.execute(f"create role {role} login")
+        connection.execute(f"grant usage on schema {schema} to {role}")
+        connection.execute(f"grant select on all tables in schema {schema} to {role}")
+        connection.execute(f"alter table {schema}.coatcheck_records set unlogged")
+    with closing(open_store(url.replace("postgres@", f"{role}@"), create=False)) as store:
+        told = {finding.level: finding.message for finding in store.check()}
+    assert "may not write" in told["error"]
+    assert "unlogged" in told["warning"]
 
 
 def test_a_server_that_is_not_there_is_an_outage():

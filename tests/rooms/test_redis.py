@@ -344,6 +344,18 @@ def test_a_server_that_does_not_say_is_not_refused(appendonly):
         server.remove()
 
 
+@pytest.mark.parametrize("rights", [("~*", "+@all", "-evalsha"), ("~other:*", "+@all")])
+def test_the_doctor_says_that_nothing_may_be_written(rights):
+    """D3, O1: a user that may not run the script, or not use our keys."""
+    server = Redis()
+    try:
+        server.ask("ACL", "SETUSER", "bob", "on", ">pw", "&*", *rights)
+        with closing(open_store(f"redis://bob:pw@127.0.0.1:{server.port}/0")) as store:
+            assert [finding.level for finding in store.check()][-1] == "error"
+    finally:
+        server.remove()
+
+
 def test_who_is_not_let_in_is_told_so_at_once(opened):
     """D1: and no message tells the password."""
     server = Redis(requirepass="secret")

@@ -20,7 +20,7 @@ from redis_scenes import change, claim, claims, fake, sign_oneself
 from servers import free_port, until
 from servers.redis import Redis, redis_server
 
-from coatcheck.core.record import Record, completed
+from coatcheck.core.record import GONE, Record, completed
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores import LoopedStore, open_async_store, open_store
 from coatcheck.stores.redis_replies import NotRedis, Refusal, Replies, Reply, refusal_of
@@ -145,6 +145,18 @@ def test_what_nobody_has_asked_for_is_nobodys_answer(play):
             assert line.is_lost
             assert line._socket.fileno() < 0, "it was let go of at once"
             assert await wire.swap([claim(claim_of())]) == [None]
+
+    with fake(lambda: next(answers)) as url:
+        play(story())
+
+
+def test_what_nobody_has_asked_for_is_no_answer_to_who_asks_again_at_once(play):
+    """D1: as whoever is told that the script is not known does, where it is told."""
+    answers = iter([b"-NOSCRIPT No matching script\r\n*0\r\n", b"*1\r\n$0\r\n\r\n"])
+
+    async def story() -> None:
+        async with wired(url) as wire:
+            assert await wire.swap([claim(claim_of())]) == [GONE]
 
     with fake(lambda: next(answers)) as url:
         play(story())
@@ -292,6 +304,23 @@ def test_what_is_larger_than_a_socket_holds_arrives_whole(play, tmp_path, scheme
         play(story())
     finally:
         server.remove()
+
+
+def test_everybody_who_waits_for_a_connection_is_told_that_there_is_none(play, server: Redis):
+    """D2: nothing was sent; each has an error of its own, and who comes later tries again."""
+
+    async def story() -> None:
+        async with wired(server.url) as wire:
+            server.stop()
+            asked = [wire.swap([claim(record)]) for record in claims(0, 3)]
+            errors = await asyncio.gather(*asked, return_exceptions=True)
+            assert [type(error) for error in errors] == [StoreUnavailable] * 3
+            assert not any(error.is_ambiguous for error in errors)
+            assert len({id(error) for error in errors}) == 3
+            server.start()
+            assert await wire.swap([claim(claim_of())]) == [None]
+
+    play(story())
 
 
 # -------------------------------------------------------------------------- whose connections it is

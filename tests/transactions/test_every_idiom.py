@@ -66,3 +66,25 @@ def test_a_handler_that_rolls_back_is_not_taken_for_done(till):
         till.done(till.engine.transaction("a", till.handler(undo), 3, scope="orders"))
     assert till.shop.orders() == []
     assert till.shop.records() == 0
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_handler_that_commits_is_not_taken_for_done(till, goes_on):
+    """L9: what it wrote is there and its record is not: a crash would have left just that."""
+
+    def end(number):
+        connection = current_operation().connection
+        is_asyncpg = till.idiom.name == "asyncpg"
+        ended = connection.execute("commit") if is_asyncpg else connection.commit()
+        if inspect.isawaitable(ended):
+            return go_on(ended, connection, number)
+        return till.idiom.write(connection, number + 1) if goes_on else number
+
+    async def go_on(ended, connection, number):
+        await ended
+        return await till.idiom.write(connection, number + 1) if goes_on else number
+
+    # Django itself refuses to commit in an atomic block, and asyncpg cannot go on.
+    with pytest.raises(Exception, match=r"has committed|'atomic' block|SAVEPOINT can only"):
+        till.done(till.engine.transaction("a", till.handler(end), 3, scope="orders"))
+    assert till.place("b", 5) == {"number": 5}

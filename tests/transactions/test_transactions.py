@@ -1,18 +1,22 @@
 """L9: what a transaction of somebody else's connection must withstand, on real databases."""
 
 import asyncio
+import os
+import signal
 import sqlite3
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 
 import psycopg
 import pytest
-from idioms import SHOPS, Shop, Till, idiom_called
+import sqlalchemy as sa
+from idioms import SHOPS, Order, Shop, Till, alchemy_url, idiom_called
 from psycopg_pool import ConnectionPool
 from servers.pgbouncer import Pgbouncer
-from servers.postgres import postgres
+from servers.postgres import Postgres, postgres
+from sqlalchemy import orm
 
 from coatcheck import AsyncEngine, Engine, KeyRing, Policy, current_operation
 from coatcheck.core.record import GONE, STATE_NAMES
@@ -23,6 +27,7 @@ from coatcheck.stores import Query, open_store
 WAIT_S_MAX = 20.0
 PATIENT = Policy(mode="transaction", wait="20s")
 HASTY = Policy(mode="transaction", wait="1s")
+PROMPT = Policy(mode="transaction", wait="0s")
 TICKET = Ticket(b"i" * 16, b"f" * 16, 1_800_000_000_000, 7)
 
 
@@ -358,6 +363,172 @@ def test_a_server_that_ends_the_session_is_an_outage_and_no_more(shop, open_engi
     shop.ask(f"select pg_terminate_backend(pid) from pg_stat_activity where {own}")
     assert engine.transaction("b", place, 2, scope="orders") == 2
     assert shop.orders() == [1, 2]
+
+
+def test_who_waits_for_a_sync_connection_does_not_keep_others_from_giving_theirs_back(shop):
+    """D2: an event loop with a pool of four, and more at a time than there are threads."""
+
+    async def put(number):
+        await asyncio.to_thread(place, number)
+        return number
+
+    async def crowd(engine):
+        asked = (engine.transaction(f"key-{n}", put, n, scope="orders") for n in range(64))
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    async def story(pool):
+        async with AsyncEngine(shop.store, transactions=pool) as engine:
+            return await crowd(engine)
+
+    with ConnectionPool(shop.place, min_size=4, max_size=4, timeout=4) as pool:
+        assert asyncio.run(story(pool)) == list(range(64))
+
+
+# What we say goes our own way where a session may keep it, and else the driver's.
+BOTH_WAYS = pytest.mark.parametrize("threshold", [5, None])
+
+
+def told(threshold=5):
+    """Which session of PostgreSQL this is; it is set to *threshold*."""
+    connection = current_operation().connection
+    connection.prepare_threshold = threshold
+    return connection.info.backend_pid
+
+
+async def told_async():
+    """The same for event loops."""
+    return told()
+
+
+@contextmanager
+def silent(pid):
+    """The session of *pid* says nothing for a while."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@pytest.fixture
+def own():
+    """A server of the test's own, which is waited for for a second; its URL."""
+    server = Postgres()
+    yield f"{server.url}?timeout=1s"
+    server.remove()
+
+
+@BOTH_WAYS
+def test_a_server_that_falls_silent_is_not_waited_for_for_ever(own, open_engine, threshold):
+    """D2: nothing has run yet, so the claim is refused as it is in record mode."""
+    engine = open_engine(Shop("postgres", own, own), HASTY)
+    pid = engine.transaction("a", told, threshold, scope="orders")
+    with ThreadPoolExecutor(1) as threads, silent(pid):  # the session that lies on the shelf
+        asked = threads.submit(engine.transaction, "b", told, scope="orders")
+        error = asked.exception(WAIT_S_MAX / 2)  # raises, where it still waits
+    assert isinstance(error, StoreUnavailable)
+    assert engine.transaction("b", told, scope="orders") != pid
+
+
+def test_an_event_loop_does_not_wait_for_a_silent_server_either(own):
+    """D2."""
+
+    async def story():
+        async with AsyncEngine(own, HASTY) as engine:
+            pid = await engine.transaction("a", told_async, scope="orders")
+            with silent(pid):
+                asked = engine.transaction("b", told_async, scope="orders")
+                with pytest.raises(StoreUnavailable):
+                    await asyncio.wait_for(asked, WAIT_S_MAX / 2)
+            assert await engine.transaction("b", told_async, scope="orders") != pid
+
+    asyncio.run(story())
+
+
+@BOTH_WAYS
+def test_what_the_handler_says_may_take_as_long_as_it_takes(shop, open_engine, threshold):
+    """L9: the limit is for what we say ourselves, in whichever way we say it."""
+    engine = open_engine(Shop(shop.kind, f"{shop.store}&timeout=200ms", shop.place), PROMPT)
+
+    def slow(number):
+        assert told(threshold)
+        current_operation().connection.execute("select pg_sleep(0.5)")
+        return place(number)
+
+    for number in (1, 2):
+        assert engine.transaction(f"{number}", slow, number, scope="orders") == number
+
+
+@BOTH_WAYS
+def test_a_session_that_was_idle_for_too_long_is_exchanged(shop, open_engine, threshold):
+    """D2: what `idle_session_timeout` has ended on the shelf fails nobody."""
+    role = f"idler_{shop.store.rpartition('_')[2]}"
+    shop.ask(f"create role {role} login superuser")
+    shop.ask(f"alter role {role} set idle_session_timeout = '100ms'")
+    url = shop.store.replace("postgres@", f"{role}@")
+    engine = open_engine(Shop(shop.kind, url, url))
+    pid = engine.transaction("a", told, threshold, scope="orders")
+    there = f"select count(*) from pg_stat_activity where pid = {pid:d}"
+    until(lambda: shop.ask(there) == [(0,)])
+    assert engine.transaction("b", place, 2, scope="orders") == 2
+
+
+@BOTH_WAYS
+def test_who_was_idle_in_a_transaction_is_told_of_an_outage(shop, open_engine, threshold):
+    """D2, L9: `idle_in_transaction_session_timeout` undoes it; the next one gets another."""
+    engine = open_engine(shop)
+
+    def dawdle(number):
+        there = f"select count(*) from pg_stat_activity where pid = {told(threshold):d}"
+        limit = "set local idle_in_transaction_session_timeout = '50ms'"
+        current_operation().connection.execute(limit)
+        until(lambda: shop.ask(there) == [(0,)])
+        return number
+
+    with pytest.raises(StoreUnavailable):
+        engine.transaction("a", dawdle, 1, scope="orders")
+    assert shop.records() == 0
+    assert engine.transaction("a", place, 1, scope="orders") == 1
+
+
+def test_a_session_within_a_transaction_of_its_tests_claims_in_a_savepoint(shop):
+    """L9: as SQLAlchemy has it for test suites, which undo everything in the end."""
+    alchemy = sa.create_engine(alchemy_url(shop, "psycopg"))
+
+    def put(number):
+        current_operation().connection.add(Order(number=number))
+        return number
+
+    with closing(Engine(shop.store)) as engine, alchemy.connect() as outer:
+        session = orm.Session(outer, join_transaction_mode="create_savepoint")
+        with outer.begin() as whole:
+            outer.execute(sa.text("insert into orders values (1)"))
+            with session:
+                assert engine.transaction("a", put, 2, scope="orders", connection=session) == 2
+            assert outer.execute(sa.text("select count(*) from orders")).scalar() == 2
+            whole.rollback()
+    alchemy.dispose()
+    assert (shop.orders(), shop.records()) == ([], 0)
+
+
+BY_THE_WAY = {
+    "sqlite": lambda connection: connection.executescript("select 1"),
+    "mysql": lambda connection: connection.cursor().execute("create table more (number integer)"),
+}
+
+
+@pytest.mark.parametrize("kind", BY_THE_WAY)
+def test_what_commits_by_the_way_is_seen(kind, tmp_path, open_engine):
+    """L9: the handler has not said so, but its claim and what it wrote are there without an end."""
+    shop = SHOPS[kind](tmp_path)
+
+    def commit(number):
+        place(number)
+        BY_THE_WAY[kind](current_operation().connection)
+        return place(number + 1)
+
+    with pytest.raises(NotCommitted, match="has committed"):
+        open_engine(shop).transaction("a", commit, 1, scope="orders")
 
 
 def test_a_statement_that_failed_undoes_all_whatever_the_handler_says(shop, open_engine):

@@ -28,14 +28,12 @@ class Crowd:
         self._callers.move_to_end(caller)
         while len(self._callers) > CALLERS_MAX:
             self._callers.popitem(last=False)
-        if id in keys:
-            return True
         try:
             while keys[oldest := next(iter(keys))] <= now_ms:
                 del keys[oldest]
         except (StopIteration, KeyError, RuntimeError):  # empty, or another thread was quicker
             pass
-        if len(keys) >= keys_max:
+        if id not in keys and len(keys) >= keys_max:
             return False
-        keys[id] = ends_ms
+        keys.setdefault(id, ends_ms)
         return True

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from coatcheck.lent.trouble import is_over
 from coatcheck.stores.ledger import Dialect, Statement
+
+# Set behind the claim, and released before the end: whatever ends the transaction meanwhile takes
+# it away. On PostgreSQL the end itself finds only what its own transaction has claimed.
+_MARK = Statement("savepoint coatcheck_claim", ())
+_RELEASE = Statement("release savepoint coatcheck_claim", ())
 
 
 class Lent(Protocol):
@@ -64,6 +70,8 @@ class AsyncLent(Protocol):
 class OneByOne(Protocol):
     """A connection that is told one thing at a time."""
 
+    dialect: Dialect
+
     def start(self) -> None:
         """Begin a transaction; `Misconfigured` where one is open already."""
         ...
@@ -79,18 +87,35 @@ class OneByOne(Protocol):
     def begin(self, claim: Statement) -> int:
         """Begin a transaction, and execute *claim* in it; how many rows it affected."""
         self.start()
-        return self.write(claim)
+        affected = self.write(claim)
+        if affected == 1 and self.dialect != "postgresql":
+            self.write(_MARK)
+        return affected
 
     def end(self, statement: Statement) -> bool:
         """Execute *statement*, and commit where it affected one row; whether it did."""
-        if self.write(statement) != 1:
+        if not self._is_open() or self.write(statement) != 1:
             return False
         self.commit()
+        return True
+
+    def _is_open(self) -> bool:
+        """The transaction that we have begun is not over, as far as has to be asked."""
+        if self.dialect == "postgresql":
+            return True
+        try:
+            self.write(_RELEASE)
+        except Exception as error:
+            if is_over(error, self.dialect):
+                return False
+            raise
         return True
 
 
 class AsyncOneByOne(Protocol):
     """The same for async code."""
+
+    dialect: Dialect
 
     async def start(self) -> None:
         """Begin a transaction; `Misconfigured` where one is open already."""
@@ -107,13 +132,28 @@ class AsyncOneByOne(Protocol):
     async def begin(self, claim: Statement) -> int:
         """Begin a transaction, and execute *claim* in it; how many rows it affected."""
         await self.start()
-        return await self.write(claim)
+        affected = await self.write(claim)
+        if affected == 1 and self.dialect != "postgresql":
+            await self.write(_MARK)
+        return affected
 
     async def end(self, statement: Statement) -> bool:
         """Execute *statement*, and commit where it affected one row; whether it did."""
-        if await self.write(statement) != 1:
+        if not await self._is_open() or await self.write(statement) != 1:
             return False
         await self.commit()
+        return True
+
+    async def _is_open(self) -> bool:
+        """The transaction that we have begun is not over, as far as has to be asked."""
+        if self.dialect == "postgresql":
+            return True
+        try:
+            await self.write(_RELEASE)
+        except Exception as error:
+            if is_over(error, self.dialect):
+                return False
+            raise
         return True
 
 

@@ -11,10 +11,12 @@ Invariant: a commit is sent only behind an end that fails unless it finds its cl
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import count
-from typing import Any, NamedTuple
+from math import inf
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 from psycopg import Pipeline
@@ -28,6 +30,7 @@ from coatcheck.errors import Misconfigured
 from coatcheck.lent.asynchronous import with_dollars
 from coatcheck.lent.contract import IN_TRANSACTION, AsyncOneByOne, OneByOne
 from coatcheck.stores.ledger import Dialect, Statement
+from coatcheck.stores.postgres_ledger import Claim, OwnAsyncConnection, OwnConnection
 
 _HAS_PIPELINES = Pipeline.is_supported()
 _NUMBERS = count(1)
@@ -44,6 +47,8 @@ class _Saying(NamedTuple):
     is_kept: bool = True
 
 
+_Said: TypeAlias = tuple[list[PGresult], Error | None]
+
 _BEGIN = _Saying("begin")
 _COMMIT = _Saying("commit")
 # Where to go back to when the session turns out to have forgotten what it kept, and how. When the
@@ -59,6 +64,19 @@ class _Psycopg:
 
     def __init__(self, handle: Any) -> None:  # noqa: ANN401 - a connection of either kind
         self.handle = handle
+
+    @contextmanager
+    def _patience(self, statement: Statement) -> Iterator[None]:
+        """Limits what a claim may take, and nothing else, on a connection of the store's own."""
+        own = self.handle if isinstance(self.handle, (OwnConnection, OwnAsyncConnection)) else None
+        if own is None or not isinstance(statement, Claim):
+            yield
+            return
+        own.patience_s = statement.patience_s
+        try:
+            yield
+        finally:
+            own.patience_s = inf
 
     def _may_begin(self) -> bool:
         """We may begin in the driver's place, which would say no more than that."""
@@ -82,47 +100,45 @@ class _Psycopg:
     def _begun(self, claim: Statement) -> PQGen[int]:
         """Begin, and execute *claim*; how many rows it affected."""
         sayings = (_BEGIN, self._saying_of(claim))
-        answers = yield from self._said(*sayings)
-        if isinstance(self._fault_of(answers), InvalidSqlStatementName):
+        answers, fault = yield from self._said(*sayings)
+        if isinstance(fault, InvalidSqlStatementName):
             if self.handle.pgconn.transaction_status:
                 self.handle.pgconn.send_query(b"rollback")
                 yield from execute(self.handle.pgconn)
-            answers = yield from self._said_anew(*sayings)
-        if fault := self._fault_of(answers):
+            answers, fault = yield from self._said_anew(*sayings)
+        if fault is not None:
             raise fault
         return answers[-1].command_tuples or 0
 
     def _ended(self, end: Statement) -> PQGen[bool]:
         """Execute *end*, and commit where it affected one row; whether it did."""
         saying = self._saying_of(end)._replace(text=_or_fail(end.text))
-        answers = yield from self._said(_MARK, saying, _COMMIT)
-        if isinstance(self._fault_of(answers), InvalidSqlStatementName):
-            answers = yield from self._said_anew(_BACK, saying, _COMMIT)
-        fault = self._fault_of(answers)
+        answers, fault = yield from self._said(_MARK, saying, _COMMIT)
+        if isinstance(fault, InvalidSqlStatementName):
+            answers, fault = yield from self._said_anew(_BACK, saying, _COMMIT)
         is_of_end = answers[-1].status == ExecStatus.PIPELINE_ABORTED
         if is_of_end and isinstance(fault, DivisionByZero):
             return False
-        if fault:
+        if fault is not None:
             raise fault
         return True
 
     def _saying_of(self, statement: Statement) -> _Saying:
-        """*statement*, its bytes as they are and all else as text: no type need be known."""
-        encoding, values = self.handle.info.encoding, statement.values
-        packed = [
+        """*statement*, its bytes as they are, and all else as text: no type need be known."""
+        encoding = self.handle.info.encoding
+        values = [
             value if value is None or type(value) is bytes else str(value).encode(encoding)
-            for value in values
+            for value in statement.values
         ]
-        formats = [Format.BINARY if type(value) is bytes else Format.TEXT for value in values]
-        return _Saying(statement.text, packed, formats)
+        return _Saying(statement.text, values, _formats_of(statement.text))
 
-    def _said_anew(self, *sayings: _Saying) -> PQGen[list[PGresult]]:
+    def _said_anew(self, *sayings: _Saying) -> PQGen[_Said]:
         """The same to a session that was told to forget what it kept."""
         _KEPT.pop(self.handle, None)
         return (yield from self._said(*sayings))
 
-    def _said(self, *sayings: _Saying) -> PQGen[list[PGresult]]:
-        """Say all that in one journey; what the server answers to each step of it."""
+    def _said(self, *sayings: _Saying) -> PQGen[_Said]:
+        """Say all that in one journey; the answers to each step of it, and the first error."""
         pgconn = self.handle.pgconn
         pgconn.enter_pipeline_mode()
         steps = self._send(sayings)
@@ -133,9 +149,14 @@ class _Psycopg:
             answers += yield from fetch_many(pgconn)
         yield from fetch_many(pgconn)  # that it is over
         pgconn.exit_pipeline_mode()
-        kept = [step for step, answer in zip(steps, answers, strict=True) if answer.status in _DONE]
-        _KEPT[self.handle].update(step for step in kept if step is not None)
-        return answers
+        bad = next((answer for answer in answers if answer.status not in _DONE), None)
+        if len(steps) > len(sayings):  # some of it is new to the session
+            both = zip(steps, answers, strict=True)
+            kept = [step for step, answer in both if step and answer.status in _DONE]
+            _KEPT[self.handle].update(kept)
+        if bad is None:
+            return answers, None
+        return answers, error_from_result(bad, encoding=self.handle.info.encoding)
 
     def _send(self, sayings: Sequence[_Saying]) -> list[tuple[str, bytes] | None]:
         """Send *sayings*; for each step, what the session keeps from then on."""
@@ -154,15 +175,15 @@ class _Psycopg:
             steps.append(None)
         return steps
 
-    def _fault_of(self, answers: Sequence[PGresult]) -> Error | None:
-        """The first error among *answers*."""
-        for answer in answers:
-            if answer.status not in _DONE:
-                return error_from_result(answer, encoding=self.handle.info.encoding)
-        return None
-
 
 _DONE = (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK)
+
+
+@lru_cache(maxsize=64)
+def _formats_of(text: str) -> list[Format]:
+    """How the values of *text* go: the marks of bytes say so."""
+    marks = text.split("%s")[1:]
+    return [Format.BINARY if mark.startswith("::bytea") else Format.TEXT for mark in marks]
 
 
 def _new_name(text: str) -> bytes:
@@ -184,7 +205,7 @@ class PsycopgLent(_Psycopg, OneByOne):
         """Begin a transaction, and execute *claim* in it; how many rows it affected."""
         if not self._may_begin():
             return super().begin(claim)
-        with self.handle.lock:
+        with self._patience(claim), self.handle.lock:
             affected: int = self.handle.wait(self._begun(claim))
             return affected
 
@@ -195,8 +216,9 @@ class PsycopgLent(_Psycopg, OneByOne):
 
     def write(self, statement: Statement) -> int:
         """Execute *statement*; how many rows it affected."""
-        affected: int = self.handle.execute(*statement).rowcount
-        return affected
+        with self._patience(statement):
+            affected: int = self.handle.execute(*statement).rowcount
+            return affected
 
     def end(self, statement: Statement) -> bool:
         """Execute *statement*, and commit where it affected one row; whether it did."""
@@ -222,9 +244,10 @@ class PsycopgAsyncLent(_Psycopg, AsyncOneByOne):
         """Begin a transaction, and execute *claim* in it; how many rows it affected."""
         if not self._may_begin():
             return await super().begin(claim)
-        async with self.handle.lock:
-            affected: int = await self.handle.wait(self._begun(claim))
-            return affected
+        with self._patience(claim):
+            async with self.handle.lock:
+                affected: int = await self.handle.wait(self._begun(claim))
+                return affected
 
     async def start(self) -> None:
         """Begin; the first statement does it by itself, unless it commits by itself, too."""
@@ -233,9 +256,10 @@ class PsycopgAsyncLent(_Psycopg, AsyncOneByOne):
 
     async def write(self, statement: Statement) -> int:
         """Execute *statement*; how many rows it affected."""
-        cursor = await self.handle.execute(*statement)
-        affected: int = cursor.rowcount
-        return affected
+        with self._patience(statement):
+            cursor = await self.handle.execute(*statement)
+            affected: int = cursor.rowcount
+            return affected
 
     async def end(self, statement: Statement) -> bool:
         """Execute *statement*, and commit where it affected one row; whether it did."""

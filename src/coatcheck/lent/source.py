@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sqlite3
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
@@ -23,8 +24,14 @@ from coatcheck.stores.ledger import Dialect, Statement
 T = TypeVar("T")
 Source: TypeAlias = Callable[[], Any]
 
-# 40: as many as a web framework's own threads, each of which may have lent us a connection.
-_THREADS = ThreadPoolExecutor(max_workers=40, thread_name_prefix="coatcheck-lent")
+# 40: as many as a web framework's own threads, each of which may have lent us a connection. Who
+# waits for a connection is in the way of nobody who has one, and who waits there for a row in the
+# way of nobody who has claimed it.
+_BORROWING = ThreadPoolExecutor(max_workers=40, thread_name_prefix="coatcheck-lent")
+_CLAIMING = ThreadPoolExecutor(max_workers=40, thread_name_prefix="coatcheck-claim")
+# All others wait for what ends here, so nothing ever stands in line: there are never more threads
+# than transactions that are ending.
+_ENDING = ThreadPoolExecutor(max_workers=sys.maxsize, thread_name_prefix="coatcheck-end")
 
 # What leads to a connection: of asyncpg's and MySQL's pools, psycopg's, and SQLAlchemy's engines.
 _WAYS = ("acquire", "connection", "connect")
@@ -130,15 +137,15 @@ class _Threads:
         self._manager = manager
 
     async def __aenter__(self) -> AsyncLent:
-        return Threaded(await in_thread(self._manager.__enter__))
+        return Threaded(await _done(_BORROWING, self._manager.__enter__))
 
     async def __aexit__(self, *failure: object) -> None:
-        await in_thread(self._manager.__exit__, *failure)
+        await _done(_ENDING, self._manager.__exit__, *failure)
 
 
-async def in_thread(call: Callable[..., T], *args: object) -> T:
+async def _done(threads: ThreadPoolExecutor, call: Callable[..., T], *args: object) -> T:
     """What *call* returns, from a thread of ours: the default ones may all wait for each other."""
-    return await asyncio.get_running_loop().run_in_executor(_THREADS, call, *args)
+    return await asyncio.get_running_loop().run_in_executor(threads, call, *args)
 
 
 class Threaded:
@@ -153,16 +160,16 @@ class Threaded:
 
     async def begin(self, claim: Statement) -> int:
         """Begin a transaction, and execute *claim* in it; how many rows it affected."""
-        return await in_thread(self._lent.begin, claim)
+        return await _done(_CLAIMING, self._lent.begin, claim)
 
     async def write(self, statement: Statement) -> int:
         """Execute *statement*; how many rows it affected."""
-        return await in_thread(self._lent.write, statement)
+        return await _done(_CLAIMING, self._lent.write, statement)
 
     async def end(self, statement: Statement) -> bool:
         """Execute *statement*, and commit where it affected one row; whether it did."""
-        return await in_thread(self._lent.end, statement)
+        return await _done(_ENDING, self._lent.end, statement)
 
     async def rollback(self) -> None:
         """Undo."""
-        await in_thread(self._lent.rollback)
+        await _done(_ENDING, self._lent.rollback)

@@ -29,6 +29,8 @@ _POSTGRES = {
     "57P01": Trouble.AWAY,  # shut down
     "57P02": Trouble.AWAY,
     "57P03": Trouble.AWAY,  # starting up
+    "57P05": Trouble.AWAY,  # has ended a session that was idle for too long
+    "25P03": Trouble.AWAY,  # the same in a transaction
     "25006": Trouble.AWAY,  # only reads: a standby
     "53300": Trouble.AWAY,  # has too many connections
 }
@@ -49,6 +51,7 @@ _MYSQL = {
     2013: Trouble.AWAY,
     2055: Trouble.AWAY,
 }
+_MYSQL_NO_SAVEPOINT = 1305
 _SQLITE_BUSY, _SQLITE_LOCKED, _SQLITE_BUSY_SNAPSHOT = 5, 6, 517
 
 # Where nothing has a code: what drivers raise when a connection is gone. What a pool raises when
@@ -64,6 +67,13 @@ def trouble_of(error: BaseException, dialect: Dialect) -> Trouble | None:
             return _of_code(code, dialect)
     is_away = any(isinstance(c, OSError) or type(c).__name__ in _AWAY_NAMES for c in causes)
     return Trouble.AWAY if is_away else None
+
+
+def is_over(error: BaseException, dialect: Dialect) -> bool:
+    """*error* says that a savepoint is gone, and so the transaction in which it was set."""
+    if dialect == "mysql":
+        return any(_code_of(cause, dialect) == _MYSQL_NO_SAVEPOINT for cause in _causes(error))
+    return any(str(cause).startswith("no such savepoint") for cause in _causes(error))
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

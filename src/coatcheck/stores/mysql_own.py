@@ -26,7 +26,7 @@ class Ours:
         self.timeout_s = timeout_s
         written = rf"(?:{_WAITS})?(?:insert into|update) `{table}` "
         login = "set names |set session sql_mode "
-        frame = "(?:begin|commit|rollback)$"
+        frame = "(?:begin|commit|rollback|(?:release )?savepoint coatcheck_claim)$"
         self._statement = re.compile(f"{written}|{login}|{frame}", re.IGNORECASE)
 
     def limit_s(self, statement: str) -> float | None:

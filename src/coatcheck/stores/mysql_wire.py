@@ -12,19 +12,18 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import TypeAlias
 
 from coatcheck.core.record import Record, Swap
 from coatcheck.errors import StoreUnavailable
+from coatcheck.stores.connecting import open_in_thread
 from coatcheck.stores.mysql_faults import SERVER_GONE, SERVER_LOST
 from coatcheck.stores.mysql_flow import Conversation, Work, conversation
 from coatcheck.stores.mysql_line import LANES, Address, Session, opened
 from coatcheck.stores.mysql_packets import Hearing, Refusal, Reply
 from coatcheck.stores.mysql_talk import Talk
 from coatcheck.stores.prompt import Prompt
-from coatcheck.stores.scarce import started
 
 _Results: TypeAlias = Sequence[Record | None]
 _Answer: TypeAlias = Prompt[_Results]
@@ -105,7 +104,13 @@ class _Line:
             self._drop()
         if self._session is None:
             try:
-                _open_in_thread(self._loop, self._new_session, self._opened, self._fail)
+                open_in_thread(
+                    self._loop,
+                    self._new_session,
+                    Session.close,
+                    done=self._opened,
+                    failed=self._fail,
+                )
             except StoreUnavailable as error:
                 self._end([], error)
             return
@@ -248,30 +253,3 @@ class _Line:
             self._loop.remove_reader(self._descriptor)
             self._loop.remove_writer(self._descriptor)
         session.close()
-
-
-def _open_in_thread(
-    loop: asyncio.AbstractEventLoop,
-    new_session: Callable[[], Session],
-    done: Callable[[Session], None],
-    failed: Callable[[BaseException], None],
-) -> None:
-    """
-    Open a session in a thread of its own, and say on *loop* what has become of it.
-
-    The event loop's own threads may all be taken, by handlers that wait for us.
-    """
-
-    def work() -> None:
-        try:
-            session = new_session()
-        except BaseException as error:  # noqa: BLE001 - handed to whoever waits for it
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(failed, error)
-            return
-        try:
-            loop.call_soon_threadsafe(done, session)
-        except RuntimeError:
-            session.close()
-
-    started("coatcheck-connect", work)

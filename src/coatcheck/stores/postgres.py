@@ -64,12 +64,12 @@ class PostgresStore:
         timeout_s: float = TIMEOUT_S,
         create: bool = True,
     ) -> None:
-        names = Names(schema)
+        self._names = names = Names(schema)
         self._statements = rows.statements_for(names.records)
         self._talk = Talk(names.records, compact=compact)
         self._where = where = _conninfo(conninfo, timeout_s)
         self._timeout_s = timeout_s
-        self.ledger = ledger_for(where, self._statements, compact=compact)
+        self.ledger = ledger_for(where, self._statements, timeout_s, compact=compact)
         self._new_bell = partial(PostgresBell, where, names.records, timeout_s)
         self._writer = Link(where, timeout_s, writes=True, prepares=True)
         self._reader = Link(where, timeout_s, prepares=True)
@@ -147,7 +147,7 @@ class PostgresStore:
     def check(self) -> Sequence[Finding]:
         """Whether what is acknowledged stays."""
         try:
-            return self._keeper.run(findings_of)
+            return self._keeper.run(lambda connection: findings_of(connection, self._names))
         except StoreUnavailable as error:
             return [Finding("error", str(error))]
 

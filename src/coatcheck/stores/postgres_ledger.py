@@ -4,20 +4,26 @@ Beside `postgres.py`. Whoever claims holds a lock by the record's name, for as l
 transaction is open. Nearly always nobody else has it, and then nothing can be in the way of the
 claim. Else it waits for that lock, but not for ever: the limit is set and, where the claim was
 made, taken back by the same statement, so that the handler's own statements wait as they always
-did; where it was not made, the transaction is rolled back and the limit with it.
+did; where it was not made, the transaction is rolled back and the limit with it. A server that
+does not answer to a claim is given up, on connections of the store's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Generator, Iterator, Sequence
 from functools import partial
+from math import inf
 from operator import itemgetter
 from typing import Any
 
 import psycopg
+from psycopg import BaseConnection
 
 from coatcheck.core.record import COMPLETED, Record, Swap
+from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.ledger import Ledger, Statement
+from coatcheck.stores.postgres_link import NoAnswer, until
 from coatcheck.stores.postgres_rows import MARKS, Statements, row_of
 
 # Each is referred to by what it is put before, because PostgreSQL leaves out what nobody refers to.
@@ -34,6 +40,9 @@ _UNLIMITED = (
 # A claim of a new key is the first attempt, and has nothing to show yet.
 _NEW = [name for name in MARKS if name not in ("attempt", "progress", "response")]
 _new_of = itemgetter(*map([*MARKS].index, _NEW))
+# The row is as this transaction, or a savepoint of it, has written it: whatever others have written
+# before is older than this transaction. Else the handler has committed, and is in a new one.
+_OURS = "age(xmin) <= 0"
 # What else an end changes of its claim; its progress stands already.
 _ENDED = ", ".join(f"{name} = {MARKS[name]}" for name in ("version", "age_ms", "response"))
 _END = f"state = {COMPLETED}, lease_until_ms = null, {_ENDED}"
@@ -43,22 +52,35 @@ _WHO_ANSWERS = b"select pg_backend_pid()"
 _PREPARED_AFTER = 5
 
 
-def ledger_for(conninfo: str, statements: Statements, *, compact: bool) -> Ledger:
+def ledger_for(conninfo: str, statements: Statements, timeout_s: float, *, compact: bool) -> Ledger:
     """The ledger of the store that *conninfo* leads to."""
-    writing = _Writing(statements, compact=compact)
+    writing = _Writing(statements, timeout_s, compact=compact)
     return Ledger(
         dialect="postgresql",
         claim=writing.claim,
         change=writing.change,
-        connect=partial(_connect, conninfo),
-        connect_async=partial(_connect_async, conninfo),
+        connect=partial(_connect, conninfo, timeout_s),
+        connect_async=partial(_connect_async, conninfo, timeout_s),
     )
+
+
+class Claim(Statement):
+    """A statement for which a connection of the store's own waits no longer than *patience_s*."""
+
+    patience_s = inf
+
+    @classmethod
+    def within(cls, patience_s: float, text: str, values: Sequence[Any]) -> Claim:
+        """A statement that has a limit."""
+        claim = cls(text, values)
+        claim.patience_s = patience_s
+        return claim
 
 
 class _Writing:
     """The statements of one table."""
 
-    def __init__(self, statements: Statements, *, compact: bool) -> None:
+    def __init__(self, statements: Statements, timeout_s: float, *, compact: bool) -> None:
         change = statements.change_one.decode()
         table = change.removeprefix("update ").partition(" set ")[0]
         # Another table's record of the same name has another lock.
@@ -68,24 +90,28 @@ class _Writing:
         values = ", ".join(MARKS[name] for name in _NEW)
         insert = f"insert into {table} ({', '.join(_NEW)}) select {values}"
         self._compact = compact
+        self._timeout_s = timeout_s
         self._insert_at_once = (
             f"{insert} where pg_try_advisory_xact_lock({name}) on conflict do nothing"
         )
         self._insert = f"{limited}{insert} from locked on conflict do nothing{_UNLIMITED}"
         self._replace = f"{limited}{change} and (select one from locked) = 1{_UNLIMITED}"
-        self._end = f"update {table} set {_END} where {change.partition(' where ')[2]}"
+        where = change.partition(" where ")[2]
+        self._end = f"update {table} set {_END} where {where} and {_OURS}"
 
     def claim(self, swap: Swap, wait_ms: int) -> Iterator[Statement]:
         """A claim, of a key that is new or of a record that stands."""
         row = row_of(_record_of(swap), compact=self._compact)
         name = int.from_bytes(swap.id[:8], "big", signed=True)
         limit = f"{wait_ms:d}ms"
+        patience_s = self._timeout_s + wait_ms / 1_000
         if swap.expected:
-            yield Statement(self._replace, (limit, name, *row[1:], swap.id, swap.expected))
+            values = (limit, name, *row[1:], swap.id, swap.expected)
+            yield Claim.within(patience_s, self._replace, values)
             return
         new = _new_of(row)
-        yield Statement(self._insert_at_once, (*new, name))
-        yield Statement(self._insert, (limit, name, *new))
+        yield Claim.within(patience_s, self._insert_at_once, (*new, name))
+        yield Claim.within(patience_s, self._insert, (limit, name, *new))
 
     def change(self, swap: Swap) -> Statement:
         """The end of a claim that this transaction has made: nobody else can hold it."""
@@ -100,28 +126,64 @@ def _record_of(swap: Swap) -> Record:
     return swap.record
 
 
-def _connect(conninfo: str) -> psycopg.Connection[Any]:
+class _Patient(BaseConnection[Any]):
+    """What gives up where an answer takes longer than *patience_s*: it is closed, and of no use."""
+
+    patience_s = inf
+
+    def _limited(self, gen: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        return gen if self.patience_s == inf else self._in_time(gen)
+
+    def _in_time(self, gen: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        try:
+            return (yield from until(gen, time.monotonic() + self.patience_s))
+        except NoAnswer as error:
+            self.pgconn.finish()
+            raise StoreUnavailable(str(error)) from error
+
+
+class OwnConnection(_Patient, psycopg.Connection[Any]):
+    """A connection of the store's own, to be lent."""
+
+    def wait(self, gen: Generator[Any, Any, Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as in the driver
+        """Do what *gen* does, for a while."""
+        return super().wait(self._limited(gen), *args, **kwargs)
+
+
+class OwnAsyncConnection(_Patient, psycopg.AsyncConnection[Any]):
+    """The same for event loops."""
+
+    async def wait(self, gen: Generator[Any, Any, Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as in the driver
+        """Do what *gen* does, for a while."""
+        return await super().wait(self._limited(gen), *args, **kwargs)
+
+
+def _connect(conninfo: str, timeout_s: float) -> OwnConnection:
     """A connection that prepares what it sends often, unless there is a pooler in between."""
-    connection = psycopg.connect(conninfo, prepare_threshold=None)
+    connection = OwnConnection.connect(conninfo, prepare_threshold=None)
     try:
+        connection.patience_s = timeout_s
         answering = connection.execute(_WHO_ANSWERS).fetchone()
         connection.rollback()
     except BaseException:
         connection.close()
         raise
+    connection.patience_s = inf
     connection.prepare_threshold = _threshold(connection.info.backend_pid, answering)
     return connection
 
 
-async def _connect_async(conninfo: str) -> psycopg.AsyncConnection[Any]:
+async def _connect_async(conninfo: str, timeout_s: float) -> OwnAsyncConnection:
     """The same for event loops."""
-    connection = await psycopg.AsyncConnection.connect(conninfo, prepare_threshold=None)
+    connection = await OwnAsyncConnection.connect(conninfo, prepare_threshold=None)
     try:
+        connection.patience_s = timeout_s
         answering = await (await connection.execute(_WHO_ANSWERS)).fetchone()
         await connection.rollback()
     except BaseException:
         await connection.close()
         raise
+    connection.patience_s = inf
     connection.prepare_threshold = _threshold(connection.info.backend_pid, answering)
     return connection
 

@@ -24,7 +24,7 @@ from psycopg.pq import ExecStatus, Format
 from psycopg.pq.abc import PGresult
 
 from coatcheck.core.flow import Flow
-from coatcheck.errors import StoreUnavailable
+from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.stores.fork import renew_after_fork
 from coatcheck.stores.postgres_talk import TRIES, Say
 
@@ -49,7 +49,15 @@ _OVER = (
 # What is prepared is planned once, perhaps while the table is empty; and its plan, which must hold
 # for millions of rows, is not made anew before the next vacuum.
 _BY_INDEX = b"set enable_seqscan = off; set enable_hashjoin = off; set enable_mergejoin = off"
+_NOT_UTF8 = (
+    "postgresql: the encoding of the database is not UTF8 and has no place for some character of "
+    "this key, scope or label; use a database in UTF8, or compact=1, which keeps only digests"
+)
 NO_ANSWER = "the server does not answer"
+
+
+class NoAnswer(psycopg.OperationalError):
+    """It has taken too long, and whatever comes after that is not read."""
 
 
 class Connection(psycopg.Connection[Any]):
@@ -63,7 +71,7 @@ class Connection(psycopg.Connection[Any]):
     def wait(self, gen: Generator[Any, Any, Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as in the driver
         """Do what *gen* does, for a while."""
         deadline = time.monotonic() + self.timeout_s
-        return super().wait(_until(gen, deadline), *args, **kwargs)
+        return super().wait(until(gen, deadline), *args, **kwargs)
 
     def converse(self, flow: Flow[T]) -> T:
         """Say what *flow* yields, and wait for each answer."""
@@ -144,14 +152,14 @@ def answer_of(results: Sequence[PGresult] | None) -> PGresult:
 _DONE = (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK)
 
 
-def _until(gen: Generator[Any, Any, Any], deadline: float) -> Generator[Any, Any, Any]:
+def until(gen: Generator[Any, Any, Any], deadline: float) -> Generator[Any, Any, Any]:
     """*gen*, but it fails where nothing has come when *deadline* has: every tenth of a second."""
     try:
         wanted = next(gen)
         while True:
             ready = yield wanted
             if not ready and time.monotonic() > deadline:
-                raise psycopg.OperationalError(NO_ANSWER)
+                raise NoAnswer(NO_ANSWER)
             wanted = gen.send(ready)
     except StopIteration as done:
         return done.value
@@ -295,6 +303,8 @@ def is_hurt(connection: Connection, error: BaseException) -> bool:
 
 def outage_of(error: BaseException, *, writes: bool) -> BaseException:
     """What *error* is to whoever asked: an outage, unless it is their own or none of ours."""
+    if isinstance(error, errors.UntranslatableCharacter):
+        return Misconfigured(_NOT_UTF8)
     if not isinstance(error, psycopg.Error) or isinstance(error, _OF_THE_RECORD):
         return error
     if isinstance(error, _ONCE_MORE):

@@ -7,6 +7,7 @@ was made by a newer release, and is refused.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import psycopg
@@ -130,8 +131,8 @@ def _say(connection: psycopg.Connection[Any], text: str) -> psycopg.Cursor[Any]:
     return connection.execute(text.encode(), prepare=False)
 
 
-def findings_of(connection: psycopg.Connection[Any]) -> list[Finding]:
-    """What the server's settings mean for what is acknowledged."""
+def findings_of(connection: psycopg.Connection[Any], names: Names) -> list[Finding]:
+    """What the server's settings, and those of our table, mean for what is acknowledged."""
     settings = dict(
         connection.execute(
             "select name, setting from pg_settings where name = any(%s)", (list(_SETTINGS),)
@@ -147,7 +148,22 @@ def findings_of(connection: psycopg.Connection[Any]) -> list[Finding]:
     ).fetchone() or (False,)
     if only_reads:
         findings.insert(0, Finding("error", "this server only reads: a standby, or told to be"))
+    findings += _findings_of_table(connection, names)
     return findings or [Finding("ok", f"PostgreSQL {connection.info.server_version // 10_000}")]
+
+
+def _findings_of_table(connection: psycopg.Connection[Any], names: Names) -> Iterator[Finding]:
+    (may_write, persistence) = connection.execute(
+        "select bool_and(has_table_privilege(c.oid, said)), min(c.relpersistence::text)"
+        " from pg_class c, unnest(array['select', 'insert', 'update', 'delete']) as said"
+        " where c.oid = to_regclass(%s)",
+        (names.records,),
+    ).fetchone() or (None, None)
+    if may_write is False:
+        needed = "select, insert, update and delete"
+        yield Finding("error", f"this role may not write to {names.records}; grant {needed}")
+    if persistence == "u":
+        yield Finding("warning", f"{names.records} is unlogged: a crash empties it")
 
 
 _SETTINGS = {

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -22,6 +21,7 @@ from psycopg.pq.abc import PGresult
 from coatcheck.core.flow import Flow
 from coatcheck.core.record import Record, Swap
 from coatcheck.errors import StoreUnavailable
+from coatcheck.stores.connecting import open_in_thread
 from coatcheck.stores.postgres_link import (
     NO_ANSWER,
     Connection,
@@ -33,7 +33,6 @@ from coatcheck.stores.postgres_link import (
 )
 from coatcheck.stores.postgres_talk import Talk
 from coatcheck.stores.prompt import Prompt
-from coatcheck.stores.scarce import started
 
 T = TypeVar("T")
 _Answer: TypeAlias = Prompt[Sequence[Record | None]]
@@ -119,7 +118,9 @@ class _Line:
     def _begin(self) -> None:
         if self._connection is None:
             try:
-                _open_in_thread(self._loop, self._new_connection, self._opened, self._fail)
+                open_in_thread(
+                    self._loop, self._new_connection, let_go, done=self._opened, failed=self._fail
+                )
             except StoreUnavailable as error:
                 self._end([], error)
             return
@@ -226,30 +227,3 @@ class _Line:
             self._loop.remove_reader(self._socket)
             self._loop.remove_writer(self._socket)
         let_go(connection)
-
-
-def _open_in_thread(
-    loop: asyncio.AbstractEventLoop,
-    new_connection: Callable[[], Connection],
-    done: Callable[[Connection], None],
-    failed: Callable[[BaseException], None],
-) -> None:
-    """
-    Open a connection in a thread of its own, and say on *loop* what has become of it.
-
-    The event loop's own threads may all be taken, by handlers that wait for us.
-    """
-
-    def work() -> None:
-        try:
-            connection = new_connection()
-        except BaseException as error:  # noqa: BLE001 - handed to whoever waits for it
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(failed, error)
-            return
-        try:
-            loop.call_soon_threadsafe(done, connection)
-        except RuntimeError:
-            let_go(connection)
-
-    started("coatcheck-connect", work)

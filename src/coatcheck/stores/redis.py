@@ -20,6 +20,7 @@ from typing import Literal
 
 from coatcheck.core.flow import Effect, run
 from coatcheck.core.record import Record, Swap
+from coatcheck.core.scope import ID_BYTES
 from coatcheck.errors import CoatcheckError, Misconfigured, StoreUnavailable
 from coatcheck.stores import redis_values as values
 from coatcheck.stores.contract import SWEEP_BATCH, Bell, Finding, Page, Query, Wire, matches
@@ -41,6 +42,9 @@ TIMEOUT_S = 5.0
 RECHECK_EVERY_MS = 60_000
 # 1000: a page of a search takes the server less than a millisecond, between those of others.
 _SCAN_COUNT = 1_000
+
+# One that loses, because nothing stands there: it changes nothing, and asks for every right.
+_IDLE_SWAP = Swap(bytes(ID_BYTES), 1, None)
 
 
 class RedisStore:
@@ -192,6 +196,7 @@ class RedisStore:
                         "warning" if danger.name in self._allow else "error"
                     )
                     findings.append(Finding(level, danger.message))
+            self.swap((_IDLE_SWAP,))  # whether we may
         except CoatcheckError as error:
             findings.append(Finding("error", str(error)))
         return findings
