@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from coatcheck.core.replay import (
     COMPRESSED,
+    KINDS,
+    SEALED,
     Fate,
     Response,
     decode_response,
@@ -326,3 +328,9 @@ def test_operators_see_the_status_and_the_size_of_what_is_kept_and_nothing_else(
     assert outline_of(encode_response(response)) == (201, 6)
     assert outline_of(encode_value("secret") or b"") == (None, len('"secret"'))
     assert outline_of(encode_value(b"secret") or b"") == (None, 6)
+
+
+@pytest.mark.parametrize("bit", range(8))
+def test_no_bit_that_flips_makes_anything_else_of_what_is_sealed(bit):
+    """X1: else ciphertext is read as an answer that was stored before there was a ring."""
+    assert SEALED ^ (1 << bit) not in KINDS

@@ -5,6 +5,8 @@ import zlib
 
 import pytest
 
+from coatcheck.core.record import Swap
+
 from .api import Api
 from .conftest import OpenApi
 from .shop import JSON, TEXT, Call, Said, in_turn, raises, says
@@ -304,3 +306,16 @@ def test_the_same_request_gets_the_same_coding(api: Api, coding: str, accepted: 
     api.post(headers=headers)
     again = api.post(headers=headers)
     assert (again.status, again.body, again.is_replay) == (201, b"coded", True)
+
+
+@pytest.mark.parametrize("kept", [b"\x01", b"\x01\x00\xc9\x05", b"\x02null", b"\x7f"])
+def test_an_answer_that_is_damaged_at_rest_is_refused_and_nothing_runs(open_api: OpenApi, kept):
+    """L12: the record still says that the work was done; asked where memory does not know it."""
+    open_api().post()
+    fresh = open_api()
+    (record,) = fresh.records()
+    spoilt = record._replace(version=record.version + 1, response=kept)
+    assert list(fresh.store.swap([Swap(record.id, record.version, spoilt)])) == [None]
+    refused = fresh.post()
+    assert (refused.status, refused.code) == (409, "result-unavailable")
+    assert fresh.effects() == 0
