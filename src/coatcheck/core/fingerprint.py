@@ -83,14 +83,13 @@ def fingerprint_of(
     ):
         return _remembered(method, path, query, content_type, body, ignore, secret)
     included = _framed((name.lower(), value) for name, value in headers) if headers else b""
-    kind, boundary, as_read, as_bytes = _heads_of(
-        content_type, method, path, len(query), len(included)
-    )
-    if kind is _JSON and isinstance(body, bytes) and len(body) <= PARSED_BYTES_MAX:
+    media = _media_of(content_type)
+    if media.kind is _JSON and isinstance(body, bytes) and len(body) <= PARSED_BYTES_MAX:
         read: Body | None = canonical_json(body, ignore)
     else:
-        body, read = _read(kind, boundary, body, ignore)
-    head, content = (as_bytes, body) if read is None else (as_read, read)
+        body, read = _read(media, body, ignore)
+    content, as_what = (body, media.as_bytes) if read is None else (read, media.as_read)
+    head = _head_of(as_what, method, path, len(query), len(included))
     if isinstance(content, bytes):
         return digested(_DOMAIN, secret, b"".join((head, query, included, content)))
     return digested_chunks(_DOMAIN, secret, chain((head, query, included), content))
@@ -112,21 +111,10 @@ def _remembered(*request: Any) -> bytes:
 
 
 @lru_cache(maxsize=256)  # 256: an API has a few routes that are written to
-def _heads_of(
-    content_type: bytes, method: str, path: str, query_bytes: int, included: int
-) -> tuple[str, bytes, bytes, bytes]:
-    """How to read the body, its boundary; what is compared before it if read so, and if not."""
-
-    def head(media_type: str) -> bytes:
-        # Lengths first, so that no part can lend characters to the next.
-        text = (
-            f"{len(media_type)},{len(method)},{len(path)},{query_bytes},{included};"
-            f"{media_type}{method}{path}"
-        )
-        return text.encode("utf-8", "surrogatepass")
-
-    media = _media_of(content_type)
-    return media.kind, media.boundary, head(media.as_read), head(media.as_bytes)
+def _head_of(as_what: str, method: str, path: str, query_bytes: int, included_bytes: int) -> bytes:
+    """What is compared before all else; lengths first, so that no part can lend to the next."""
+    lengths = f"{len(as_what)},{len(method)},{len(path)},{query_bytes},{included_bytes};"
+    return f"{lengths}{as_what}{method}{path}".encode("utf-8", "surrogatepass")
 
 
 class _Media(NamedTuple):
@@ -138,6 +126,7 @@ class _Media(NamedTuple):
     boundary: bytes
 
 
+@lru_cache(maxsize=256)  # 256: an API is sent a few content types, and a boundary in some of them
 def _media_of(content_type: bytes) -> _Media:
     if len(content_type) > CONTENT_TYPE_BYTES_MAX:
         return _Media(_BYTES, "", _BYTES + content_type.decode("latin-1"), b"")
@@ -196,20 +185,18 @@ def _is_boundary(values: list[str]) -> bool:
     )
 
 
-def _read(
-    kind: str, boundary: bytes, body: Body, ignore: tuple[Pointer, ...]
-) -> tuple[Body, Body | None]:
+def _read(media: _Media, body: Body, ignore: tuple[Pointer, ...]) -> tuple[Body, Body | None]:
     """*body*, and what is compared of it; None where that is the body itself."""
-    if kind is _BYTES:
+    if media.kind is _BYTES:
         return body, None
-    if kind is _MULTIPART:
+    if media.kind is _MULTIPART:
         chunks = (body,) if isinstance(body, bytes) else body
-        return body, _without_boundary(chunks, boundary)
+        return body, _without_boundary(chunks, media.boundary)
     if not isinstance(body, bytes):
         body = _gathered(body)
     if not isinstance(body, bytes) or not 0 < len(body) <= PARSED_BYTES_MAX:
         return body, None
-    return body, canonical_json(body, ignore) if kind is _JSON else _canonical_form(body)
+    return body, canonical_json(body, ignore) if media.kind is _JSON else _canonical_form(body)
 
 
 def _gathered(chunks: Iterable[bytes]) -> Body:

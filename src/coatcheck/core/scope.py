@@ -13,6 +13,7 @@ store can try out short API keys and keys offline against what is stored.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from hashlib import blake2b, sha1
 
 # 16 bytes: 128 bits, the width at which nobody meets a collision by chance or by trying.
@@ -82,19 +83,22 @@ def derive(id: bytes, name: str, *, life: int, secret: bytes = b"") -> str:
 
 def digested(domain: bytes, secret: bytes, text: bytes) -> bytes:
     """128 bits of *text*, of use in *domain* alone, keyed with the deployment's *secret*."""
-    if len(secret) > _SECRET_BYTES_MAX:  # digested then, never cut off
-        secret = blake2b(secret).digest()
-    return blake2b(text, digest_size=ID_BYTES, key=secret, person=domain).digest()
+    digest = begun(domain, secret).copy()
+    digest.update(text)
+    return digest.digest()
 
 
 def digested_chunks(domain: bytes, secret: bytes, chunks: Iterable[bytes]) -> bytes:
     """The same of a text that comes in pieces."""
-    if len(secret) > _SECRET_BYTES_MAX:
-        secret = blake2b(secret).digest()
-    digest = blake2b(digest_size=ID_BYTES, key=secret, person=domain)
+    digest = begun(domain, secret).copy()
     for chunk in chunks:
         digest.update(chunk)
     return digest.digest()
 
 
-_SECRET_BYTES_MAX = blake2b.MAX_KEY_SIZE
+@lru_cache(maxsize=64)  # 64: a few domains, and a few secrets in the tests of whoever uses this
+def begun(domain: bytes, secret: bytes) -> blake2b:
+    """A digest of nothing yet, to be copied: to key one anew takes as long as all the rest."""
+    if len(secret) > blake2b.MAX_KEY_SIZE:  # digested then, never cut off
+        secret = blake2b(secret).digest()
+    return blake2b(digest_size=ID_BYTES, key=secret, person=domain)
