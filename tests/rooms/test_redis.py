@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from laws.records import claim_of, id_of
 from redis_scenes import WiredStore, change, claim, claims, fake, sign_oneself
 from servers import free_port, until
-from servers.redis import Cluster, Redis, SentinelSet, redis_server
+from servers.redis import Cluster, Redis, Sentinel, SentinelSet, redis_server
 
 from coatcheck.core.record import GONE, Record, Swap, completed, renewed
 from coatcheck.errors import Misconfigured, StoreUnavailable
@@ -89,6 +89,8 @@ def until_written(store: Store, record: Record) -> None:
         ("redis://a/0#1", "cannot be meant"),
         ("redis+sentinel://a:26379", "redis.sentinel://host1:26379,host2:26379/service/0"),
         ("redis+cluster://a/3", "a cluster has none but 0"),
+        ("redis://a?sentinel_password=x", "sentinel_password= is for redis.sentinel://"),
+        ("redis+cluster://a?sentinel_username=x", "sentinel_username= is for redis.sentinel://"),
         ("redis://a?compakt=1", "compakt=1 is no option; there are prefix="),
         ("redis://a?compact=yes", "compact=yes"),
         ("redis://a?prefix={x}", "a prefix holds no braces"),
@@ -109,10 +111,12 @@ def test_a_url_says_where_the_servers_are_and_how_to_be_let_in():
     target, options = target_and_options(
         "redis+sentinel://ann:p%40ss%3A@one,two:1,[::1]:2/records/5"
         "?prefix=a%3Ab&compact=1&timeout=250ms&wait=2&allow=replica,eviction&tls=1&tls_ca=/x.pem"
+        "&sentinel_username=eve&sentinel_password=w%26x"
     )
     assert target.addresses == (("one", 26379), ("two", 1), ("::1", 2))
     assert (target.service, target.database) == ("records", 5)
     assert (target.username, target.password) == ("ann", "p@ss:")
+    assert (target.sentinel_username, target.sentinel_password) == ("eve", "w&x")
     assert (target.is_tls, target.tls_ca) == (True, "/x.pem")
     assert target.name == "redis one:26379,two:1,[::1]:2"
     assert options == {
@@ -659,6 +663,36 @@ def test_the_master_is_found_again_after_a_failover(opened):
             open_store(wrong)
     finally:
         watched.remove()
+
+
+@pytest.mark.parametrize(
+    ("settings", "login"),
+    [
+        (("requirepass watcher&",), "sentinel_password=watcher%26"),
+        (
+            ("user default off", "user eve on >w ~* +@all"),
+            "sentinel_username=eve&sentinel_password=w",
+        ),
+    ],
+)
+def test_sentinels_are_asked_with_a_login_of_their_own(opened, settings, login):
+    """D1: which is another one than the data servers'; without it they name no master."""
+    master = Redis(requirepass="data")
+    auth = f"sentinel auth-pass {Sentinel.SERVICE} data"
+    sentinel = Sentinel(master, servers.redis.PATIENT_MS, auth, *settings)
+    url = f"redis+sentinel://:data@127.0.0.1:{sentinel.port}/{Sentinel.SERVICE}/0"
+    try:
+        record = claim_of(id_of(1))
+        with closing(opened(f"{url}?{login}")) as store:
+            assert store.swap([claim(record)]) == [None]
+            assert store.get([record.id]) == [record]
+        for wrong in ("", "?sentinel_password=data"):
+            with pytest.raises(StoreUnavailable, match="No master found") as refused:
+                open_store(url + wrong)
+            assert "data@" not in str(refused.value)
+    finally:
+        sentinel.remove()
+        master.remove()
 
 
 # ----------------------------------------------------------------------------------------- Cluster

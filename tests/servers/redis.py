@@ -77,7 +77,7 @@ class Sentinel(Server):
 
     SERVICE = "records"
 
-    def __init__(self, master: Redis, down_after_ms: int) -> None:
+    def __init__(self, master: Redis, down_after_ms: int, *settings: str) -> None:
         self._program = find_program(PROGRAM, package="redis-server")
         super().__init__("sentinel")
         service = self.SERVICE
@@ -86,6 +86,7 @@ class Sentinel(Server):
             f"sentinel monitor {service} 127.0.0.1 {master.port} 2\n"
             f"sentinel down-after-milliseconds {service} {down_after_ms}\n"
             f"sentinel failover-timeout {service} 2000\n"
+            + "".join(f"{setting}\n" for setting in settings)
         )
         self.launch([self._program, self.directory / "conf", "--sentinel"], self._is_ready)
 
@@ -96,6 +97,8 @@ class Sentinel(Server):
     def _is_ready(self) -> bool:
         try:
             return bool(self.ask("PING"))
+        except redis.exceptions.AuthenticationError:
+            return True
         except redis.exceptions.ConnectionError:
             return False
 

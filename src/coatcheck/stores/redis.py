@@ -98,7 +98,8 @@ class RedisStore:
         `redis://host:6379/0`, `rediss://…` (TLS), `redis+sentinel://host1:26379,host2/service/0`,
         `redis+cluster://host1:6379,host2`; each with `user:password@` before the hosts.
         Options: `?prefix=coatcheck:`, `?compact=1`, `?timeout=5s`, `?wait=1`, `?tls=1`,
-        `?tls_ca=/path`, `?allow=eviction,no-persistence,replica`.
+        `?tls_ca=/path`, `?sentinel_username=…`, `?sentinel_password=…`,
+        `?allow=eviction,no-persistence,replica`.
         """
         del create  # there is nothing to create: a prefix without records is an empty store
         target, options = target_and_options(url)

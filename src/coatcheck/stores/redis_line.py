@@ -272,7 +272,8 @@ def master_connector(target: Target, timeout_s: float) -> Callable[[], Connectio
     """What connects to the server that the Sentinels call the master, at that moment."""
 
     def connect() -> Connection:
-        options = {**_options(target, timeout_s), "ssl": target.is_tls}
+        login = {"username": target.sentinel_username, "password": target.sentinel_password}
+        options = {**_options(target, timeout_s), **login, "ssl": target.is_tls}
         # Made each time: to keep these connections would only mean to have them break.
         make: Any = Sentinel
         sentinel = make(target.addresses, sentinel_kwargs=options)

@@ -31,9 +31,12 @@ _EXAMPLES = (
 )
 _THERE_ARE = (
     "there are prefix=coatcheck: (of all keys), compact=0 or 1 (keep only digests), timeout=5s, "
-    "wait=1 (replicas that must have a write before it counts), tls=0 or 1, tls_ca=/path/to/ca.pem "
+    "wait=1 (replicas that must have a write before it counts), tls=0 or 1, tls_ca=/path/to/ca.pem,"
+    " sentinel_username=NAME and sentinel_password=WORD (of the Sentinels' own) "
     f"and allow=NAME,NAME of {', '.join(DANGERS)}"
 )
+# What stands behind the question mark, too, but says how to be let in.
+_AT_THE_DOOR = frozenset({"tls", "tls_ca", "sentinel_username", "sentinel_password"})
 
 
 class Address(NamedTuple):
@@ -57,6 +60,8 @@ class Target(NamedTuple):
     password: str | None = None
     is_tls: bool = False
     tls_ca: str = ""  # where the certificates are that we trust; empty: the system's
+    sentinel_username: str | None = None  # the Sentinels have a login of their own, or none
+    sentinel_password: str | None = None
 
     @property
     def name(self) -> str:
@@ -79,10 +84,12 @@ def target_and_options(url: str) -> tuple[Target, Options]:
     parts = urlsplit(url)
     shape = _SHAPES[parts.scheme]
     options: Options = {}
-    tls: dict[str, str] = {"tls": "1" if parts.scheme == "rediss" else "0", "tls_ca": ""}
+    door: dict[str, str] = {"tls": "1" if parts.scheme == "rediss" else "0"}
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
-        if name == "tls_ca" or (name == "tls" and value in ("0", "1")):
-            tls[name] = value
+        if name.startswith("sentinel_") and name in _AT_THE_DOOR and shape != "sentinel":
+            raise Misconfigured(f"redis: {name}= is for redis+sentinel:// alone")
+        if name in _AT_THE_DOOR and (name != "tls" or value in ("0", "1")):
+            door[name] = value
         else:
             _take(options, name, value)
     login, _, hosts = parts.netloc.rpartition("@")
@@ -99,8 +106,10 @@ def target_and_options(url: str) -> tuple[Target, Options]:
         database=database,
         username=unquote(username) or None,
         password=unquote(password) or None,
-        is_tls=tls["tls"] == "1",
-        tls_ca=tls["tls_ca"],
+        is_tls=door["tls"] == "1",
+        tls_ca=door.get("tls_ca", ""),
+        sentinel_username=door.get("sentinel_username") or None,
+        sentinel_password=door.get("sentinel_password") or None,
     )
     return target, options
 
