@@ -43,7 +43,9 @@ IMPURE_CALLS = {
 # One extra = one file: the only places where a third-party package may be imported.
 THIRD_PARTY = {
     "server/fastapi.py": {"fastapi"},
+    "lent/asyncpg.py": {"asyncpg"},
     "lent/psycopg.py": {"psycopg"},
+    "lent/psycopg_answers.py": {"psycopg"},
 }
 DRIVERS = {
     "at": {"cryptography"},

@@ -29,7 +29,7 @@ class SimulatedTransaction(Together):
 
     def __init__(self, visit: Visit) -> None:
         # Of a desk it needs who is at work and who waits, and a process has both.
-        super().__init__(cast("Any", visit.process), cast("Any", None))
+        super().__init__(cast("Any", visit.process), cast("Any", None), visit.standing)
         self._visit = visit
         self._process = visit.process
         self._database = visit.process.setting.database

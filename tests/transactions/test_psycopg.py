@@ -98,6 +98,24 @@ def test_an_async_transaction_makes_no_more_journeys(shop, tmp_path):
     assert journeys(trace) == 3
 
 
+def test_an_end_that_is_too_long_to_be_sent_at_once_is_sent_all_the_same(shop):
+    """What does not fit into the socket's buffer is sent while the server reads."""
+    ticket = Ticket(b"i" * 16, b"f" * 16, 1_800_000_000_000, 1)
+    claim = first_attempt(ticket, Policy(), GONE, ticket.now_ms)
+    end = completed(claim, b"x" * 32_000_000)
+
+    async def written(ledger):
+        connection = await psycopg.AsyncConnection.connect(shop.place)
+        async with connection:
+            lent = lent_by(connection)
+            assert await lent.begin(next(ledger.claim(Swap(claim.id, 0, claim), 1_000))) == 1
+            assert await lent.end(ledger.change(Swap(claim.id, claim.version, end)))
+
+    with closing(open_store(shop.store)) as store:
+        asyncio.run(written(ledger_of(store)))
+        assert store.get((claim.id,)) == [end]
+
+
 # --- what a session keeps ---------------------------------------------------------------------
 
 

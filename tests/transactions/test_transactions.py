@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 
+import asyncpg
 import psycopg
 import pytest
 import sqlalchemy as sa
@@ -832,6 +833,27 @@ def test_the_applications_own_connections_may_be_behind_pgbouncer(pooled, open_e
         with ThreadPoolExecutor(6) as threads:
             done = threads.map(lambda n: engine.transaction(f"{n}", insert, n), range(200))
             assert list(done) == list(range(200))
+    assert pooled.orders() == list(range(200))
+
+
+def test_connections_of_asyncpgs_may_be_behind_pgbouncer(pooled):
+    """L9, D1: the same, in that driver's words."""
+
+    async def insert(number):
+        text = INSERT.replace("%s", "$1")
+        await current_operation().connection.execute(text, number)
+        return number
+
+    async def main():
+        place, sizes = pooled.store.partition("?")[0], {"min_size": 6, "max_size": 6}
+        async with (
+            asyncpg.create_pool(place, statement_cache_size=0, **sizes) as pool,
+            AsyncEngine(pooled.store, transactions=pool) as engine,
+        ):
+            runs = (engine.transaction(f"{n}", insert, n) for n in range(200))
+            return await asyncio.gather(*runs)
+
+    assert asyncio.run(main()) == list(range(200))
     assert pooled.orders() == list(range(200))
 
 

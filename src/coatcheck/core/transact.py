@@ -14,6 +14,7 @@ route was not in this mode yet, nobody here can ask for: then nothing runs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from coatcheck.core.flow import Effect, Flow
 from coatcheck.core.policy import Policy
@@ -57,20 +58,13 @@ def transact(ticket: Ticket, policy: Policy, *, may_claim: bool = True) -> Flow[
     try:
         effect = next(flow)
         while True:
-            result: object = None
             try:
-                _check_steps(effect)
-                if not isinstance(effect, Swap) or effect.record is None:
-                    result = yield from effect
-                elif effect.record.state == RUNNING:
-                    result = yield from Begin(effect, until_ms)
-                    is_open = result is None
-                elif not is_open:  # somebody else's attempt that is parked: a write of its own
-                    result = yield from effect
-                else:
+                asked = _meaning_of(effect, until_ms, is_open=is_open)
+                if asked is not effect:  # it ends what is open, or begins
                     is_open = False
-                    is_done = effect.record.state == COMPLETED
-                    yield from Commit(effect) if is_done else Rollback()
+                result: object = yield asked
+                if isinstance(asked, Begin):
+                    is_open = result is None
             except Exception as error:  # noqa: BLE001 - the flow decides what an error means
                 effect = flow.throw(error)
             else:
@@ -80,8 +74,20 @@ def transact(ticket: Ticket, policy: Policy, *, may_claim: bool = True) -> Flow[
         return answer
 
 
-def _check_steps(effect: Effect[object]) -> None:
-    """Refuse to execute where an earlier attempt has taken steps."""
-    left = unmet(effect.claim, (), may_differ=False) if isinstance(effect, Execute) else None
-    if left is not None:
-        raise left
+def _meaning_of(effect: Effect[Any], until_ms: int, *, is_open: bool) -> Effect[Any]:
+    """What *effect* of `serve` is in a transaction, of which one may be open."""
+    if isinstance(effect, Swap):
+        record = effect.record
+        if record is None:
+            return effect
+        if record.state == RUNNING:
+            return Begin(effect, until_ms)
+        if not is_open:  # somebody else's attempt that is parked: a write of its own
+            return effect
+        return Commit(effect) if record.state == COMPLETED else Rollback()
+    if isinstance(effect, Execute):
+        # Refused where an earlier attempt has taken steps.
+        left = unmet(effect.claim, (), may_differ=False)
+        if left is not None:
+            raise left
+    return effect

@@ -264,8 +264,8 @@ class AsyncEngine(AsyncDriver):
         self, ticket: Ticket, policy: Policy, call: Callable[[], Awaitable[T]], lender: Lender
     ) -> T:
         """Claim, call and commit in one transaction; again, where the policy allows that."""
-        desk = self.desk
-        for retries_left in reversed(range(1 + policy.transaction_retries)):
+        desk, retries_left = self.desk, policy.transaction_retries
+        while True:
             within, flow = self.within(lender), self.flow(ticket, policy)
             response: bytes | None = None
             result: T | None = None
@@ -278,6 +278,7 @@ class AsyncEngine(AsyncDriver):
                     answer = await self.advance(flow, policy, ending, within=within)
             except Exception as error:
                 if retries_left and within.has_collided(error):
+                    retries_left -= 1
                     continue
                 desk.tell_failure(ticket, error)
                 raise
@@ -286,7 +287,6 @@ class AsyncEngine(AsyncDriver):
             assert not isinstance(answer, Execute)
             value: T = desk.result_of(ticket, answer, response, result)
             return value
-        raise AssertionError  # the last one has returned or raised
 
     async def _call_within(
         self,

@@ -302,8 +302,8 @@ class Engine(Driver):
         self, ticket: Ticket, policy: Policy, call: Callable[[], T], lender: Lender
     ) -> T:
         """Claim, call and commit in one transaction; again, where the policy allows that."""
-        desk = self.desk
-        for retries_left in reversed(range(1 + policy.transaction_retries)):
+        desk, retries_left = self.desk, policy.transaction_retries
+        while True:
             within, flow = self.within(lender), self.flow(ticket, policy)
             response: bytes | None = None
             result: T | None = None
@@ -316,6 +316,7 @@ class Engine(Driver):
                     answer = self.advance(flow, policy, ending, within=within)
             except Exception as error:
                 if retries_left and within.has_collided(error):
+                    retries_left -= 1
                     continue
                 desk.tell_failure(ticket, error)
                 raise
@@ -324,7 +325,6 @@ class Engine(Driver):
             assert not isinstance(answer, Execute)
             value: T = desk.result_of(ticket, answer, response, result)
             return value
-        raise AssertionError  # the last one has returned or raised
 
     def _call_within(
         self,

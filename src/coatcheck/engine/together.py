@@ -6,7 +6,7 @@ there, and what it means when that fails.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from coatcheck.core.record import GONE, Record, Swap
@@ -20,6 +20,8 @@ from coatcheck.stores.ledger import Dialect, Ledger, Statement
 # Nothing has run when a claim fails, so it may be made again: on another connection, where a pool
 # did not know yet that the first one is dead.
 TRIES = 3
+# For each of them, whether it is the last.
+IS_LAST = (*[False] * (TRIES - 1), True)
 # What a claim lost against may be swept before it is looked at, but not again and again.
 _GHOSTS_MAX = 5
 # The nonce of a claim in a transaction that nobody else can see yet.
@@ -36,19 +38,21 @@ class Lender(NamedTuple):
 class Together:
     """The transaction of one operation; see `Transaction` and `AsyncTransaction`."""
 
-    def __init__(self, desk: Desk, lender: Lender) -> None:
+    def __init__(self, desk: Desk, lender: Lender, look: Callable[[bytes], Any]) -> None:
         self.lender = lender
         self._desk = desk
+        self._look = look  # finds the record that stands; awaited in async code, like the others
         self._claimed: Record | None = None
         self._ghosts = 0
-        self._handle: Any = None
+        self._lent: Any = None
+        self._manager: Any = None  # what has lent it
 
     @property
     def connection(self) -> Any:  # noqa: ANN401 - of whatever driver
         """What was lent, as its owner knows it."""
-        if self._handle is None:
+        if self._lent is None:
             raise NotCommitted("the transaction of this operation is over, and its connection back")
-        return self._handle
+        return self._lent.handle
 
     def has_collided(self, error: BaseException) -> bool:
         """The database undid it for nobody's fault: from the start it may well succeed."""
@@ -83,17 +87,15 @@ class Together:
     # --- what is written, and what it means when that fails -----------------------------------
 
     def _statements_of(self, begin: Begin) -> Iterator[Statement]:
-        # Not 0, which means no limit in some places.
-        wait_ms = max(1, begin.until_ms - self._desk.now_ms())
-        return self.lender.ledger.claim(begin.swap, wait_ms)
-
-    def _check(self, dialect: Dialect) -> None:
-        ours = self.lender.ledger.dialect
-        if dialect != ours:
+        ledger = self.lender.ledger
+        dialect: Dialect = self._lent.dialect
+        if dialect != ledger.dialect:
             raise Misconfigured(
-                f"the store is in {ours}, and the connection that was lent leads to {dialect}; "
-                "record and effect can only commit together in one database"
+                f"the store is in {ledger.dialect}, and the connection that was lent leads to "
+                f"{dialect}; record and effect can only commit together in one database"
             )
+        wait_ms = begin.until_ms - self._desk.now_ms()
+        return ledger.claim(begin.swap, max(1, wait_ms))  # not 0, which is no limit in some places
 
     def _trouble_of(self, error: Exception, *, is_last: bool) -> Trouble:
         """What the *error* of a claim means; raises where it cannot be made."""

@@ -7,15 +7,13 @@ is over and the connection is back with its owner before anybody hears of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from typing import Any
 
 from coatcheck.core.flow import Effect
 from coatcheck.core.record import Record, Swap
 from coatcheck.core.transact import Begin, Commit
-from coatcheck.engine.desk import Desk
-from coatcheck.engine.together import TRIES, Lender, Together, ended_by_handler
+from coatcheck.engine.together import IS_LAST, Together, ended_by_handler
 from coatcheck.errors import CoatcheckError
 from coatcheck.lent import Lent
 from coatcheck.lent.source import borrowed
@@ -25,11 +23,7 @@ from coatcheck.lent.trouble import Trouble
 class Transaction(Together):
     """The transaction of one operation, and the connection it is on."""
 
-    def __init__(self, desk: Desk, lender: Lender, look: Callable[[bytes], Record]) -> None:
-        super().__init__(desk, lender)
-        self._look = look
-        self._lent: Lent | None = None
-        self._manager: AbstractContextManager[Lent] | None = None
+    _lent: Lent | None
 
     def perform(self, effect: Effect[Any]) -> Record | None:
         """Perform an effect of `core/transact.py`."""
@@ -66,9 +60,11 @@ class Transaction(Together):
 
     def _claim(self, begin: Begin) -> Trouble | None:
         """Make the claim in a new transaction; None: it is made, and the transaction open."""
-        for tries_left in reversed(range(TRIES)):
+        for is_last in IS_LAST:
             try:
-                lent = self._borrow()
+                manager = borrowed(self.lender.source)
+                lent = manager.__enter__()
+                self._manager, self._lent = manager, lent
                 statements = self._statements_of(begin)
                 is_won = lent.begin(next(statements)) == 1
                 is_won = is_won or any(lent.write(statement) == 1 for statement in statements)
@@ -76,7 +72,7 @@ class Transaction(Together):
                 raise
             except Exception as error:  # noqa: BLE001 - told what it means, or raised
                 self._undo()
-                trouble = self._trouble_of(error, is_last=not tries_left)
+                trouble = self._trouble_of(error, is_last=is_last)
                 if trouble in (Trouble.HELD, Trouble.TAKEN):
                     return trouble
             else:
@@ -101,13 +97,6 @@ class Transaction(Together):
         self._give_back(None)
         self._committed(swap)
 
-    def _borrow(self) -> Lent:
-        manager = borrowed(self.lender.source)
-        lent = manager.__enter__()
-        self._manager, self._lent, self._handle = manager, lent, lent.handle
-        self._check(lent.dialect)
-        return lent
-
     def _undo(self) -> None:
         """Roll back, and give the connection back; one that does not even do that is dead."""
         if self._lent is not None:
@@ -119,7 +108,7 @@ class Transaction(Together):
             self._give_back(failure)
 
     def _give_back(self, failure: Exception | None) -> None:
-        manager, self._manager, self._lent, self._handle = self._manager, None, None, None
+        manager, self._manager, self._lent = self._manager, None, None
         if manager is not None:
             with suppress(Exception):  # its owner's trouble, and no news to whoever asked
                 manager.__exit__(type(failure) if failure else None, failure, None)

@@ -5,41 +5,31 @@ Differs from `engine/transaction.py` in the words that wait, and in nothing else
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable
 from typing import Any
 
 from coatcheck.core.flow import Effect
 from coatcheck.core.record import Record, Swap
 from coatcheck.core.transact import Begin, Commit
-from coatcheck.engine.desk import Desk
-from coatcheck.engine.together import TRIES, Lender, Together, ended_by_handler
+from coatcheck.engine.together import IS_LAST, Together, ended_by_handler
 from coatcheck.errors import CoatcheckError
 from coatcheck.lent import AsyncLent
-from coatcheck.lent.source import Borrowed
+from coatcheck.lent.source import borrow
 from coatcheck.lent.trouble import Trouble
 
 
 class AsyncTransaction(Together):
     """The transaction of one operation, and the connection it is on."""
 
-    def __init__(
-        self, desk: Desk, lender: Lender, look: Callable[[bytes], Awaitable[Record]]
-    ) -> None:
-        super().__init__(desk, lender)
-        self._look = look
-        self._lent: AsyncLent | None = None
-        self._borrowed: Borrowed | None = None
+    _lent: AsyncLent | None
 
-    async def perform(self, effect: Effect[Any]) -> Record | None:
+    def perform(self, effect: Effect[Any]) -> Awaitable[Record | None]:
         """Perform an effect of `core/transact.py`."""
         if isinstance(effect, Begin):
-            return await self._begin(effect)
+            return self._begin(effect)
         if isinstance(effect, Commit):
-            await self._commit(effect.swap)
-        else:
-            await self.abandon()
-        return None
+            return self._commit(effect.swap)
+        return self.abandon()
 
     async def abandon(self) -> None:
         """Undo what is not committed; nothing, where all is over."""
@@ -66,9 +56,10 @@ class AsyncTransaction(Together):
 
     async def _claim(self, begin: Begin) -> Trouble | None:
         """Make the claim in a new transaction; None: it is made, and the transaction open."""
-        for tries_left in reversed(range(TRIES)):
+        for is_last in IS_LAST:
             try:
-                lent = await self._borrow()
+                lent, self._manager = await borrow(self.lender.source)
+                self._lent = lent
                 statements = self._statements_of(begin)
                 is_won = await lent.begin(next(statements)) == 1
                 while not is_won and (statement := next(statements, None)):
@@ -77,7 +68,7 @@ class AsyncTransaction(Together):
                 raise
             except Exception as error:  # noqa: BLE001 - told what it means, or raised
                 await self._undo()
-                trouble = self._trouble_of(error, is_last=not tries_left)
+                trouble = self._trouble_of(error, is_last=is_last)
                 if trouble in (Trouble.HELD, Trouble.TAKEN):
                     return trouble
             else:
@@ -102,13 +93,6 @@ class AsyncTransaction(Together):
         await self._give_back(None)
         self._committed(swap)
 
-    async def _borrow(self) -> AsyncLent:
-        borrowed = Borrowed(self.lender.source)
-        lent = await borrowed.enter()
-        self._borrowed, self._lent, self._handle = borrowed, lent, lent.handle
-        self._check(lent.dialect)
-        return lent
-
     async def _undo(self) -> None:
         """Roll back, and give the connection back; one that does not even do that is dead."""
         if self._lent is not None:
@@ -120,7 +104,9 @@ class AsyncTransaction(Together):
             await self._give_back(failure)
 
     async def _give_back(self, failure: Exception | None) -> None:
-        borrowed, self._borrowed, self._lent, self._handle = self._borrowed, None, None, None
-        if borrowed is not None:
-            with suppress(Exception):  # its owner's trouble, and no news to whoever asked
-                await borrowed.leave(failure)
+        manager, self._manager, self._lent = self._manager, None, None
+        if manager is not None:
+            try:
+                await manager.__aexit__(type(failure) if failure else None, failure, None)
+            except Exception:  # noqa: BLE001, S110 - its owner's trouble, and no news to whoever asked
+                pass

@@ -25,7 +25,7 @@ _KINDS = {
     ("sqlalchemy", False): ("sqlalchemy", "AlchemyLent"),
     ("django", False): ("django", "DjangoLent"),
     ("psycopg", True): ("psycopg", "PsycopgAsyncLent"),
-    ("asyncpg", True): ("asynchronous", "AsyncpgLent"),
+    ("asyncpg", True): ("asyncpg", "AsyncpgLent"),
     ("aiosqlite", True): ("asynchronous", "AiosqliteLent"),
     ("asyncmy", True): ("asynchronous", "AsyncmyLent"),
     ("aiomysql", True): ("asynchronous", "AsyncmyLent"),

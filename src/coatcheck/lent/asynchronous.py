@@ -1,4 +1,4 @@
-"""Connections of async drivers: asyncpg, aiosqlite, asyncmy and their like."""
+"""Connections of async drivers: aiosqlite, asyncmy and their like."""
 
 from __future__ import annotations
 
@@ -8,37 +8,6 @@ from typing import Any
 from coatcheck.errors import Misconfigured
 from coatcheck.lent.contract import IN_TRANSACTION, AsyncOneByOne
 from coatcheck.stores.ledger import Dialect, Statement
-
-
-class AsyncpgLent(AsyncOneByOne):
-    """An `asyncpg.Connection`, also one of a pool."""
-
-    dialect: Dialect = "postgresql"
-
-    def __init__(self, handle: Any) -> None:  # noqa: ANN401 - of a driver that may not be here
-        self.handle = handle
-        self._transaction: Any = None
-
-    async def start(self) -> None:
-        """Begin as the driver does it, so that `connection.transaction()` nests in it."""
-        if self.handle.is_in_transaction():
-            raise Misconfigured(IN_TRANSACTION)
-        self._transaction = self.handle.transaction()
-        await self._transaction.start()
-
-    async def write(self, statement: Statement) -> int:
-        """Execute *statement*; how many rows it affected, from what the server says it did."""
-        text = with_dollars(statement.text)
-        status: str = await self.handle.execute(text, *statement.values)
-        return int(status.rpartition(" ")[2])
-
-    async def commit(self) -> None:
-        """Commit."""
-        await self._transaction.commit()
-
-    async def rollback(self) -> None:
-        """Undo."""
-        await self._transaction.rollback()
 
 
 @lru_cache(maxsize=64)

@@ -11,26 +11,25 @@ Invariant: a commit is sent only behind an end that fails unless it finds its cl
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import count
-from math import inf
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 from psycopg import Pipeline
 from psycopg.abc import PQGen
 from psycopg.errors import DivisionByZero, Error, InvalidSqlStatementName, error_from_result
-from psycopg.generators import execute, fetch_many, send
+from psycopg.generators import execute, fetch, send
 from psycopg.pq import ExecStatus, Format, PipelineStatus, TransactionStatus
 from psycopg.pq.abc import PGresult
 
 from coatcheck.errors import Misconfigured
 from coatcheck.lent.asynchronous import with_dollars
 from coatcheck.lent.contract import IN_TRANSACTION, AsyncOneByOne, OneByOne
+from coatcheck.lent.psycopg_answers import answered
 from coatcheck.stores.ledger import Dialect, Statement
-from coatcheck.stores.postgres_ledger import Claim, OwnAsyncConnection, OwnConnection
+from coatcheck.stores.postgres_ledger import OwnAsyncConnection, OwnConnection
 
 _HAS_PIPELINES = Pipeline.is_supported()
 _NUMBERS = count(1)
@@ -65,18 +64,10 @@ class _Psycopg:
     def __init__(self, handle: Any) -> None:  # noqa: ANN401 - a connection of either kind
         self.handle = handle
 
-    @contextmanager
-    def _patience(self, statement: Statement) -> Iterator[None]:
-        """Limits what a claim may take, and nothing else, on a connection of the store's own."""
-        own = self.handle if isinstance(self.handle, (OwnConnection, OwnAsyncConnection)) else None
-        if own is None or not isinstance(statement, Claim):
-            yield
-            return
-        own.patience_s = statement.patience_s
-        try:
-            yield
-        finally:
-            own.patience_s = inf
+    def _be_patient(self, statement: Statement) -> None:
+        """Limit what a claim may take, and nothing else, on a connection of the store's own."""
+        if isinstance(self.handle, (OwnConnection, OwnAsyncConnection)):
+            self.handle.patience_s = statement.patience_s
 
     def _may_begin(self) -> bool:
         """We may begin in the driver's place, which would say no more than that."""
@@ -99,45 +90,44 @@ class _Psycopg:
 
     def _begun(self, claim: Statement) -> PQGen[int]:
         """Begin, and execute *claim*; how many rows it affected."""
-        sayings = (_BEGIN, self._saying_of(claim))
-        answers, fault = yield from self._said(*sayings)
+        sayings = (_BEGIN, self._saying_of(claim.text, claim))
+        answers, fault = yield from self._said(sayings)
         if isinstance(fault, InvalidSqlStatementName):
             if self.handle.pgconn.transaction_status:
                 self.handle.pgconn.send_query(b"rollback")
                 yield from execute(self.handle.pgconn)
-            answers, fault = yield from self._said_anew(*sayings)
+            answers, fault = yield from self._said_anew(sayings)
         if fault is not None:
             raise fault
         return answers[-1].command_tuples or 0
 
     def _ended(self, end: Statement) -> PQGen[bool]:
         """Execute *end*, and commit where it affected one row; whether it did."""
-        saying = self._saying_of(end)._replace(text=_or_fail(end.text))
-        answers, fault = yield from self._said(_MARK, saying, _COMMIT)
+        saying = self._saying_of(_or_fail(end.text), end)
+        answers, fault = yield from self._said((_MARK, saying, _COMMIT))
         if isinstance(fault, InvalidSqlStatementName):
-            answers, fault = yield from self._said_anew(_BACK, saying, _COMMIT)
+            answers, fault = yield from self._said_anew((_BACK, saying, _COMMIT))
+        if fault is None:
+            return True
         is_of_end = answers[-1].status == ExecStatus.PIPELINE_ABORTED
         if is_of_end and isinstance(fault, DivisionByZero):
             return False
-        if fault is not None:
-            raise fault
-        return True
+        raise fault
 
-    def _saying_of(self, statement: Statement) -> _Saying:
-        """*statement*, its bytes as they are, and all else as text: no type need be known."""
-        encoding = self.handle.info.encoding
-        values = [
-            value if value is None or type(value) is bytes else str(value).encode(encoding)
-            for value in statement.values
-        ]
-        return _Saying(statement.text, values, _formats_of(statement.text))
+    def _saying_of(self, text: str, statement: Statement) -> _Saying:
+        """*text*, its bytes as they are, and all else as text: no type need be known."""
+        try:
+            values = _encoded(statement.values, "ascii")  # the same in all encodings
+        except UnicodeEncodeError:
+            values = _encoded(statement.values, self.handle.info.encoding)
+        return _Saying(text, values, _formats_of(text))
 
-    def _said_anew(self, *sayings: _Saying) -> PQGen[_Said]:
+    def _said_anew(self, sayings: Sequence[_Saying]) -> PQGen[_Said]:
         """The same to a session that was told to forget what it kept."""
         _KEPT.pop(self.handle, None)
-        return (yield from self._said(*sayings))
+        return (yield from self._said(sayings))
 
-    def _said(self, *sayings: _Saying) -> PQGen[_Said]:
+    def _said(self, sayings: Sequence[_Saying]) -> PQGen[_Said]:
         """Say all that in one journey; the answers to each step of it, and the first error."""
         pgconn = self.handle.pgconn
         pgconn.enter_pipeline_mode()
@@ -145,11 +135,18 @@ class _Psycopg:
         pgconn.pipeline_sync()
         yield from send(pgconn)
         answers: list[PGresult] = []
-        for _ in steps:
-            answers += yield from fetch_many(pgconn)
-        yield from fetch_many(pgconn)  # that it is over
+        bad: PGresult | None = None
+        while True:
+            answer = yield from fetch(pgconn)
+            if answer is None:  # between two steps
+                continue
+            status = answer.status
+            if status == _OVER:
+                break
+            answers.append(answer)
+            if bad is None and status not in _DONE:
+                bad = answer
         pgconn.exit_pipeline_mode()
-        bad = next((answer for answer in answers if answer.status not in _DONE), None)
         if len(steps) > len(sayings):  # some of it is new to the session
             both = zip(steps, answers, strict=True)
             kept = [step for step, answer in both if step and answer.status in _DONE]
@@ -163,20 +160,29 @@ class _Psycopg:
         pgconn, kept = self.handle.pgconn, _KEPT.setdefault(self.handle, {})
         steps: list[tuple[str, bytes] | None] = []
         for text, values, formats, is_kept in sayings:
-            name = kept.get(text, b"")
-            if is_kept and not name:
-                name = _new_name(text)
-                pgconn.send_prepare(name, with_dollars(text).encode(self.handle.info.encoding))
-                steps.append((text, name))
-            if is_kept:
-                pgconn.send_query_prepared(name, values, formats)
-            else:
+            if not is_kept:
                 pgconn.send_query_params(text.encode(), None)
+            else:
+                name = kept.get(text)
+                if name is None:
+                    name = _new_name(text)
+                    pgconn.send_prepare(name, with_dollars(text).encode(self.handle.info.encoding))
+                    steps.append((text, name))
+                pgconn.send_query_prepared(name, values, formats)
             steps.append(None)
         return steps
 
 
-_DONE = (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK)
+# Numbers, because that is what an answer has.
+_OVER = int(ExecStatus.PIPELINE_SYNC)
+_DONE = (int(ExecStatus.COMMAND_OK), int(ExecStatus.TUPLES_OK))
+
+
+def _encoded(values: Sequence[Any], encoding: str) -> list[bytes | None]:
+    return [
+        value if value is None or type(value) is bytes else str(value).encode(encoding)
+        for value in values
+    ]
 
 
 @lru_cache(maxsize=64)
@@ -205,7 +211,8 @@ class PsycopgLent(_Psycopg, OneByOne):
         """Begin a transaction, and execute *claim* in it; how many rows it affected."""
         if not self._may_begin():
             return super().begin(claim)
-        with self._patience(claim), self.handle.lock:
+        with self.handle.lock:
+            self._be_patient(claim)
             affected: int = self.handle.wait(self._begun(claim))
             return affected
 
@@ -216,9 +223,9 @@ class PsycopgLent(_Psycopg, OneByOne):
 
     def write(self, statement: Statement) -> int:
         """Execute *statement*; how many rows it affected."""
-        with self._patience(statement):
-            affected: int = self.handle.execute(*statement).rowcount
-            return affected
+        self._be_patient(statement)
+        affected: int = self.handle.execute(statement.text, statement.values).rowcount
+        return affected
 
     def end(self, statement: Statement) -> bool:
         """Execute *statement*, and commit where it affected one row; whether it did."""
@@ -244,10 +251,9 @@ class PsycopgAsyncLent(_Psycopg, AsyncOneByOne):
         """Begin a transaction, and execute *claim* in it; how many rows it affected."""
         if not self._may_begin():
             return await super().begin(claim)
-        with self._patience(claim):
-            async with self.handle.lock:
-                affected: int = await self.handle.wait(self._begun(claim))
-                return affected
+        async with self.handle.lock:
+            self._be_patient(claim)
+            return await answered(self.handle, self._begun(claim))
 
     async def start(self) -> None:
         """Begin; the first statement does it by itself, unless it commits by itself, too."""
@@ -256,18 +262,17 @@ class PsycopgAsyncLent(_Psycopg, AsyncOneByOne):
 
     async def write(self, statement: Statement) -> int:
         """Execute *statement*; how many rows it affected."""
-        with self._patience(statement):
-            cursor = await self.handle.execute(*statement)
-            affected: int = cursor.rowcount
-            return affected
+        self._be_patient(statement)
+        cursor = await self.handle.execute(statement.text, statement.values)
+        affected: int = cursor.rowcount
+        return affected
 
     async def end(self, statement: Statement) -> bool:
         """Execute *statement*, and commit where it affected one row; whether it did."""
         if not self._may_end():
             return await super().end(statement)
         async with self.handle.lock:
-            is_ended: bool = await self.handle.wait(self._ended(statement))
-            return is_ended
+            return await answered(self.handle, self._ended(statement))
 
     async def commit(self) -> None:
         """Commit."""

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from types import CoroutineType
 from typing import Any, TypeAlias, TypeVar, cast
 
 from coatcheck.errors import Misconfigured
@@ -99,35 +100,19 @@ def _sync(handle: Any) -> Lent:  # noqa: ANN401 - of whatever driver
     return cast("Lent", lent_by(handle))
 
 
-class Borrowed:
-    """A connection from a source, for async code; a class, because a generator takes longer."""
-
-    __slots__ = ("_manager", "_source")
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._manager: Any = None
-
-    async def enter(self) -> AsyncLent:
-        """Have it lent."""
-        made: Any = self._source()
-        if inspect.iscoroutine(made):
-            made = await made
-        if hasattr(type(made), "__aenter__"):
-            handle = await made.__aenter__()
-            self._manager = made
-            return cast("AsyncLent", lent_by(handle))
-        if is_async(made):
-            return cast("AsyncLent", lent_by(made))
-        manager = _Threads(borrowed(lambda: made))
-        lent = await manager.__aenter__()
-        self._manager = manager
-        return lent
-
-    async def leave(self, failure: Exception | None) -> None:
-        """Give it back; *failure*: it is not in order any more."""
-        if self._manager is not None:
-            await self._manager.__aexit__(type(failure) if failure else None, failure, None)
+async def borrow(source: Source) -> tuple[AsyncLent, Any]:
+    """A connection from *source*, and the context manager to be left for it, or None."""
+    made: Any = source()
+    if isinstance(made, CoroutineType):
+        made = await made
+    if hasattr(type(made), "__aenter__"):
+        lent: Any = lent_by(await made.__aenter__())
+        return lent, made
+    if is_async(made):
+        lent = lent_by(made)
+        return lent, None
+    manager = _Threads(borrowed(lambda: made))
+    return await manager.__aenter__(), manager
 
 
 class _Threads:

@@ -59,8 +59,8 @@ class AlchemyLent(_Alchemy, OneByOne):
 
     def write(self, statement: Statement) -> int:
         """Execute *statement*; how many rows it affected."""
-        text, values = statement
-        result = self._connection().exec_driver_sql(self._spelt(text), tuple(values))
+        text, values = self._spelt(statement.text), tuple(statement.values)
+        result = self._connection().exec_driver_sql(text, values)
         affected: int = result.rowcount
         return affected
 
@@ -90,9 +90,8 @@ class AsyncAlchemyLent(_Alchemy, AsyncOneByOne):
 
     async def write(self, statement: Statement) -> int:
         """Execute *statement*; how many rows it affected."""
-        text, values = statement
-        connection = await self._connection()
-        result = await connection.exec_driver_sql(self._spelt(text), tuple(values))
+        text, values = self._spelt(statement.text), tuple(statement.values)
+        result = await (await self._connection()).exec_driver_sql(text, values)
         affected: int = result.rowcount
         return affected
 

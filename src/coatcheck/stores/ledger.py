@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from coatcheck.core.record import Swap
@@ -23,6 +24,8 @@ class Statement(NamedTuple):
 
     text: str
     values: Sequence[Any]
+    # How long to wait for the answer to a claim, where the connection is the store's own.
+    patience_s: float = inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,8 +49,9 @@ class _Writing:
 
     def claim(self, swap: Swap, wait_ms: int) -> Iterator[Statement]:
         """A claim, which waits in whole seconds; on MySQL as long as its session says."""
-        text, values = self._changed(swap) if swap.expected else self._inserted(swap)
-        yield Statement(LOCK_WAIT.format(max(1, wait_ms // 1_000)) + text, values)
+        claim = self._changed(swap) if swap.expected else self._inserted(swap)
+        limit = LOCK_WAIT.format(max(1, wait_ms // 1_000))
+        yield Statement(limit + claim.text, claim.values)
 
     def change(self, swap: Swap) -> Statement:
         """

@@ -11,7 +11,7 @@ does not answer to a claim is given up, on connections of the store's own.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from functools import partial
 from math import inf
 from operator import itemgetter
@@ -64,19 +64,6 @@ def ledger_for(conninfo: str, statements: Statements, timeout_s: float, *, compa
     )
 
 
-class Claim(Statement):
-    """A statement for which a connection of the store's own waits no longer than *patience_s*."""
-
-    patience_s = inf
-
-    @classmethod
-    def within(cls, patience_s: float, text: str, values: Sequence[Any]) -> Claim:
-        """A statement that has a limit."""
-        claim = cls(text, values)
-        claim.patience_s = patience_s
-        return claim
-
-
 class _Writing:
     """The statements of one table."""
 
@@ -103,15 +90,14 @@ class _Writing:
         """A claim, of a key that is new or of a record that stands."""
         row = row_of(_record_of(swap), compact=self._compact)
         name = int.from_bytes(swap.id[:8], "big", signed=True)
-        limit = f"{wait_ms:d}ms"
         patience_s = self._timeout_s + wait_ms / 1_000
         if swap.expected:
-            values = (limit, name, *row[1:], swap.id, swap.expected)
-            yield Claim.within(patience_s, self._replace, values)
+            values = (f"{wait_ms:d}ms", name, *row[1:], swap.id, swap.expected)
+            yield Statement(self._replace, values, patience_s)
             return
         new = _new_of(row)
-        yield Claim.within(patience_s, self._insert_at_once, (*new, name))
-        yield Claim.within(patience_s, self._insert, (limit, name, *new))
+        yield Statement(self._insert_at_once, (*new, name), patience_s)
+        yield Statement(self._insert, (f"{wait_ms:d}ms", name, *new), patience_s)
 
     def change(self, swap: Swap) -> Statement:
         """The end of a claim that this transaction has made: nobody else can hold it."""
@@ -129,17 +115,23 @@ def _record_of(swap: Swap) -> Record:
 class _Patient(BaseConnection[Any]):
     """What gives up where an answer takes longer than *patience_s*: it is closed, and of no use."""
 
+    # Of what is waited for next, and of that alone.
     patience_s = inf
 
     def _limited(self, gen: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
-        return gen if self.patience_s == inf else self._in_time(gen)
+        patience_s, self.patience_s = self.patience_s, inf
+        return gen if patience_s == inf else in_time(self, gen, patience_s)
 
-    def _in_time(self, gen: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
-        try:
-            return (yield from until(gen, time.monotonic() + self.patience_s))
-        except NoAnswer as error:
-            self.pgconn.finish()
-            raise StoreUnavailable(str(error)) from error
+
+def in_time(
+    connection: BaseConnection[Any], gen: Generator[Any, Any, Any], patience_s: float
+) -> Generator[Any, Any, Any]:
+    """*gen*, but *connection* is closed where it takes longer."""
+    try:
+        return (yield from until(gen, time.monotonic() + patience_s))
+    except NoAnswer as error:
+        connection.pgconn.finish()
+        raise StoreUnavailable(str(error)) from error
 
 
 class OwnConnection(_Patient, psycopg.Connection[Any]):
@@ -164,11 +156,11 @@ def _connect(conninfo: str, timeout_s: float) -> OwnConnection:
     try:
         connection.patience_s = timeout_s
         answering = connection.execute(_WHO_ANSWERS).fetchone()
+        connection.patience_s = timeout_s
         connection.rollback()
     except BaseException:
         connection.close()
         raise
-    connection.patience_s = inf
     connection.prepare_threshold = _threshold(connection.info.backend_pid, answering)
     return connection
 
@@ -179,11 +171,11 @@ async def _connect_async(conninfo: str, timeout_s: float) -> OwnAsyncConnection:
     try:
         connection.patience_s = timeout_s
         answering = await (await connection.execute(_WHO_ANSWERS)).fetchone()
+        connection.patience_s = timeout_s
         await connection.rollback()
     except BaseException:
         await connection.close()
         raise
-    connection.patience_s = inf
     connection.prepare_threshold = _threshold(connection.info.backend_pid, answering)
     return connection
 

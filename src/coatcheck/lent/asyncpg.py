@@ -1,0 +1,111 @@
+"""Connections of asyncpg.
+
+What begins a transaction also claims, in one journey, which saves the client a seventh of its time.
+The driver takes one statement at a time unless it is plain text, so the session keeps the claim
+under a name of ours, and its values are spelled out; planned anew each time, it would eat up what
+was saved. Where the application lets nothing be kept, as behind a pooler, and with a driver that is
+not made as we know it, the driver does it all.
+"""
+
+from __future__ import annotations
+
+from secrets import token_hex
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from asyncpg import Connection, InvalidSQLStatementNameError  # type: ignore[import-untyped]  # ships no types
+from asyncpg.transaction import Transaction, TransactionState  # type: ignore[import-untyped]  # as above
+
+from coatcheck.errors import Misconfigured
+from coatcheck.lent.asynchronous import with_dollars
+from coatcheck.lent.contract import IN_TRANSACTION, AsyncOneByOne
+from coatcheck.stores.ledger import Dialect, Statement
+
+# What we have to know of the driver, so that its `transaction()` nests in what we have begun.
+_IS_KNOWN = {"_top_xact", "_stmt_cache_enabled", "_connection", "_state"} <= {
+    *Connection.__slots__,
+    *Transaction.__slots__,
+}
+# What a session keeps of ours: texts, and their names there; None for one that forgets.
+_KEPT: WeakKeyDictionary[Any, dict[str, str] | None] = WeakKeyDictionary()
+
+
+class AsyncpgLent(AsyncOneByOne):
+    """An `asyncpg.Connection`, also one of a pool."""
+
+    dialect: Dialect = "postgresql"
+
+    def __init__(self, handle: Any) -> None:  # noqa: ANN401 - or what a pool has in its place
+        self.handle = handle
+        self._transaction: Any = None
+
+    async def begin(self, claim: Statement) -> int:
+        """Begin a transaction, and execute *claim* in it; how many rows it affected."""
+        handle = self.handle
+        if handle.is_in_transaction():
+            raise Misconfigured(IN_TRANSACTION)
+        self._transaction = transaction = handle.transaction()
+        session: Any = transaction._connection if _IS_KNOWN else None  # noqa: SLF001 - see `_IS_KNOWN`
+        kept = _kept_by(session)
+        if kept is None:
+            return await super().begin(claim)
+        session._top_xact, transaction._state = transaction, TransactionState.STARTED  # noqa: SLF001 - as above
+        try:
+            return _affected(await handle.execute(_begun(kept, claim)))
+        except InvalidSQLStatementNameError:
+            # It was told to forget, or it is another one each time: that may happen once.
+            _KEPT[session] = None
+            await transaction.rollback()
+        self._transaction = handle.transaction()
+        return await super().begin(claim)
+
+    async def start(self) -> None:
+        """Begin as the driver does it, so that `connection.transaction()` nests in it."""
+        await self._transaction.start()
+
+    async def write(self, statement: Statement) -> int:
+        """Execute *statement*; how many rows it affected."""
+        return _affected(await self.handle.execute(with_dollars(statement.text), *statement.values))
+
+    async def commit(self) -> None:
+        """Commit."""
+        await self._transaction.commit()
+
+    async def rollback(self) -> None:
+        """Undo."""
+        await self._transaction.rollback()
+
+
+def _kept_by(session: Any) -> dict[str, str] | None:  # noqa: ANN401 - of a driver without types
+    """What *session* keeps of ours; None where the driver is to begin by itself."""
+    if session is None or session._top_xact is not None or not session._stmt_cache_enabled:  # noqa: SLF001 - as above
+        return None
+    return _KEPT.setdefault(session, {})
+
+
+def _affected(status: str) -> int:
+    """How many rows a statement affected, from what the server says it did."""
+    return int(status.rpartition(" ")[2])
+
+
+def _begun(kept: dict[str, str], claim: Statement) -> str:
+    """What begins a transaction and executes *claim* in it; from then on it is *kept*."""
+    name, prepare = kept.get(claim.text), ""
+    if name is None:
+        # One that nobody else has given, whoever has had the session before.
+        name = kept[claim.text] = f"coatcheck_{token_hex(8)}"
+        prepare = f"prepare {name} as {with_dollars(claim.text)};"
+    values = [str(value) if type(value) is int else _spelled(value) for value in claim.values]
+    return f"{prepare}begin;execute {name}({','.join(values)})"
+
+
+def _spelled(value: str | bytes | None) -> str:
+    """*value* in a text, whatever the session takes a backslash for. Nothing is ever escaped."""
+    if type(value) is bytes:
+        return f"E'\\\\x{value.hex()}'"
+    if value is None:
+        return "null"
+    assert type(value) is str
+    if value.isascii() and "'" not in value and "\\" not in value:
+        return f"'{value}'"
+    return f"convert_from(E'\\\\x{value.encode().hex()}', 'utf8')"

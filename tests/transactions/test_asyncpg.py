@@ -1,0 +1,272 @@
+"""L9 on asyncpg's connections: in how many journeys, what is kept there, and what goes wrong."""
+
+import asyncio
+from contextlib import asynccontextmanager, closing
+
+import asyncpg
+import psycopg
+import pytest
+from idioms import SHOPS
+from servers import until
+
+import coatcheck.lent.asyncpg
+from coatcheck import AsyncEngine, Policy, current_operation
+from coatcheck.core.record import GONE, Swap, completed
+from coatcheck.core.serve import Ticket, first_attempt
+from coatcheck.errors import Misconfigured, NotCommitted
+from coatcheck.lent import lent_by
+from coatcheck.stores import open_store
+from coatcheck.stores.ledger import ledger_of
+
+KEPT = "select count(*) from pg_prepared_statements where name like 'coatcheck%'"
+
+
+@pytest.fixture
+def shop(tmp_path):
+    """A shop on PostgreSQL."""
+    return SHOPS["postgres"](tmp_path)
+
+
+@asynccontextmanager
+async def lending(shop, **options):
+    """A connection of the application's, and an engine that it is lent to."""
+    connection = await asyncpg.connect(shop.place, **options)
+    try:
+        async with AsyncEngine(shop.store, transactions=connection) as engine:
+            yield connection, engine
+    finally:
+        await connection.close()
+
+
+async def insert(number):
+    await current_operation().connection.execute("insert into orders values ($1)", number)
+    return number
+
+
+async def order(engine, number, handler=insert):
+    return await engine.transaction(f"{number}", handler, number, scope="orders")
+
+
+# --- journeys ---------------------------------------------------------------------------------
+
+
+def said_by(connection):
+    """What is said on *connection* from now on; each is a journey."""
+    said = []
+    connection.add_query_logger(lambda record: said.append(record.query))
+    return said
+
+
+def test_a_transaction_is_begun_with_its_claim(shop):
+    """Four journeys with the handler's own statement; the driver alone would make five."""
+
+    async def main():
+        async with lending(shop) as (connection, engine):
+            said = said_by(connection)
+            for number in (1, 2):
+                await order(engine, number)
+            await asyncio.sleep(0)
+            return said
+
+    first, second = (said := asyncio.run(main()))[:4], said[4:]
+    assert [text.partition(" ")[0] for text in first] == ["prepare", "insert", "update", "COMMIT;"]
+    assert [text.partition(" ")[0] for text in second] == [
+        *("begin;execute", "insert", "update", "COMMIT;")
+    ]
+    assert shop.orders() == [1, 2]
+
+
+def test_a_handler_may_open_transactions_of_the_drivers_within_ours(shop):
+    """They are savepoints, because the driver knows that one is open."""
+
+    async def inserts_twice(number):
+        async with current_operation().connection.transaction():
+            await insert(-number)
+            await insert(number)
+
+    async def nests(number):
+        await insert(number)
+        with pytest.raises(asyncpg.UniqueViolationError):
+            await inserts_twice(number)
+        async with current_operation().connection.transaction():
+            await insert(number + 1)
+        return number
+
+    async def main():
+        async with lending(shop) as (_, engine):
+            for number in (1, 11):
+                assert await order(engine, number, nests) == number
+
+    asyncio.run(main())
+    assert shop.orders() == [1, 2, 11, 12]
+    assert shop.records() == 2
+
+
+# --- what a session keeps ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("forget", ["discard all", "deallocate all"])
+def test_a_session_may_forget_what_it_kept_between_two_transactions(shop, forget):
+    """From then on nothing is kept there: it may be another session each time."""
+
+    async def main():
+        async with lending(shop) as (connection, engine):
+            await order(engine, 1)
+            assert await connection.fetchval(KEPT) == 1
+            await connection.execute(forget)
+            await connection.reload_schema_state()  # so that the driver forgets, too
+            for number in (2, 3):
+                await order(engine, number)
+            assert await connection.fetchval(KEPT) == 0
+
+    asyncio.run(main())
+    assert shop.orders() == [1, 2, 3]
+
+
+def test_a_session_of_a_pool_keeps_a_claim_once_however_often_it_is_lent(shop):
+    async def main():
+        async with (
+            asyncpg.create_pool(shop.place, min_size=1, max_size=1) as pool,
+            AsyncEngine(shop.store, transactions=pool) as engine,
+        ):
+            for number in (1, 2, 3):
+                await order(engine, number)
+            return await pool.fetchval(KEPT)
+
+    assert asyncio.run(main()) == 1
+    assert shop.orders() == [1, 2, 3]
+
+
+def test_nothing_is_kept_where_the_application_lets_nothing_be_kept(shop):
+    """As behind a pooler, where the next transaction meets another session."""
+
+    async def main():
+        async with lending(shop, statement_cache_size=0) as (connection, engine):
+            for number in range(3):
+                await order(engine, number)
+            return await connection.fetchval(KEPT)
+
+    assert asyncio.run(main()) == 0
+    assert shop.orders() == [0, 1, 2]
+
+
+def test_a_driver_that_is_made_otherwise_begins_by_itself(shop, monkeypatch):
+    monkeypatch.setattr(coatcheck.lent.asyncpg, "_IS_KNOWN", False)
+
+    async def main():
+        async with lending(shop) as (connection, engine):
+            said = said_by(connection)
+            await order(engine, 1)
+            await asyncio.sleep(0)
+            assert await connection.fetchval(KEPT) == 0
+            return said
+
+    assert asyncio.run(main())[0] == "BEGIN;"
+    assert shop.orders() == [1]
+
+
+WORDS = ["plain", "", "'", "\\", "\\'; drop table orders; --", "%s $1", "größe", "\N{COAT}\0\ud800"]
+
+
+@pytest.mark.parametrize("backslash", ["on", "off"])
+@pytest.mark.parametrize("word", WORDS)
+def test_the_same_is_written_in_both_ways(shop, word, backslash):
+    """Ours, in which the session keeps it, and the driver's."""
+    ticket = Ticket(b"\0'\\i" * 4, b"f" * 16, 1_800_000_000_000, 2**63 - 1, word, word, word)
+    claim = first_attempt(ticket, Policy(), GONE, ticket.now_ms)
+    again = claim._replace(version=claim.version + 2, attempt=2, progress=b"\\x00'")
+    end = completed(again, b"\\x00'")
+
+    async def written(ledger, **options):
+        settings = {"standard_conforming_strings": backslash}
+        connection = await asyncpg.connect(shop.place, server_settings=settings, **options)
+        try:
+            for swap in (Swap(claim.id, 0, claim), Swap(claim.id, claim.version, again)):
+                lent = lent_by(connection)
+                assert await lent.begin(next(ledger.claim(swap, 1_000))) == 1
+                if swap.record is claim:
+                    await lent.commit()
+            assert await lent.end(ledger.change(Swap(claim.id, again.version, end)))
+        finally:
+            await connection.close()
+
+    with closing(open_store(shop.store)) as store:
+        found = []
+        for options in ({}, {"statement_cache_size": 0}):
+            asyncio.run(written(ledger_of(store), **options))
+            assert store.get((claim.id,)) == [end]
+            found.append(shop.ask("select * from coatcheck_records"))
+            shop.ask("delete from coatcheck_records")
+    assert found[0] == found[1]
+
+
+# --- what goes wrong --------------------------------------------------------------------------
+
+
+def test_a_connection_that_is_in_a_transaction_is_refused(shop):
+    """Losing would roll back what its owner has done there."""
+
+    async def main():
+        async with lending(shop) as (connection, engine), connection.transaction():
+            await connection.execute("insert into orders values (7)")
+            with pytest.raises(Misconfigured, match="in a transaction already"):
+                await order(engine, 1)
+            assert connection.is_in_transaction()
+
+    asyncio.run(main())
+    assert shop.orders() == [7]
+
+
+@pytest.mark.parametrize("word", ["commit", "rollback"])
+def test_a_handler_that_ends_the_transaction_by_itself_is_not_taken_for_done(shop, word):
+    async def ends(number):
+        await current_operation().connection.execute(word)
+        return number
+
+    async def main():
+        async with lending(shop) as (connection, engine):
+            with pytest.raises(NotCommitted):
+                await order(engine, 1, ends)
+            assert not connection.is_in_transaction()
+            assert await order(engine, 2) == 2
+
+    asyncio.run(main())
+    assert shop.orders() == [2]
+
+
+def test_who_is_cancelled_at_its_claim_gives_its_connection_back_in_order(shop):
+    def is_held_up():
+        return shop.ask("select count(*) from pg_locks where not granted") == [(1,)]
+
+    async def main():
+        async with lending(shop) as (connection, engine):
+            with closing(psycopg.connect(shop.place)) as other:
+                other.execute("lock table coatcheck_records in exclusive mode")
+                task = asyncio.ensure_future(order(engine, 1))
+                await asyncio.to_thread(until, is_held_up)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            assert not connection.is_in_transaction()
+            assert (shop.orders(), shop.records()) == ([], 0)
+            assert await order(engine, 1) == 1
+
+    asyncio.run(main())
+    assert shop.orders() == [1]
+
+
+def test_a_claim_that_fails_leaves_no_transaction_open(shop):
+    """A table that is not there any more, and is there again."""
+
+    async def main():
+        async with lending(shop) as (connection, engine):
+            await order(engine, 1)
+            shop.ask("alter table coatcheck_records rename to gone")
+            with pytest.raises(Exception, match="coatcheck_records"):
+                await order(engine, 2)
+            assert not connection.is_in_transaction()
+            shop.ask("alter table gone rename to coatcheck_records")
+            assert await order(engine, 2) == 2
+
+    asyncio.run(main())
+    assert shop.orders() == [1, 2]
