@@ -1,5 +1,8 @@
 """`Prefer: respond-async, wait=N` (RFC 7240): how long a client waits before a 202."""
 
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -73,3 +76,15 @@ def test_nothing_that_is_sent_is_an_error(parts):
     """L10: and nothing takes long to read."""
     patience_s = patience_s_of(b"".join(parts))
     assert patience_s is None or 0 <= patience_s <= WAIT_S_MAX
+
+
+@pytest.mark.parametrize(
+    "odd", ["b';  ' * 300", "b' ' * 900", "b'; a = \"' + b'\\\\' * 800", "b';a' * 400"]
+)
+def test_no_header_takes_long_to_read(odd):
+    """X2, L3: it comes before anything is known of the client."""
+    script = (
+        "from coatcheck.core.prefer import patience_s_of;"
+        f"assert patience_s_of(b'respond-async' + {odd} + b'@') is None"
+    )
+    subprocess.run([sys.executable, "-c", script], timeout=20, check=True)

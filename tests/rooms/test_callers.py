@@ -109,16 +109,14 @@ NOBODY = [{}, {"user": UnauthenticatedUser()}, {"REMOTE_USER": ""}, {"user": Mod
 
 
 @pytest.mark.parametrize("native", NOBODY)
-def test_who_is_not_logged_in_is_told_apart_by_credential(native):
-    """S2: two strangers are not one."""
-    one = callers.user(request(native, authorization="a"))
-    other = callers.user(request(native, authorization="b"))
-    assert one != other
+def test_of_who_is_not_logged_in_the_default_decides(native):
+    """S2: two strangers are not one, and neither are two sessions."""
+    assert callers.user(request(native, authorization="a")) is None
 
 
 def test_a_user_cannot_be_named_like_a_credential():
     """S1, S2: the kinds of identity do not meet."""
-    credential = callers.user(request(authorization="x"))
+    credential = callers.credential(request(authorization="x"))
     assert callers.user(request({"REMOTE_USER": credential})) != credential
 
 

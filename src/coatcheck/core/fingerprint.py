@@ -83,13 +83,16 @@ def fingerprint_of(
     ):
         return _remembered(method, path, query, content_type, body, ignore, secret)
     included = _framed((name.lower(), value) for name, value in headers) if headers else b""
-    media = _media_of(content_type)
+    is_long = len(content_type) > CONTENT_TYPE_BYTES_MAX
+    media = _unread(content_type) if is_long else _media_of(content_type)
     if media.kind is _JSON and isinstance(body, bytes) and len(body) <= PARSED_BYTES_MAX:
         read: Body | None = canonical_json(body, ignore)
     else:
         body, read = _read(media, body, ignore)
     content, as_what = (body, media.as_bytes) if read is None else (read, media.as_read)
-    head = _head_of(as_what, method, path, len(query), len(included))
+    # What is remembered is bounded: no honest path is longer.
+    make = _remembered_head if len(path) <= REMEMBERED_BYTES_MAX else _head_of
+    head = make(as_what, method, path, len(query), len(included))
     if isinstance(content, bytes):
         return digested(_DOMAIN, secret, b"".join((head, query, included, content)))
     return digested_chunks(_DOMAIN, secret, chain((head, query, included), content))
@@ -110,11 +113,13 @@ def _remembered(*request: Any) -> bytes:
     )
 
 
-@lru_cache(maxsize=256)  # 256: an API has a few routes that are written to
 def _head_of(as_what: str, method: str, path: str, query_bytes: int, included_bytes: int) -> bytes:
     """What is compared before all else; lengths first, so that no part can lend to the next."""
     lengths = f"{len(as_what)},{len(method)},{len(path)},{query_bytes},{included_bytes};"
     return f"{lengths}{as_what}{method}{path}".encode("utf-8", "surrogatepass")
+
+
+_remembered_head = lru_cache(maxsize=256)(_head_of)  # 256: an API has a few routes to write to
 
 
 class _Media(NamedTuple):
@@ -128,8 +133,6 @@ class _Media(NamedTuple):
 
 @lru_cache(maxsize=256)  # 256: an API is sent a few content types, and a boundary in some of them
 def _media_of(content_type: bytes) -> _Media:
-    if len(content_type) > CONTENT_TYPE_BYTES_MAX:
-        return _Media(_BYTES, "", _BYTES + content_type.decode("latin-1"), b"")
     essence, _, rest = content_type.decode("latin-1").partition(";")
     essence = essence.strip(" \t").lower()
     parameters = _parameters_of(rest)
@@ -146,6 +149,11 @@ def _media_of(content_type: bytes) -> _Media:
         as_read = _MULTIPART + essence + _spelled(others)
         return _Media(_MULTIPART, as_read, as_bytes, boundaries[0].encode("ascii"))
     return _Media(_BYTES, "", as_bytes, b"")
+
+
+def _unread(content_type: bytes) -> _Media:
+    """What is said of a body whose content type is not taken apart."""
+    return _Media(_BYTES, "", _BYTES + content_type.decode("latin-1"), b"")
 
 
 _WORD = r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"

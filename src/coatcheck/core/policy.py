@@ -114,6 +114,7 @@ class Policy:
     key_name: bytes = field(init=False, repr=False, compare=False)
     replayed_name: bytes = field(init=False, repr=False, compare=False)
     reference_name: bytes = field(init=False, repr=False, compare=False)
+    names_given: tuple[bytes, bytes] = field(init=False, repr=False, compare=False)
     # An attempt with an unclear end may simply be run again.
     reruns: bool = field(init=False, repr=False, compare=False)
 
@@ -133,6 +134,7 @@ class Policy:
         set_(self, "key_name", _header_name(self.key_header))
         set_(self, "replayed_name", _header_name(self.replayed_header))
         set_(self, "reference_name", _header_name(self.reference_header))
+        set_(self, "names_given", (self.replayed_name, self.reference_name))
         set_(self, "reruns", self.recovery == "retry")
         for check in (_check_choices, _check_times, _check_recovery, _check_limits, _check_names):
             check(self)

@@ -13,10 +13,11 @@ WAIT_S_MAX = 50
 # 1 000: nobody has that many wishes.
 _BYTES_MAX = 1_000
 
-_TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
-_VALUE = rb'(?:[ \t]*=[ \t]*(%b|"(?:[^"\\]|\\.)*"))?' % _TOKEN
-_PARAMETER = rb"(?:[ \t]*;[ \t]*(?:%b%b)?)*" % (_TOKEN, _VALUE)
-_PREFERENCE = re.compile(rb"[ \t]*(?:(%b)%b%b)?[ \t]*(?:,|\Z)" % (_TOKEN, _VALUE, _PARAMETER))
+# The possessive repeats keep it linear for any input.
+_TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]++"
+_VALUE = rb'(?:[ \t]*+=[ \t]*+(%b|"(?:[^"\\]|\\.)*+"))?' % _TOKEN
+_PARAMETER = rb"(?:[ \t]*+;[ \t]*+(?:%b%b)?+)*+" % (_TOKEN, _VALUE)
+_PREFERENCE = re.compile(rb"[ \t]*+(?:(%b)%b%b)?[ \t]*+(?:,|\Z)" % (_TOKEN, _VALUE, _PARAMETER))
 
 
 def patience_s_of(prefer: bytes) -> int | None:

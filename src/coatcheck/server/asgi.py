@@ -67,9 +67,9 @@ class IdempotencyMiddleware:
         self.engine = engine or AsyncEngine(
             store or "sqlite:///coatcheck.db", policy, secret=secret, transactions=transactions
         )
-        self.counter = Counter(self.engine.desk, caller, key)
         self.engine.reconciler.know_requests(self.engine.desk.policy)
         self._routes = Routes(self.engine.desk.policy, app, self.engine.reconciler.know_route)
+        self.counter = Counter(self.engine.desk, caller, key, self._routes.are_by_host)
         self._status_path = self.engine.desk.policy.status_path
 
     async def __call__(self, asgi_scope: AsgiScope, receive: Receive, send: Send) -> None:
@@ -141,7 +141,7 @@ class IdempotencyMiddleware:
             return
         ticket = (
             await asyncio.to_thread(counter.ticket, request, policy, key, template)
-            if request.body.is_spooled  # to read it again takes its time, and others want theirs
+            if request.body.is_large  # to read it again takes its time, and others want theirs
             else counter.ticket(request, policy, key, template)
         )
         if "coatcheck.operation" in request.native and counter.is_held_by(request, ticket):
@@ -189,7 +189,8 @@ class IdempotencyMiddleware:
     ) -> None:
         """Answer a client that asks how its operation is doing; whatever else goes on."""
         start, _, token = asgi_scope["path"].partition(self._status_path)
-        is_asked = start == asgi_scope.get("root_path", "")
+        # A proxy may have taken the prefix off, which some servers then do not put back.
+        is_asked = start in ("", asgi_scope.get("root_path", ""))
         is_asked = is_asked and asgi_scope["method"].upper() in ASKING_METHODS
         id = id_of(token) if is_asked else None
         response = None

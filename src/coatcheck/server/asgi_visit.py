@@ -219,9 +219,11 @@ class Visit(ClientSide):
                 await self._client_send(message)
         elif message["type"] == "http.response.start":
             self._status = message["status"]
-            headers = []  # a loop, because a comprehension is a call before Python 3.12
-            for name, value in message.get("headers", ()):
-                headers.append((name.lower(), value))
+            ours, headers = self._policy.names_given, []
+            for name, value in message.get("headers", ()):  # else a call, before Python 3.12
+                lowered = name.lower()
+                if lowered not in ours:  # then it is of a guarded service behind this one
+                    headers.append((lowered, value))
             self._headers = headers
         elif message["type"] == "http.response.body":
             chunk = message.get("body", b"")

@@ -1,15 +1,18 @@
 """Request bodies: needed whole before the claim, so kept small in memory.
 
-What is larger than a megabyte goes to a temporary file, and what is larger than the policy allows
-is refused before anything runs.
+What is larger than a megabyte goes to a temporary file where there can be one, and what is larger
+than the policy allows is refused before anything runs.
 """
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import weakref
 from collections.abc import Iterator
 from typing import IO
+
+logger = logging.getLogger("coatcheck")
 
 # 1 MiB in memory for each request: a thousand at once is a gigabyte, which a server survives.
 MEMORY_BYTES_MAX = 1024 * 1024
@@ -19,21 +22,22 @@ CHUNK_BYTES = 64 * 1024
 class Body:
     """A request body that grows while it is read, and is then given out any number of times."""
 
-    __slots__ = ("__weakref__", "_chunks", "_file", "size", "whole")
+    __slots__ = ("__weakref__", "_chunks", "_file", "_is_unspoolable", "size", "whole")
 
     def __init__(self, chunk: bytes = b"") -> None:
         # All of it, where it is in memory and in one piece, as most are; then nothing is to close.
         self.whole: bytes | None = chunk
         self.size = len(chunk)
         self._file: IO[bytes] | None = None
+        self._is_unspoolable = False
         if self.size > MEMORY_BYTES_MAX:
             self._chunks = [chunk]
             self._spool()
 
     @property
-    def is_spooled(self) -> bool:
-        """It is in a file."""
-        return self.whole is None and self._file is not None
+    def is_large(self) -> bool:
+        """To read it again takes its time."""
+        return self.size > MEMORY_BYTES_MAX
 
     def add(self, chunk: bytes) -> None:
         """Take another piece."""
@@ -44,13 +48,19 @@ class Body:
             self._file.write(chunk)
             return
         self._chunks.append(chunk)
-        if self.size > MEMORY_BYTES_MAX:
+        if self.size > MEMORY_BYTES_MAX and not self._is_unspoolable:
             self._spool()
 
     def _spool(self) -> None:
         self.whole = None
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
-        self._file.writelines(self._chunks)
+        try:
+            file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
+        except OSError as error:  # a container may have no place for files; memory is bounded, too
+            logger.warning("a body of over a megabyte stays in memory: %s", error)
+            self._is_unspoolable = True
+            return
+        self._file = file
+        file.writelines(self._chunks)
         self._chunks.clear()
         # A `caller=` or `key=` function of the user's may raise before anybody closes it.
         weakref.finalize(self, self._file.close)

@@ -3,7 +3,7 @@
 Ready ones for credentials, the framework's user, a cookie and the client's address. Each gives a
 text that is digested before it goes anywhere, so none of them is ever stored in clear. Write your
 own as `def caller(request: Request) -> str`; the same person must give the same text with each
-retry, also after a token was refreshed.
+retry, also after a token was refreshed. None means that it does not know: then the default counts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from coatcheck.errors import Misconfigured
 from coatcheck.server.request import Request
 
-Caller: TypeAlias = Callable[[Request], str]
+Caller: TypeAlias = Callable[[Request], str | None]
 
 
 # The headers that credentials usually come in. Some may be sent with every request and say nothing
@@ -23,6 +23,8 @@ CREDENTIALS = frozenset(
     b"""authorization proxy-authorization x-api-key api-key apikey x-apikey x-auth-token
     x-access-token x-session-token""".split()
 )
+# Those of them that may be an application's, and the same for all of its users.
+SHARED = frozenset(b"x-api-key api-key apikey x-apikey".split())
 
 
 def credential(request: Request) -> str:
@@ -60,25 +62,26 @@ def cookie(name: str) -> Caller:
     return caller
 
 
-def user(request: Request) -> str:
+def user(request: Request) -> str | None:
     """
     The user that an authentication middleware in front of ours has found.
 
-    Starlette's `scope["user"]`, or WSGI's `REMOTE_USER`. A request without a user falls back to
-    its credential, so that two strangers are not one.
+    Starlette's `scope["user"]`, or WSGI's `REMOTE_USER`. Frameworks that find it later, as Django
+    and Flask-Login do, need a function of your own. For a request without a user the default
+    counts, so that two strangers are not one.
     """
     found: Any = request.native.get("user") or request.native.get("REMOTE_USER")
     if found and isinstance(found, str):
         return f"user {found}"
     if getattr(found, "is_authenticated", False):
-        for attribute in ("identity", "id", "pk", "username", "display_name"):
+        for attribute in ("identity", "id", "pk", "username"):
             try:
                 value = getattr(found, attribute)
             except (AttributeError, NotImplementedError):
                 continue
             if value is not None:
                 return f"user {attribute} {value}"
-    return f"credential {credential(request)}"
+    return None
 
 
 def client_address(*, proxies: int = 0) -> Caller:

@@ -5,9 +5,13 @@ Nothing here waits or sends; the adapters do.
 
 from __future__ import annotations
 
+import functools
 import hmac
+import inspect
+import re
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
+from uuid import UUID
 
 from coatcheck.core.fingerprint import fingerprint_of
 from coatcheck.core.key import Key, Malformed, parse_key, reference_of
@@ -18,8 +22,9 @@ from coatcheck.core.replay import Response
 from coatcheck.core.scope import SCOPE_CHARS, caller_digest, operation_id
 from coatcheck.core.serve import Refuse, Replay, Ticket
 from coatcheck.engine.desk import Desk
+from coatcheck.errors import Misconfigured
 from coatcheck.server.answers import refused, replayed
-from coatcheck.server.callers import CREDENTIALS, Caller, credential
+from coatcheck.server.callers import CREDENTIALS, SHARED, Caller, credential, user
 from coatcheck.server.request import Request
 from coatcheck.server.status import Asked, accepted, status_of, token_of
 
@@ -29,8 +34,17 @@ NaturalKey: TypeAlias = Callable[[Request], str]
 class Counter:
     """Where requests of one application hand in their keys."""
 
-    def __init__(self, desk: Desk, caller: Caller | None, key: NaturalKey | None) -> None:
+    def __init__(
+        self,
+        desk: Desk,
+        caller: Caller | None,
+        key: NaturalKey | None,
+        is_by_host: Callable[[], bool],
+    ) -> None:
+        _refuse_async("caller", caller)
+        _refuse_async("key", key)
         self.desk = desk
+        self._is_by_host = is_by_host  # whether the application answers by the host it is asked as
         self._caller = caller
         self._key = key
         self.has_natural_keys = key is not None
@@ -53,6 +67,7 @@ class Counter:
             return None
         try:
             found: object = self._key(request)
+            _refuse_awaitable("key", found)
             key = "" if found is None else str(found)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             # The function did not find a key in what the client sent: the client's mistake.
@@ -71,7 +86,8 @@ class Counter:
         if policy.header_names:
             included = [*included, *((n, request.header(n)) for n in policy.header_names)]
         desk, route = self.desk, f"{method} {template or path}"
-        id = operation_id(caller=caller, route=route, key=key, secret=desk.secret)
+        place = route if template is None else f"{method} {_unnamed(template)}"
+        id = operation_id(caller=caller, route=place, key=key, secret=desk.secret)
         fingerprint = fingerprint_of(
             method=method,
             path=path,
@@ -139,16 +155,57 @@ class Counter:
 
     def _caller_of(self, request: Request) -> tuple[str, list[tuple[bytes, bytes]]]:
         """Whose key it is, and what of the request's headers must not change between retries."""
-        if self._caller is not None:
-            return caller_digest("own", self._caller(request), secret=self.desk.secret), []
-        fields = request.fields
-        if not CREDENTIALS.isdisjoint(fields):
-            return caller_digest("credential", credential(request), secret=self.desk.secret), []
+        if self._caller is not None and (own := _text_of(self._caller(request))) is not None:
+            return caller_digest("own", own, *self._tenant(request), secret=self.desk.secret), []
+        fields, who, is_by_host = request.fields, user(request), self._is_by_host()
+        if who is None and not is_by_host and CREDENTIALS.isdisjoint(fields):
+            caller = self._nobody
+        else:
+            parts = ("credential", credential(request), *(() if who is None else ("user", who)))
+            caller = caller_digest(*parts, *self._tenant(request), secret=self.desk.secret)
         # A cookie may hold a session, or an advertiser's clock. If it named the caller, a retry
         # with a fresh clock would run again; if it were ignored, one session could read another's
-        # answer. So it is compared: another cookie is refused, and neither can happen.
+        # answer. So it is compared: another cookie is refused, and neither can happen. It is not
+        # where something else tells who it is, which a key of a whole application does not.
         cookie = fields.get(b"cookie")
-        return self._nobody, [(b"cookie", cookie)] if cookie else []
+        if not cookie or who is not None or not SHARED.issuperset(CREDENTIALS.intersection(fields)):
+            return caller, []
+        return caller, [(b"cookie", cookie)]
+
+    def _tenant(self, request: Request) -> tuple[bytes | str, ...]:
+        """Where the application answers by host, that is part of whom a key belongs to."""
+        return ("host", request.header(b"host").lower()) if self._is_by_host() else ()
+
+
+@functools.lru_cache(maxsize=256)  # 256: as many routes as an API has marked
+def _unnamed(template: str) -> str:
+    """*template* without the names of its parameters: a release may call them something else."""
+    return re.sub(r"\{[^{}]*\}", "{}", template)
+
+
+def _text_of(found: object) -> str | None:
+    """What a `caller=` function has found; numbers are the likeliest of all."""
+    if found is None or isinstance(found, str):
+        return found
+    if isinstance(found, (int, UUID)):
+        return str(found)
+    _refuse_awaitable("caller", found)
+    raise Misconfigured(f"caller= returned {found!r}; it is to return a text, or None")
+
+
+def _refuse_async(name: str, function: Callable[..., object] | None) -> None:
+    """Refuse *function*, if it is to be awaited: what it returned would be another each time."""
+    called = getattr(function, "__call__", None)  # noqa: B004 - of an object that can be called
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called):
+        raise Misconfigured(f"{name}= is called and not awaited: it must not be async")
+
+
+def _refuse_awaitable(name: str, found: object) -> None:
+    """The same of a function that did not look like one."""
+    if inspect.isawaitable(found):
+        if inspect.iscoroutine(found):
+            found.close()
+        raise Misconfigured(f"{name}= is called and not awaited: it must not be async")
 
 
 def _location(token: str, policy: Policy, request: Request) -> str:

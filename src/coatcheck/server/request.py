@@ -34,11 +34,10 @@ class Request:
 
 def fields_of(headers: Headers) -> dict[bytes, bytes]:
     """*headers* by name; several lines of one name joined, as RFC 9110 §5.3 does it."""
-    fields: dict[bytes, bytes] = {}
+    lines: dict[bytes, list[bytes]] = {}
     for name, value in headers:
-        before = fields.get(name)
-        fields[name] = value if before is None else b"%b, %b" % (before, value)
-    return fields
+        lines.setdefault(name, []).append(value)
+    return {name: b", ".join(values) for name, values in lines.items()}
 
 
 def lines_of(name: bytes, headers: Headers) -> Sequence[bytes]:

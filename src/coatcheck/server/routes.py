@@ -24,6 +24,8 @@ T = TypeVar("T")
 _MARK = "__coatcheck_policy__"
 # Remembered matches; routes with parameters make many paths, so the memory is bounded.
 MATCHES_MAX = 4_096
+# Longer paths are no honest ones, and not worth the memory.
+MATCHED_CHARS_MAX = 1_024
 
 # The mark that a middleware went by for the present request. An endpoint that runs under another
 # one than its own was not found, and must not look as if it were guarded.
@@ -125,6 +127,10 @@ class Routes:
         self._has_marks = False
         self._has_hosts = False
 
+    def are_by_host(self) -> bool:
+        """Some of them match the host, too."""
+        return self._has_hosts
+
     def let_pass(self, asgi_scope: MutableMapping[str, Any]) -> None:
         """Nothing of this request is guarded, whatever its route says: its method is a safe one."""
         self._look(asgi_scope)
@@ -134,7 +140,7 @@ class Routes:
     def policy_for(self, asgi_scope: MutableMapping[str, Any]) -> tuple[Policy | None, str | None]:
         """The policy for this request and its route's template; None: it is not guarded."""
         method = asgi_scope["method"].upper()  # some servers pass on what Django takes for PATCH
-        routes: Sequence[Any] = getattr(self._router, "routes", _NO_ROUTES)
+        routes = _routes_of(self._router)
         if routes is not self._known or len(routes) != self._count:
             routes = self._look(asgi_scope)
         if not self._has_marks:
@@ -145,7 +151,8 @@ class Routes:
             found = self._match(asgi_scope, routes)
             if len(self._matches) >= MATCHES_MAX:
                 self._matches.clear()
-            self._matches[place] = found
+            if sum(map(len, place)) <= MATCHED_CHARS_MAX:
+                self._matches[place] = found
         _WENT_BY.set(found.mark)
         return found.policy, found.template
 
@@ -158,7 +165,7 @@ class Routes:
         """The application's routes; looked through, where they are others than before."""
         if self._router is None:
             self._router = _router_in(self._app) or _router_in(asgi_scope.get("app")) or self._app
-        routes: Sequence[Any] = getattr(self._router, "routes", _NO_ROUTES)
+        routes = _routes_of(self._router)
         if routes is not self._known or len(routes) != self._count:
             self._look_through(routes)
         return routes
@@ -202,10 +209,16 @@ def _router_in(app: object) -> object | None:
     """Whoever has the routes: *app*, its router, or one that middlewares have between them."""
     while app is not None:
         for found in (getattr(app, "router", None), app):
-            if hasattr(found, "routes"):
+            if _routes_of(found) is not _NO_ROUTES:
                 return found
         app = getattr(app, "app", None)
     return None
+
+
+def _routes_of(router: object) -> Sequence[Any]:
+    routes: Any = getattr(router, "routes", _NO_ROUTES)
+    # In other frameworks than Starlette's that may be anything, and nothing that we can read.
+    return routes if isinstance(routes, (list, tuple)) else _NO_ROUTES
 
 
 def _mark_of(route: object) -> Mapping[str, Any] | None:

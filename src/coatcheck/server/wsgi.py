@@ -10,6 +10,7 @@ is kept in full: `write()`, generators, late and repeated `start_response`, `clo
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterable
 
@@ -25,7 +26,7 @@ from coatcheck.server.counter import Counter, NaturalKey
 from coatcheck.server.request import Request
 from coatcheck.server.status import ASKING_METHODS, id_of
 from coatcheck.server.wsgi_accepting import AcceptingVisit
-from coatcheck.server.wsgi_input import Environ, drain, give, read, request_of, rewound
+from coatcheck.server.wsgi_input import Environ, bytes_of, drain, give, read, request_of, rewound
 from coatcheck.server.wsgi_transaction import TransactionVisit
 from coatcheck.server.wsgi_visit import App, Said, StartResponse, Visit, refuse_unrun, respond
 from coatcheck.stores import Store
@@ -73,7 +74,7 @@ class IdempotencyMiddleware:
             store or "sqlite:///coatcheck.db", policy, secret=secret, transactions=transactions
         )
         self.engine.reconciler.know_requests(self.engine.desk.policy)
-        self.counter = Counter(self.engine.desk, caller, key)
+        self.counter = Counter(self.engine.desk, caller, key, functools.partial(_is_by_host, app))
         self.threads = threading.Semaphore(threads_max)
         self._environ_name = "HTTP_" + self.engine.desk.policy.key_header.upper().replace("-", "_")
 
@@ -86,7 +87,7 @@ class IdempotencyMiddleware:
         if method not in policy.methods:
             return self.app(environ, start_response)
         value = environ.get(self._environ_name)
-        values = () if value is None else (value.encode("latin-1"),)
+        values = () if value is None else (bytes_of(value),)
         key = self.counter.key_of(values, policy)
         if key is None and not self.counter.has_natural_keys:
             return self.app(environ, start_response)
@@ -160,6 +161,13 @@ class IdempotencyMiddleware:
         if response is None:
             return self.app(environ, start_response)
         return respond(start_response, response)
+
+
+def _is_by_host(app: App) -> bool:
+    """Whether a Flask application matches hosts, too; others do not tell."""
+    owner = getattr(app, "__self__", app)  # whose `wsgi_app` it is
+    is_by_host = getattr(getattr(owner, "url_map", None), "host_matching", False)
+    return is_by_host is True or getattr(owner, "subdomain_matching", False) is True
 
 
 def _kind_of(policy: Policy) -> type[Visit]:

@@ -100,9 +100,17 @@ def request_of(environ: Environ, body: Body) -> Request:
 
 def _fields_of(environ: Environ) -> dict[bytes, bytes]:
     fields = {
-        name[5:].replace("_", "-").lower().encode("latin-1"): value.encode("latin-1")
+        name[5:].replace("_", "-").lower().encode("latin-1", "replace"): bytes_of(value)
         for name, value in environ.items()
         if name.startswith("HTTP_")
     }
-    fields[b"content-type"] = environ.get("CONTENT_TYPE", "").encode("latin-1")
+    fields[b"content-type"] = bytes_of(environ.get("CONTENT_TYPE", ""))
     return fields
+
+
+def bytes_of(value: str) -> bytes:
+    """*value* as it was sent; some middleware in front may have put in what no client could."""
+    try:
+        return value.encode("latin-1")
+    except UnicodeEncodeError:
+        return value.encode("utf-8", "surrogatepass")

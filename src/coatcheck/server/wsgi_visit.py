@@ -156,7 +156,8 @@ class Visit:
         self._chunks.clear()
         self._size = 0
         self._status_line = status
-        self._headers = list(headers)
+        ours = self._policy.names_given  # else it is of a guarded service behind this one
+        self._headers = [h for h in headers if h[0].lower().encode("latin-1") not in ours]
         return self._write
 
     def _write(self, chunk: bytes) -> None:
