@@ -70,7 +70,7 @@ Answer = Callable[[], bytes | None]
 
 @contextmanager
 def fake(answer: Answer) -> Iterator[str]:
-    """A server that answers scripts as told, None being the end; its URL."""
+    """A server that answers swaps as told, None being the end; its URL."""
 
     def listen() -> None:
         while True:
@@ -94,7 +94,7 @@ def talk(connection: socket.socket, answer: Answer) -> None:
             told: bytes | None = b"+OK\r\n"
             if words[0] == b"INFO":
                 told = b"$%d\r\n%b\r\n" % (len(HEALTHY), HEALTHY)
-            elif words[0] in (b"EVALSHA", b"EVAL"):
+            elif words[0] in (b"EVALSHA", b"EVAL", b"SET"):
                 told = answer()
             if told is None:
                 return

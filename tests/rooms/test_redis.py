@@ -207,6 +207,61 @@ def test_a_batch_is_one_call_for_every_64_records(store: Store):
     assert store.get([record.id for record in records]) == records
 
 
+def test_a_claim_that_is_alone_is_a_command_of_the_servers_own(opened, server: Redis):
+    """L1, D1: as soon as the script has run; it wins, loses and lasts as by the script."""
+    first, second, third = claims(0, 3)
+
+    def scripts() -> int:
+        stats = server.ask("INFO", "commandstats").decode()
+        return sum(map(int, re.findall(r"cmdstat_eval\w*:calls=(\d+)", stats)))
+
+    with closing(opened(server.url)) as store:
+        assert store.swap([claim(first)]) == [None]
+        before = scripts()
+        assert store.swap([claim(second)]) == [None]
+        assert store.swap([claim(second)]) == [second]
+        assert store.swap([claim(first)]) == [first]
+        server.ask("SET", values.Keys("coatcheck:").key_of(id_of(9)), b"")
+        assert store.swap([claim(claim_of(id_of(9)))]) == [GONE], "as the script says it"
+        assert scripts() == before
+        assert store.swap([claim(second), claim(third)]) == [second, None]
+        assert store.swap([change(second, completed(second, b"201"))]) == [None]
+        assert scripts() == before + 2
+        key = values.Keys("coatcheck:").key_of(second.id)
+        _, at_ms = values.stored(second, compact=False)
+        assert server.ask("PEXPIRETIME", key) == at_ms
+        server.stop()
+        server.start()
+        assert store.get([first.id, second.id]) == [first, completed(second, b"201")]
+
+
+def test_who_may_not_run_the_script_begins_nothing(opened, server: Redis):
+    """D3: though a claim could be written without it, its end could not; also if that is new."""
+    first, second, third = claims(0, 3)
+    server.ask("ACL", "SETUSER", "bob", "on", ">pw", "~*", "&*", "+@all", "-@scripting")
+    with closing(opened(f"redis://bob:pw@127.0.0.1:{server.port}/0")) as store:
+        assert "NOPERM" in str(refused(store, [claim(first)]))
+        assert "NOPERM" in str(refused(store, [claim(first)]))
+        server.ask("ACL", "SETUSER", "bob", "+@scripting")
+        assert store.swap([claim(first)]) == [None]
+        assert store.swap([claim(second)]) == [None]
+        server.ask("ACL", "SETUSER", "bob", "-@scripting")
+        assert "NOPERM" in str(refused(store, [change(first, completed(first, b""))]))
+        assert "NOPERM" in str(refused(store, [claim(third)]))
+        assert server.ask("DBSIZE") == 2
+
+
+def test_a_server_that_has_no_command_for_a_claim_runs_the_script(opened):
+    """D1: Redis 6.2, which is asked once; whoever was asking has the same answer."""
+    answers = iter([b"*0\r\n", b"-ERR syntax error\r\n", *[b"*1\r\n$0\r\n\r\n"] * 2])
+    with fake(lambda: next(answers)) as url, closing(opened(url)) as store:
+        first, *others = claims(0, 3)
+        assert store.swap([claim(first)]) == [None]
+        for record in others:
+            assert store.swap([claim(record)]) == [GONE]
+        assert next(answers, None) is None
+
+
 def test_a_server_that_has_forgotten_the_script_is_given_it_again(store: Store):
     """D1: alone and in company, whoever wins and whoever loses."""
     records = claims(0, 130)
@@ -728,7 +783,7 @@ def test_records_are_found_before_while_and_after_their_slot_moves(cluster: Clus
     keys = values.Keys(url.rpartition("=")[2])
     source, target, _ = cluster.masters
     records = claims(0, 2_000)
-    slots = [slot_of(keys.key_of(record.id)) for record in records]
+    slots = [slot_of(record.id) for record in records]
     assert [source.ask("CLUSTER KEYSLOT", keys.key_of(r.id)) for r in records[:9]] == slots[:9]
     record, slot = min(zip(records, slots, strict=True), key=lambda pair: pair[1])
     names = {node: node.ask("CLUSTER MYID") for node in cluster.masters}

@@ -135,7 +135,7 @@ def test_a_server_that_speaks_no_redis_is_left(play, told):
 
 def test_what_nobody_has_asked_for_is_nobodys_answer(play):
     """D1: the connection on which it was said is not used again."""
-    answers = iter([b"*0\r\n*2\r\n:1\r\n$0\r\n\r\n", b"*0\r\n"])
+    answers = iter([b"*0\r\n*2\r\n:1\r\n$0\r\n\r\n", b"$-1\r\n"])
 
     async def story() -> None:
         async with wired(url) as wire:
@@ -221,7 +221,7 @@ def test_who_waits_when_the_server_is_demoted_still_has_an_answer(play):
         yield b"-READONLY You can't write\r\n"
         is_left.wait(TIMEOUT_S)
         yield b"*0\r\n"
-        yield b"*0\r\n"
+        yield b"$-1\r\n"
 
     async def story() -> None:
         async with wired(url) as wire:

@@ -146,17 +146,15 @@ class Lanes(Generic[T]):
 
     def _hear(self, batch: Batch[T], answer: Future) -> None:
         """The answer has come."""
-        if answer.cancelled() or answer.exception() is not None:
-            is_good = False
-        else:
-            is_good = len(answer.result()) == _count_of(batch)
-        if is_good:
-            _give_back(batch, answer.result(), ())
-            self._free(batch)
-        else:
-            flow = apart(_all_of(batch))
-            next(flow)
-            self._hear_trouble(batch, flow, answer)
+        if not answer.cancelled() and answer.exception() is None:
+            results = answer.result()
+            if len(results) == _count_of(batch):
+                _give_back(batch, results, ())
+                self._free(batch)
+                return
+        flow = apart(_all_of(batch))
+        next(flow)
+        self._hear_trouble(batch, flow, answer)
 
     def _hear_trouble(self, batch: Batch[T], flow: Flow[Answers], answer: Future) -> None:
         """The flow decides who is asked for again, alone, and in the end what each is told."""

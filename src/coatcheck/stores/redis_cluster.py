@@ -10,7 +10,7 @@ we have to say that it may have taken effect; and its pipelines cannot wait for 
 from __future__ import annotations
 
 import threading
-from binascii import crc_hqx
+from binascii import crc_hqx, hexlify
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -89,7 +89,7 @@ class Cluster:
                 self._learn_if_outdated()
                 numbers_of: dict[Address, list[int]] = {}
                 for number in left:
-                    address = moving.get(number) or self._owner_of(commands[number].key)
+                    address = moving.get(number) or self._owner_of(commands[number].id)
                     numbers_of.setdefault(address, []).append(number)
                 shares = [
                     _Share(self._node(address), numbers, not moving.keys().isdisjoint(numbers))
@@ -129,11 +129,11 @@ class Cluster:
                 moving[number] = Address(host, int(port))
         return left, moving
 
-    def _owner_of(self, key: bytes) -> Address:
-        owner = self._owners[slot_of(key)]
+    def _owner_of(self, id: bytes) -> Address:
+        owner = self._owners[slot_of(id)]
         if owner is None:
             self._is_outdated = True
-            raise StoreUnavailable(f"{self._target.name}: nobody serves slot {slot_of(key)}")
+            raise StoreUnavailable(f"{self._target.name}: nobody serves slot {slot_of(id)}")
         return owner
 
     def _node(self, address: Address) -> Single:
@@ -208,7 +208,6 @@ class Cluster:
                 node.close()
 
 
-def slot_of(key: bytes) -> int:
-    """The slot of a key of ours, which is placed by what stands in its braces."""
-    id = key[key.index(b"{") + 1 : key.rindex(b"}")]
-    return crc_hqx(id, 0) % SLOTS
+def slot_of(id: bytes) -> int:
+    """The slot of a record, whose key is placed by what stands in its braces."""
+    return crc_hqx(hexlify(id), 0) % SLOTS

@@ -60,21 +60,48 @@ class Flows:
             return results
         if self.watch.refused:
             yield from self._refuse_beginnings(swaps)
-        calls = list(self.packer.calls_of(swaps))
-        replies = yield from Send([call.by_name() for call in calls])
-        if not any(replies):
-            return results
-        yield from _repeated(calls, replies)
+        calls = self.packer.calls_of(swaps)
+        replies: list[Reply] = yield Send(calls)
+        if any(replies) or b"" in replies:  # that is a value, too, though none of ours
+            yield from self._repeated(calls, replies)
+            self._read(calls, replies, results)
+        if list in map(type, replies):
+            self.packer.has_run = True
+        return results
+
+    def _repeated(self, calls: Sequence[values.Command], replies: list[Reply]) -> Flow[None]:
+        """Call again, by the script's text, where the server did not know what was asked of it."""
+        numbers = [number for number, reply in enumerate(replies) if _is_unknown(reply)]
+        if not numbers:
+            return
+        if any(replies[number].code != "NOSCRIPT" for number in numbers):
+            self.packer.is_old = True
+        with in_doubt_if(len(numbers) < len(calls)):
+            told = yield from Send([self.packer.by_text(calls[number]) for number in numbers])
+        for number, reply in zip(numbers, told, strict=True):
+            replies[number] = reply
+
+    def _read(
+        self,
+        calls: Sequence[values.Command],
+        replies: Sequence[Reply],
+        results: list[Record | None],
+    ) -> None:
+        """Put into *results* what stands where somebody has lost."""
         try:
             refuse_refusals(self.name, replies)
-            for call, standing in zip(calls, replies, strict=True):
+            for call, reply in zip(calls, replies, strict=True):
+                # A claim by the server's own command is answered by the value alone.
+                standing = reply if type(reply) is list else (reply,)
                 for place, value in enumerate(standing, call.start):
                     if value is not None:
-                        id = swaps[place].id
+                        id = call.swaps[place - call.start].id
                         results[place] = values.record_of(id, value) if value else GONE
         except values.UnreadableValue as error:
-            raise self._of_one(error, swaps) from error
-        return results
+            raise self._of_one(error, results) from error
+        except StoreUnavailable:
+            self.packer.has_run = False  # perhaps it may run no more
+            raise
 
     def _refuse_beginnings(self, swaps: Sequence[Swap]) -> Flow[None]:
         """Raise, if any of *swaps* is a claim and the danger is still there."""
@@ -119,18 +146,12 @@ def _begins(swap: Swap) -> bool:
     return record is not None and record.state == RUNNING and record.version > swap.expected + 1
 
 
-def _repeated(calls: Sequence[values.Call], replies: list[Reply]) -> Flow[None]:
-    """Call again, with the script, where the server did not know it; and nowhere else."""
-    numbers = [
-        number
-        for number, reply in enumerate(replies)
-        if type(reply) is Refusal and reply.code == "NOSCRIPT"
-    ]
-    if numbers:
-        with in_doubt_if(len(numbers) < len(calls)):
-            told = yield from Send([calls[number].by_text() for number in numbers])
-        for number, reply in zip(numbers, told, strict=True):
-            replies[number] = reply
+def _is_unknown(reply: Reply) -> bool:
+    """The server does not know the script, or not the command for a claim: nothing was done."""
+    if type(reply) is not Refusal:
+        return False
+    # Its text is all that is said of the latter, and the driver takes the code off.
+    return reply.code == "NOSCRIPT" or str(reply).endswith("syntax error")
 
 
 @contextmanager

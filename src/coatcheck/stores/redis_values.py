@@ -7,6 +7,7 @@ compact form for a field that long.
 Commands are spelt in Redis's protocol right here. A batch is one call of one script for up to 64
 records, whose answer is empty where all have won. With a call and an answer for each, a claim in
 company would take 15 µs instead of 9, there and here.
+Alone, a claim is `SET … NX GET`, and takes the server 4 µs instead of 15.
 
 Invariant: `record_of` of what `stored` made is the same record, whatever it holds.
 """
@@ -126,7 +127,7 @@ class Keys:
 
     def spelt(self, ids: Sequence[bytes]) -> bytes:
         """The keys of the records with these *ids*, in the protocol's spelling."""
-        names = self._between.join(map(hexlify, ids))
+        names = hexlify(ids[0]) if len(ids) == 1 else self._between.join(map(hexlify, ids))
         spelt = b"%b%b}\r\n" % (self._before, names)
         assert len(spelt) == len(ids) * self._bytes  # else the server would not understand us
         return spelt
@@ -155,37 +156,29 @@ class Keys:
 
 
 class Command(NamedTuple):
-    """One command, packed, and a key by which a cluster knows whose it is."""
+    """
+    One command.
 
-    key: bytes
+    Args:
+        id: of a record, by which a cluster knows whose the command is.
+        packed: what is sent.
+        start: the number of the first swap that it performs, in its batch.
+        swaps: all of them.
+    """
+
+    id: bytes
     packed: bytes
-
-
-class Call(NamedTuple):
-    """One call of the script, for the swaps from *start* on."""
-
-    start: int
-    size: int
-    key: bytes
-    body: bytes
-
-    def by_name(self) -> Command:
-        """The call of a script that the server knows."""
-        count = b"%d" % self.size
-        head = b"*%d\r\n$7\r\nEVALSHA\r\n$40\r\n%b\r\n$%d\r\n%b\r\n"
-        packed = head % (3 + 4 * self.size, _NAME, len(count), count)
-        return Command(self.key, packed + self.body)
-
-    def by_text(self) -> Command:
-        """The call that also makes the script known: for a server that has forgotten it."""
-        count = b"%d" % self.size
-        head = b"*%d\r\n$4\r\nEVAL\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n"
-        packed = head % (3 + 4 * self.size, len(_SCRIPT), _SCRIPT, len(count), count)
-        return Command(self.key, packed + self.body)
+    start: int = 0
+    swaps: Sequence[Swap] = ()
 
 
 class Packer:
-    """Makes commands of swaps and ids."""
+    """
+    Makes commands of swaps and ids.
+
+    A claim that is alone is a command of the server's own, which takes a quarter of the script's
+    time. But not before that has run: who may not run it could begin, and not end.
+    """
 
     def __init__(self, keys: Keys, *, compact: bool, is_spread: bool) -> None:
         self._keys = keys
@@ -193,24 +186,48 @@ class Packer:
         # In a cluster every key may live elsewhere, so every command is about one.
         self._keys_max = 1 if is_spread else _KEYS_MAX
         self._read_max = 1 if is_spread else READ_MAX
+        self.has_run = False  # the script has
+        self.is_old = False  # the server is: it has no such command (before Redis 7.0)
 
-    def calls_of(self, swaps: Sequence[Swap]) -> Iterator[Call]:
-        """The calls of the script that perform *swaps*."""
+    def calls_of(self, swaps: Sequence[Swap]) -> list[Command]:
+        """The commands that perform *swaps*."""
+        if len(swaps) == 1:
+            return [self._call(0, swaps)]
+        calls: list[Command] = []
         start = bytes_packed = 0
-        values = [self._value(swap) for swap in swaps]
-        for number, value in enumerate(values):
+        for number, swap in enumerate(swaps):
             if number - start >= self._keys_max or bytes_packed > _CALL_BYTES_MAX:
-                yield self._call(start, swaps[start:number], values[start:number])
+                calls.append(self._call(start, swaps[start:number]))
                 start, bytes_packed = number, 0
-            bytes_packed += len(value)
-        yield self._call(start, swaps[start:], values[start:])
+            if swap.record is not None:
+                bytes_packed += len(swap.record.response or b"") + len(swap.record.progress or b"")
+        return [*calls, self._call(start, swaps[start:])]
 
-    def _call(self, start: int, swaps: Sequence[Swap], values: Sequence[bytes]) -> Call:
-        ids = [swap.id for swap in swaps]
-        body = self._keys.spelt(ids) + b"".join(values)
-        return Call(start, len(ids), self._keys.key_of(ids[0]), body)
+    def _call(self, start: int, swaps: Sequence[Swap]) -> Command:
+        size, first = len(swaps), swaps[0]
+        if size == 1 and not first.expected and self.has_run and not self.is_old and first.record:
+            packed = self._claim(first.id, first.record)
+        else:
+            packed = _BY_NAME[size] + self._body(swaps)
+        return Command(first.id, packed, start, swaps)
 
-    def _value(self, swap: Swap) -> bytes:
+    def _claim(self, id: bytes, record: Record) -> bytes:
+        """The command that writes where nothing stands, and else answers what does."""
+        value, forget_ms = stored(record, compact=self._compact)
+        at_ms = b"%d" % forget_ms
+        return _CLAIM % (self._keys.spelt((id,)), len(value), value, len(at_ms), at_ms)
+
+    def by_text(self, call: Command) -> Command:
+        """*call* for a server that does not know the script, or that command; any knows this."""
+        head = _head(b"EVAL", _SCRIPT, len(call.swaps))
+        return call._replace(packed=head + self._body(call.swaps))
+
+    def _body(self, swaps: Sequence[Swap]) -> bytes:
+        """The keys and arguments of the script."""
+        keys = self._keys.spelt([swap.id for swap in swaps])
+        return keys + b"".join([self._arguments(swap) for swap in swaps])
+
+    def _arguments(self, swap: Swap) -> bytes:
         """The three arguments of one swap."""
         record = swap.record
         expected = b"$8\r\n%b" % _VERSION.pack(swap.expected) if swap.expected else b"$0\r\n"
@@ -226,10 +243,20 @@ class Packer:
         for start in range(0, len(ids), self._read_max):
             some = ids[start : start + self._read_max]
             head = b"*%d\r\n$4\r\nMGET\r\n" % (1 + len(some))
-            yield Command(self._keys.key_of(some[0]), head + self._keys.spelt(some))
+            yield Command(some[0], head + self._keys.spelt(some))
 
 
 def packed(*words: bytes) -> bytes:
     """One command in the protocol's spelling."""
     spelt = [b"$%d\r\n%b\r\n" % (len(word), word) for word in words]
     return b"*%d\r\n%b" % (len(words), b"".join(spelt))
+
+
+def _head(command: bytes, script: bytes, size: int) -> bytes:
+    """The call of a script, up to its keys and arguments, for *size* swaps."""
+    words = (3 + 4 * size, len(command), command, len(script), script, len(b"%d" % size), size)
+    return b"*%d\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%d\r\n" % words
+
+
+_BY_NAME = [_head(b"EVALSHA", _NAME, size) for size in range(_KEYS_MAX + 1)]
+_CLAIM = b"*7\r\n$3\r\nSET\r\n%b$%d\r\n%b\r\n$4\r\nPXAT\r\n$%d\r\n%b\r\n$2\r\nNX\r\n$3\r\nGET\r\n"

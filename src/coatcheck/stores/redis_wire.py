@@ -93,7 +93,7 @@ class RedisWire:
         error: BaseException | None,
     ) -> None:
         """Tell *flow* what has come, and ask what it wants next; or answer, if that was all."""
-        if replies and link is self._writer and is_demoted(replies):
+        if replies and any(replies) and link is self._writer and is_demoted(replies):
             self._writer.leave()
             self._reader.leave()
         try:
@@ -158,19 +158,21 @@ class _Link:
             return
         if self._wait.replicas:
             commands = [*commands, self._wait.command()]
-        line.ask(b"".join(commands), len(commands), partial(self._hear, hear))
+            hear = partial(self._hear_waited, hear)
+        line.ask(b"".join(commands), len(commands), hear)
 
-    def _hear(self, hear: _Hear, replies: list[Reply], error: BaseException | None) -> None:
-        if error is not None:
-            outage = lost(self._name, error, is_ambiguous=self._is_writer)
-            outage.__cause__ = error
-            error = outage
-        elif self._wait.replicas:
+    def _hear_waited(self, hear: _Hear, replies: list[Reply], error: BaseException | None) -> None:
+        if error is None:
             try:
                 self._wait.refuse_too_few(self._name, replies, replies.pop())
             except StoreUnavailable as too_few:
                 error = too_few
         hear(replies, error)
+
+    def _outage_of(self, error: Exception) -> StoreUnavailable:
+        outage = lost(self._name, error, is_ambiguous=self._is_writer)
+        outage.__cause__ = error
+        return outage
 
     def _open(self) -> None:
         """Connect for those who wait; whoever comes meanwhile has the same connection."""
@@ -201,7 +203,7 @@ class _Link:
         elif self._is_closed:  # meanwhile
             opening.result().disconnect()
         else:
-            self._line = _Line(opening.result(), self._timeout_s)
+            self._line = _Line(opening.result(), self._timeout_s, self._outage_of)
             waiting, self._waiting = self._waiting, deque()
             for commands, hear in waiting:
                 self.ask(commands, hear)
@@ -231,10 +233,23 @@ class _Link:
 
 
 class _Line:
-    """One connection: who asks, waits for as many replies as there were commands."""
+    """
+    One connection: who asks, waits for as many replies as there were commands.
 
-    def __init__(self, connection: Connection, timeout_s: float) -> None:
+    Args:
+        connection: the driver's.
+        timeout_s: how long it may be silent while somebody waits.
+        outage_of: what each of them is told when it is lost.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        timeout_s: float,
+        outage_of: Callable[[Exception], StoreUnavailable],
+    ) -> None:
         self.is_lost = False
+        self._outage_of = outage_of
         self._loop = asyncio.get_running_loop()
         self._connection = connection  # lets go of the socket when it is forgotten
         self._socket = connection._sock  # noqa: SLF001 - the driver has no other word for it
@@ -357,4 +372,4 @@ class _Line:
         asked, self._asked = self._asked, deque()
         if not self._loop.is_closed():
             for hear, _ in asked:
-                hear([], error)
+                hear([], self._outage_of(error))
