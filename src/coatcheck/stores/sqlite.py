@@ -16,7 +16,6 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from typing import TypedDict
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -119,12 +118,13 @@ class SqliteStore:
     def _write_alone(self, connection: sqlite3.Connection, swap: Swap) -> bool:
         row: rows.Row
         if swap.record is None:
-            statement, row = rows.DELETE_ONE, (swap.id, swap.expected)
+            statement, row = rows.DELETE_ONE, [swap.id, swap.expected]
         else:
             (row,) = self._rows_of((swap.record,))
             statement = rows.claim_many(1)
             if swap.expected:
-                statement, row = rows.CHANGE_ONE, (*row, swap.expected)
+                statement = rows.CHANGE_ONE
+                row.append(swap.expected)
         return in_turn(connection, self._busy_timeout_s, statement, row).rowcount == 1
 
     def _swap_together(
@@ -155,10 +155,9 @@ class SqliteStore:
         """Write *changes*; whoever lost."""
         if not changes:
             return []
-        written = [
-            (*row, swap.expected)
-            for row, swap in zip(self._rows_of(_records(changes)), changes, strict=True)
-        ]
+        written = self._rows_of(_records(changes))
+        for row, swap in zip(written, changes, strict=True):
+            row.append(swap.expected)
         won = 0
         for some in rows.portions(written):
             won += connection.execute(rows.change_many(len(some)), _flat(some)).rowcount
@@ -259,7 +258,10 @@ def _records(swaps: Sequence[Swap]) -> list[Record]:
 
 
 def _flat(written: Iterable[rows.Row]) -> list[object]:
-    return list(chain.from_iterable(written))
+    flat: list[object] = []
+    for row in written:
+        flat += row
+    return flat
 
 
 def _named_by(url: str) -> tuple[str, _Options]:
