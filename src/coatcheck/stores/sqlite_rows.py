@@ -69,6 +69,11 @@ SWEEP = (
 )
 
 
+def _row(before: int) -> str:
+    """One row of values, after *before* parameters that belong to others."""
+    return _ROW.format(*range(before + 1, before + _ROW_FIELDS + 1))
+
+
 @cache
 def claim_many(rows: int) -> str:
     """Insert *rows* records, each where there is none with its id. Atomic as a whole."""
@@ -76,6 +81,9 @@ def claim_many(rows: int) -> str:
     # "or rollback" is for what cannot happen (a missing value). Without it SQLite would keep a
     # copy of every page it changes, to be able to undo the one statement alone.
     return f"insert or rollback into {_INTO} values {values} on conflict do nothing"
+
+
+CLAIM_ONE = claim_many(1)
 
 
 @cache
@@ -92,11 +100,6 @@ def change_many(rows: int) -> str:
         f"update or rollback coatcheck_records as r set {changes} from (values {values}) as v"
         " where r.id = v.column1 and r.version = v.column16 and r.expires_ms = v.column9"
     )
-
-
-def _row(before: int) -> str:
-    """One row of values, after *before* parameters that belong to others."""
-    return _ROW.format(*range(before + 1, before + _ROW_FIELDS + 1))
 
 
 @cache
@@ -191,9 +194,15 @@ class Packer:
         answer = records[0].response
         if answer is not None:  # one of a batch stands for all of it
             self._learn(len(answer), min(len(records), _WEIGHT_MAX))
-        return [self._row_of(record) for record in records]
+        return [self._row(record) for record in records]
 
-    def _row_of(self, record: Record) -> Row:
+    def row_of(self, record: Record) -> Row:
+        """The parameters that write *record*."""
+        if record.response is not None:
+            self._learn(len(record.response), 1)
+        return self._row(record)
+
+    def _row(self, record: Record) -> Row:
         row: Row = list(record)
         row[_ID] = bytearray(record.id)
         row[_FINGERPRINT] = bytearray(record.fingerprint)
