@@ -1,9 +1,9 @@
 """In place: a write that nobody else could share, done on the event loop's own thread.
 
 Beneath `threaded.py`. To hand a write to another thread and its answer back takes two wake-ups of
-idle processors, often as long as a quick disk takes to keep the write; and a thread that nobody
-else asks makes no batch. So whoever has been alone for a while, at a disk that was quick all the
-while, has the write done at once, and the event loop stands still for that long.
+idle processors, more than half of what a quick disk takes to keep the write; and a thread that
+nobody else asks makes no batch. So whoever has been alone for a while, at a disk that was quick all
+the while, has the write done at once, and the event loop stands still for that long.
 
 Invariants: a slow write is waited for on an event loop once, and then others have to be quick in
 the thread before the next; whoever does anything in place lets the loop take a turn afterwards.
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 # 8: a crowd that has just begun is seen in the first of them, and nobody notices eight hand-overs.
 ALONE_MIN = 8
-# 1 ms: some times what a quick disk takes, and less than an event loop is often held by a handler.
+# 1 ms: about five times what a quick disk takes.
 QUICK_S_MAX = 0.001
 # 128 in a row, then again some in the thread: it does what a store puts off while it is in place.
 IN_PLACE_MAX = 128

@@ -33,8 +33,8 @@ class Line:
 
     Opened at first use, and again after a fault that may have hurt it, and after a fork.
 
-    One that does not wait refuses a second caller, and never copies the log into the file: a
-    commit that does takes ten times as long.
+    One that does not wait refuses a second caller, and never copies the log into the file, which
+    is what makes a commit slow now and then.
     """
 
     def __init__(

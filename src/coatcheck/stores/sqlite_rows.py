@@ -174,8 +174,8 @@ class Packer:
     Makes rows of records, for one caller at a time.
 
     What is short and in every record goes as a `bytearray`, and None as an empty text: for `bytes`
-    and None the driver first asks whether anybody would like to adapt them, which fails, and takes
-    a quarter of all the time of a batch.
+    and None the driver first asks whether anybody would like to adapt them, which fails, and was
+    a quarter of all instructions of a batch of 64.
 
     A claim leaves room for the answer that will come. A row that grows splits its page and leaves
     half-empty ones, a twentieth of the file at 64 at a time; one that keeps its size is completed
