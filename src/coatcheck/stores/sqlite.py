@@ -1,8 +1,8 @@
 """The SQLite store: the embedded default. One file, durable, shared by any number of processes.
 
 What a swap has acknowledged survives `kill -9` and a power cut (write-ahead log, one fsync for
-each commit). One connection writes, one reads beside it, one is for operators; SQLite lets one
-process write at a time, and the others wait for it.
+each commit). One connection writes, one reads beside it, one is for operators, and one writes for
+an event loop that is alone; SQLite lets one of them write at a time, and the others wait for it.
 
 A batch is a few statements, whatever its size. The writing thread shares the interpreter lock with
 an event loop, and every statement gives that lock away and has to get it back; so claims go in as
@@ -16,7 +16,6 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from typing import TypedDict
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -35,6 +34,8 @@ from coatcheck.stores.sqlite_line import Line
 _GONE = "it was deleted or replaced while in use; restart whoever uses it"
 # 5 s: thousands of commits of others. Who has waited that long for a lock is better told so.
 BUSY_TIMEOUT_S = 5.0
+# 16 KiB: about four pages. An event loop does not stand still for more than that is worth.
+_AT_ONCE_BYTES_MAX = 16_384
 
 
 class SqliteStore:
@@ -62,10 +63,12 @@ class SqliteStore:
         self.path = os.path.abspath(path)  # noqa: PTH100 - no pathlib word says only that
         file.prepare(self.path, busy_timeout_s, create=create)
         self._identity = identity_of(self.path)
-        self._rows_of = rows.Packer(compact=compact).rows_of  # used by who holds the writer
+        self._packer = rows.Packer(compact=compact)  # used by who holds the writer
+        self._prompt_packer = rows.Packer(compact=compact)  # by who holds the prompt one
         self._busy_timeout_s = busy_timeout_s
         self.ledger = ledger_for(self.path, busy_timeout_s, compact=compact)
         self._writer = Line(self.path, busy_timeout_s, writes=True)
+        self._prompt = Line(self.path, busy_timeout_s, writes=True, waits=False)
         self._reader = Line(self.path, busy_timeout_s)
         self._finder = Line(self.path, busy_timeout_s)
 
@@ -100,6 +103,23 @@ class SqliteStore:
                 return [self._swap_alone(connection, swaps[0])]
             return self._swap_together(connection, swaps)
 
+    def swap_at_once(self, swap: Swap) -> bool:
+        """
+        Write a short record without waiting for anybody but the disk; whether that was all.
+
+        Whatever was in the way, `swap` will meet it again. If it was not, because an error came
+        when the record was already written, then `swap` finds this record, and its caller knows it.
+        """
+        if swap.record is None or len(swap.record.response or b"") > _AT_ONCE_BYTES_MAX:
+            return False
+        try:
+            with self._prompt as connection:
+                self._refuse_if_gone()
+                statement, row = _statement_of(swap, swap.record, self._prompt_packer)
+                return connection.execute(statement, row).rowcount == 1
+        except Exception:  # noqa: BLE001 - told by `swap`
+            return False
+
     def _refuse_if_gone(self) -> None:
         """What is written into a file that nobody else can see would be executed again there."""
         if identity_of(self.path) != self._identity:
@@ -117,14 +137,10 @@ class SqliteStore:
         return self._swap_together(connection, (swap,))[0]
 
     def _write_alone(self, connection: sqlite3.Connection, swap: Swap) -> bool:
-        row: rows.Row
         if swap.record is None:
-            statement, row = rows.DELETE_ONE, (swap.id, swap.expected)
+            statement, row = rows.DELETE_ONE, [swap.id, swap.expected]
         else:
-            (row,) = self._rows_of((swap.record,))
-            statement = rows.claim_many(1)
-            if swap.expected:
-                statement, row = rows.CHANGE_ONE, (*row, swap.expected)
+            statement, row = _statement_of(swap, swap.record, self._packer)
         return in_turn(connection, self._busy_timeout_s, statement, row).rowcount == 1
 
     def _swap_together(
@@ -155,10 +171,9 @@ class SqliteStore:
         """Write *changes*; whoever lost."""
         if not changes:
             return []
-        written = [
-            (*row, swap.expected)
-            for row, swap in zip(self._rows_of(_records(changes)), changes, strict=True)
-        ]
+        written = self._packer.rows_of(_records(changes))
+        for row, swap in zip(written, changes, strict=True):
+            row.append(swap.expected)
         won = 0
         for some in rows.portions(written):
             won += connection.execute(rows.change_many(len(some)), _flat(some)).rowcount
@@ -179,7 +194,7 @@ class SqliteStore:
         if not claims:
             return []
         won = last = 0
-        for some in rows.portions(self._rows_of(_records(claims))):
+        for some in rows.portions(self._packer.rows_of(_records(claims))):
             cursor = connection.execute(rows.claim_many(len(some)), _flat(some))
             won += cursor.rowcount
             last = cursor.lastrowid or 0
@@ -243,7 +258,17 @@ class SqliteStore:
         """Close the file; whoever closes it last moves the log into it."""
         self._reader.close()
         self._finder.close()
+        self._prompt.close()
         self._writer.close()
+
+
+def _statement_of(swap: Swap, record: Record, packer: rows.Packer) -> tuple[str, rows.Row]:
+    """What writes *record*, if it is no new life."""
+    row = packer.row_of(record)
+    if swap.expected == 0:
+        return rows.CLAIM_ONE, row
+    row.append(swap.expected)
+    return rows.CHANGE_ONE, row
 
 
 def _read(connection: sqlite3.Connection, ids: Sequence[bytes]) -> dict[bytes, Record]:
@@ -259,7 +284,10 @@ def _records(swaps: Sequence[Swap]) -> list[Record]:
 
 
 def _flat(written: Iterable[rows.Row]) -> list[object]:
-    return list(chain.from_iterable(written))
+    flat: list[object] = []
+    for row in written:
+        flat += row
+    return flat
 
 
 def _named_by(url: str) -> tuple[str, _Options]:

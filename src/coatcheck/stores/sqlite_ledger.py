@@ -40,7 +40,7 @@ def _claim(swap: Swap, row: rows.Row) -> Iterator[Statement]:
     if swap.expected:
         yield Statement(rows.REPLACE_ONE, (*row, swap.expected))
     else:
-        yield Statement(rows.claim_many(1), row)
+        yield Statement(rows.CLAIM_ONE, row)
 
 
 def _connect_async(path: str, busy_timeout_s: float) -> Any:  # noqa: ANN401 - of a package that may not be here

@@ -32,12 +32,18 @@ class Line:
     One connection to the file, for one caller at a time: `with line as connection`.
 
     Opened at first use, and again after a fault that may have hurt it, and after a fork.
+
+    One that does not wait refuses a second caller, and never copies the log into the file, which
+    is what makes a commit slow now and then.
     """
 
-    def __init__(self, path: str, busy_timeout_s: float, *, writes: bool = False) -> None:
+    def __init__(
+        self, path: str, busy_timeout_s: float, *, writes: bool = False, waits: bool = True
+    ) -> None:
         self._path = path
         self._busy_timeout_s = busy_timeout_s
         self._writes = writes
+        self._waits = waits
         self._mutex = threading.Lock()
         self._connection: sqlite3.Connection | None = None
         self._pid = os.getpid()
@@ -48,7 +54,8 @@ class Line:
     def __enter__(self) -> sqlite3.Connection:
         if self._pid != os.getpid():
             self._adopt()
-        self._mutex.acquire()
+        if not self._mutex.acquire(blocking=self._waits):
+            raise StoreUnavailable(f"{self._path}: somebody else is writing")
         try:
             return self._connection or self._opened()
         except BaseException:
@@ -72,6 +79,8 @@ class Line:
             raise StoreUnavailable(f"{self._path}: the store is closed")
         try:
             self._connection = connect(self._path, self._busy_timeout_s, writes=self._writes)
+            if not self._waits:
+                self._connection.execute("pragma wal_autocheckpoint = 0")
         except sqlite3.Error as error:
             raise explained(error, self._path) from error
         return self._connection
@@ -82,12 +91,14 @@ class Line:
         error: BaseException | None,
         _trace: TracebackType | None,
     ) -> None:
+        if error is None:
+            self._mutex.release()
+            return
         is_fault = isinstance(error, sqlite3.Error) and not isinstance(error, _OF_THE_RECORD)
         try:
-            if error is not None:
-                self._roll_back()
-                if is_fault and code_of(error) not in PASSING:
-                    self._drop()
+            self._roll_back()
+            if is_fault and code_of(error) not in PASSING:
+                self._drop()
         finally:
             self._mutex.release()
         if is_fault:

@@ -11,14 +11,14 @@ Invariant: `record_of` of what `row_of` made is the same record, whatever it hol
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, TypeAlias, TypeVar
 
 from coatcheck.core.record import RUNNING, Record
 from coatcheck.stores.contract import Query
 
 T = TypeVar("T")
-Row: TypeAlias = tuple[Any, ...]
+Row: TypeAlias = list[Any]
 
 # 128 rows in a statement at most, and below that whole sixteens and a rest: two or three statements
 # for any batch, and 23 texts of each kind, which all stay compiled and take 5 MB if all are used.
@@ -33,6 +33,10 @@ _COLUMNS = (
 _INTO = f"coatcheck_records ({', '.join(_COLUMNS)})"
 # The parameters of one row are the fields of a record in their order, and the expected version.
 _ROW_FIELDS = len(Record._fields)
+_ID, _FINGERPRINT, _PROGRESS, _RESPONSE = map(
+    Record._fields.index, ("id", "fingerprint", "progress", "response")
+)
+_TEXTS = slice(Record._fields.index("label"), Record._fields.index("key") + 1)
 _ROW = "(?{0},?{1},?{2},?{3},?{4},?{1}-?{5},?{6},?{8}-?{7},?{8},?{9},?{10},?{11},?{12},?{13},?{14}"
 
 _SELECT = (
@@ -65,6 +69,11 @@ SWEEP = (
 )
 
 
+def _row(before: int) -> str:
+    """One row of values, after *before* parameters that belong to others."""
+    return _ROW.format(*range(before + 1, before + _ROW_FIELDS + 1))
+
+
 @cache
 def claim_many(rows: int) -> str:
     """Insert *rows* records, each where there is none with its id. Atomic as a whole."""
@@ -72,6 +81,9 @@ def claim_many(rows: int) -> str:
     # "or rollback" is for what cannot happen (a missing value). Without it SQLite would keep a
     # copy of every page it changes, to be able to undo the one statement alone.
     return f"insert or rollback into {_INTO} values {values} on conflict do nothing"
+
+
+CLAIM_ONE = claim_many(1)
 
 
 @cache
@@ -88,11 +100,6 @@ def change_many(rows: int) -> str:
         f"update or rollback coatcheck_records as r set {changes} from (values {values}) as v"
         " where r.id = v.column1 and r.version = v.column16 and r.expires_ms = v.column9"
     )
-
-
-def _row(before: int) -> str:
-    """One row of values, after *before* parameters that belong to others."""
-    return _ROW.format(*range(before + 1, before + _ROW_FIELDS + 1))
 
 
 @cache
@@ -156,14 +163,19 @@ def _above(prefix: bytes) -> bytes | None:
 
 
 def row_of(record: Record, *, compact: bool) -> Row:
-    """The parameters that write *record* by itself."""
-    texts = ("", "", "") if compact else _packed(record.label, record.scope, record.key)
-    return (*record[:10], *texts, record.progress, record.response)
+    """The parameters that write *record* by itself, on whatever driver the application has."""
+    texts = _nothing("", "", "") if compact else _packed(record.label, record.scope, record.key)
+    plain = [text if isinstance(text, str) else bytes(text) for text in texts]
+    return [*record[:10], *plain, record.progress, record.response]
 
 
 class Packer:
     """
     Makes rows of records, for one caller at a time.
+
+    What is short and in every record goes as a `bytearray`, and None as an empty text: for `bytes`
+    and None the driver first asks whether anybody would like to adapt them, which fails, and was
+    a quarter of all instructions of a batch of 64.
 
     A claim leaves room for the answer that will come. A row that grows splits its page and leaves
     half-empty ones, a twentieth of the file at 64 at a time; one that keeps its size is completed
@@ -175,22 +187,31 @@ class Packer:
         # Of the answers so far, the later ones counting more: how long, and how far from that.
         self._typical_bytes = 0.0
         self._spread_bytes = 0.0
-        self._room: str | None = None
+        self._room = ""
 
     def rows_of(self, records: Sequence[Record]) -> list[Row]:
         """The parameters that write *records*."""
         answer = records[0].response
         if answer is not None:  # one of a batch stands for all of it
             self._learn(len(answer), min(len(records), _WEIGHT_MAX))
-        packed, room = self._packed, self._room
-        rows: list[Row] = []
-        for record in records:
-            label, scope, key, progress, response = record[10:]
-            if response is None and record.state == RUNNING:
-                rows.append((*record[:10], *packed(label, scope, key), progress, room))
-            else:
-                rows.append((*record[:10], *packed(label, scope, key), progress, response))
-        return rows
+        return [self._row(record) for record in records]
+
+    def row_of(self, record: Record) -> Row:
+        """The parameters that write *record*."""
+        if record.response is not None:
+            self._learn(len(record.response), 1)
+        return self._row(record)
+
+    def _row(self, record: Record) -> Row:
+        row: Row = list(record)
+        row[_ID] = bytearray(record.id)
+        row[_FINGERPRINT] = bytearray(record.fingerprint)
+        row[_TEXTS] = self._packed(record.label, record.scope, record.key)
+        if record.progress is None:
+            row[_PROGRESS] = ""
+        if record.response is None:
+            row[_RESPONSE] = self._room if record.state == RUNNING else ""
+        return row
 
     def _learn(self, response_bytes: int, weight: int) -> None:
         off_bytes = response_bytes - self._typical_bytes
@@ -198,7 +219,7 @@ class Packer:
         self._spread_bytes += (abs(off_bytes) - self._spread_bytes) * weight / _MEMORY
         # Less where answers differ in length: room that stays empty is lost, too.
         room_bytes = round(self._typical_bytes - 3 * self._spread_bytes) - _LEASE_BYTES
-        self._room = _ROOM[:room_bytes] if room_bytes > 0 else None
+        self._room = _ROOM[: max(0, room_bytes)]
 
 
 # 512: with longer answers a page has room for few rows, and empty room would cost more.
@@ -211,7 +232,7 @@ _WEIGHT_MAX = 8
 _LEASE_BYTES = 6
 
 
-def record_of(row: Row) -> Record:
+def record_of(row: Sequence[Any]) -> Record:
     """The record that *row* was made of."""
     label, scope, key = row[10:13]
     if type(label) is bytes:
@@ -220,50 +241,57 @@ def record_of(row: Row) -> Record:
         scope = scope.hex() if len(scope) == _SCOPE_BYTES else _unescaped(scope)
     if type(key) is bytes:
         key = _uuid_text(key) if len(key) == _UUID_BYTES else _unescaped(key)
-    response = None if type(row[14]) is str else row[14]
-    return Record._make((*row[:10], label, scope, key, row[13], response))
+    progress, response = row[13:]
+    if type(progress) is str:
+        progress = None
+    if type(response) is str:
+        response = None
+    return Record._make((*row[:10], label, scope, key, progress, response))
 
 
 _UUID_CHARS, _UUID_BYTES = 36, 16
 _SCOPE_CHARS, _SCOPE_BYTES = 16, 8
 
 
-# 1 024: as many as may run at once. What was packed for a claim is packed when it is completed.
-@lru_cache(maxsize=1_024)
-def _packed(label: str, scope: str, key: str) -> tuple[str | bytes, str | bytes, str | bytes]:
+# What is stored of a text that people read. Bytes are packed, or escaped because they must be.
+Packed: TypeAlias = str | bytearray
+
+
+def _packed(label: str, scope: str, key: str) -> tuple[Packed, Packed, Packed]:
     return pack_label(label), _pack_scope(scope), pack_key(key)
 
 
-def _nothing(_label: str, _scope: str, _key: str) -> tuple[str, str, str]:
+def _nothing(_label: str, _scope: str, _key: str) -> tuple[Packed, Packed, Packed]:
     return "", "", ""
 
 
-def pack_label(label: str) -> str | bytes:
+def pack_label(label: str) -> Packed:
     """*label* as it is stored."""
     return label if label.isascii() else _encodable(label)
 
 
-def _pack_scope(scope: str) -> str | bytes:
+def _pack_scope(scope: str) -> Packed:
     if len(scope) == _SCOPE_CHARS:
-        try:
-            packed = bytes.fromhex(scope)
-        except ValueError:
-            return _encodable(scope)
-        if packed.hex() == scope:
-            return packed
-    return _encodable(scope)
+        return _pack_hex(scope) or _encodable(scope)
+    return scope if scope.isascii() else _encodable(scope)
 
 
-def pack_key(key: str) -> str | bytes:
+def pack_key(key: str) -> Packed:
     """*key* as it is stored; only a UUID that is spelt the usual way is packed."""
-    if len(key) == _UUID_CHARS:
-        try:
-            packed = bytes.fromhex(key.replace("-", ""))
-        except ValueError:
-            return _encodable(key)
-        if _uuid_text(packed) == key:
+    if len(key) == _UUID_CHARS and key[8:24:5] == "----":
+        bare = key.replace("-", "")
+        if len(bare) == 2 * _UUID_BYTES and (packed := _pack_hex(bare)):
             return packed
-    return _encodable(key)
+    return key if key.isascii() else _encodable(key)
+
+
+def _pack_hex(digits: str) -> bytearray | None:
+    """The bytes that *digits* spell, if no other digits would come back from them."""
+    try:
+        packed = bytearray.fromhex(digits)
+    except ValueError:
+        return None
+    return packed if packed.hex() == digits else None
 
 
 def _uuid_text(packed: bytes) -> str:
@@ -271,7 +299,7 @@ def _uuid_text(packed: bytes) -> str:
     return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
 
-def _encodable(text: str) -> str | bytes:
+def _encodable(text: str) -> Packed:
     """
     *text*, or where it is not proper Unicode (a path may hold any bytes) its escaped bytes.
 
@@ -285,7 +313,7 @@ def _encodable(text: str) -> str | bytes:
         escaped = b"\xff" + text.encode("utf-8", "surrogatepass")
         while len(escaped) in (_SCOPE_BYTES, _UUID_BYTES):
             escaped = b"\xff" + escaped
-        return escaped
+        return bytearray(escaped)
     return text
 
 

@@ -1,14 +1,17 @@
 """A blocking store for event loops: the other shape of batching.
 
 One thread performs whatever has gathered and gives all results back in one wake-up of each event
-loop, however many of its calls are done. Invariant: every call that was queued is answered, also
-when the store throws what is no `Exception`, and after the last one nothing can be queued.
+loop, however many of its calls are done; where nothing ever gathers, see `in_place.py`.
+Invariant: every call that was queued is answered, also when the store throws what is no
+`Exception`, and after the last one nothing can be queued.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -21,6 +24,7 @@ from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.batching import call_apart, next_round, unknown_outcome
 from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, Store
 from coatcheck.stores.fork import renew_after_fork
+from coatcheck.stores.in_place import Solitude, Turn, swap_at_once_of
 from coatcheck.stores.scarce import outage_without_thread, started
 
 R = TypeVar("R")
@@ -35,6 +39,7 @@ class ThreadedStore:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._swap_at_once = swap_at_once_of(store)
         self._forgotten: weakref.finalize[..., ThreadedStore] | None = None
         self._renew()
         renew_after_fork(self)
@@ -54,6 +59,10 @@ class ThreadedStore:
     def swap(self, swaps: Sequence[Swap]) -> asyncio.Future[Sequence[Record | None]]:
         """Write each record if the version its caller saw still stands; see `Store.swap`."""
         loop = asyncio.get_running_loop()
+        if len(swaps) == 1 and self._is_done_in_place(loop, swaps[0]):
+            turn: Turn[Sequence[Record | None]] = Turn(loop=loop)
+            turn.set_result([None])
+            return turn
         future: asyncio.Future[Sequence[Record | None]] = loop.create_future()
         if not swaps:
             future.set_result([])
@@ -103,6 +112,21 @@ class ThreadedStore:
         except StoreUnavailable as error:
             ask.error = unknown_outcome(error)  # it may have been on its way
             _give_back([ask])
+
+    def _is_done_in_place(self, loop: asyncio.AbstractEventLoop, swap: Swap) -> bool:
+        """Whether *swap* could be done here and now, and was; see `in_place.py`."""
+        if self._swap_at_once is None or not self._queue.enter():
+            return False
+        has_won = False
+        start_s = time.perf_counter()
+        try:
+            has_won = self._swap_at_once(swap)
+        finally:
+            if has_won:  # in the next turn, because whoever else asks in this one was not alone
+                loop.call_soon(self._queue.leave, time.perf_counter() - start_s)
+            else:
+                self._queue.leave(math.inf)
+        return has_won
 
     async def _run(self, call: Callable[[], R]) -> R:
         loop = asyncio.get_running_loop()
@@ -161,6 +185,9 @@ class _Queue:
         self._is_woken = False
         self._waker: asyncio.AbstractEventLoop | None = None  # has promised to wake the thread
         self._is_busy = False  # the last batch was not for one caller alone
+        self._is_at_work = False  # something is queued, or the thread performs it
+        self._is_in_place = False  # something is done in place, in this turn of its loop
+        self._solitude = Solitude()
 
     def refuse_if_closed(self) -> None:
         """Raise, if nothing can be asked any more."""
@@ -176,6 +203,9 @@ class _Queue:
             if self._thread is None:  # first of all, because there may be none to be had
                 self._thread = started("coatcheck-store", _work, self._store, self)
             self._asks.append(ask)
+            if self._is_at_work or self._is_in_place:
+                self._solitude.end()
+            self._is_at_work = True
             if self._waker is loop and not is_last and not is_urgent:
                 return
             self._is_closed = is_last
@@ -205,6 +235,27 @@ class _Queue:
             self._is_woken, self._waker = False, None
         return asks
 
+    def rest(self, batch: list[Ask], took_s: float) -> None:
+        """The thread has performed *batch*, and has nothing left of what it took."""
+        with self._mutex:
+            self._is_at_work = bool(self._asks)
+            if len(batch) == 1 and batch[0].swaps:
+                self._solitude.see(took_s)
+
+    def enter(self) -> bool:
+        """Begin a write in place, if that may be."""
+        with self._mutex:
+            if self._is_closed or self._is_at_work or self._is_in_place:
+                return False
+            self._is_in_place = self._solitude.is_certain()
+            return self._is_in_place
+
+    def leave(self, took_s: float) -> None:
+        """It is done, and took *took_s*."""
+        with self._mutex:
+            self._is_in_place = False
+            self._solitude.see(took_s)
+
     def is_over(self) -> bool:
         """Nothing is asked any more."""
         with self._mutex:
@@ -226,11 +277,14 @@ def _work(store: Store, queue: _Queue) -> None:
     while waiting or not queue.is_over():
         waiting += queue.take(waits=not waiting)
         batch, waiting = next_round(waiting, _swaps_of)
+        start_s = time.perf_counter()
         try:
             _perform(store, batch)
         except BaseException as error:  # noqa: BLE001 - this thread ends when nobody waits for it
             for ask in batch:
                 ask.error = unknown_outcome(error)
+        if not waiting:  # before anybody is told, who might come again at once
+            queue.rest(batch, time.perf_counter() - start_s)
         _give_back(batch)
 
 
