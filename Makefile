@@ -49,7 +49,7 @@ check: $(VENV)/.test ## lint, format, types, who imports whom, spelling
 	$(BIN)/lint-imports --no-logo --no-cache # a cache does not notice a module that has appeared
 	$(BIN)/codespell src tests benchmarks examples docs *.md
 
-bench: $(VENV)/.bench $(VENV)/.servers ## how fast, beside a peer and the bare floor (ARGS=--quick: a good minute)
+bench: $(VENV)/.bench $(VENV)/.servers ## how fast, beside a peer and the bare floor (ARGS=--quick: within a minute)
 	$(BIN)/python -m benchmarks $(ARGS)
 
 docs: $(VENV)/.test ## write docs/reference anew from the code

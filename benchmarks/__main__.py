@@ -7,9 +7,8 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ def main() -> int:
     print("  ".join(f"{name}: {value}" for name, value in machine.items() if name != "packages"))
     print("  ".join(f"{name} {number}" for name, number in machine["packages"].items()), "\n")
     tables: list[Table] = []
-    for table in _answers(chosen.only or NAMES, quick=chosen.quick):
+    for table in _answers(list(dict.fromkeys(chosen.only or NAMES)), quick=chosen.quick):
         tables.append(table)
         print(table.text(), "\n", flush=True)
     machine["took_s"] = round(time.monotonic() - started_s)
@@ -49,8 +48,8 @@ def _answers(names: Sequence[str], *, quick: bool) -> Iterator[Table]:
         if name in TIMED:
             yield answer(name, quick=quick)
     untimed = [name for name in names if name in UNTIMED]
-    with ProcessPoolExecutor(len(UNTIMED), mp_context=get_context("spawn")) as processes:
-        yield from processes.map(partial(answer, quick=quick), untimed)
+    with ThreadPoolExecutor(len(UNTIMED)) as threads:  # which wait for processes of their own
+        yield from threads.map(partial(answer, quick=quick), untimed)
 
 
 def _arguments() -> argparse.Namespace:

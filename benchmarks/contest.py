@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from itertools import count
 from typing import Any, TypeAlias
 
-from benchmarks.measuring import ROUNDS_MIN, Cost, For, Samples, Slot, drive, interleave
+from benchmarks.measuring import ROUNDS_QUICK, Cost, For, Samples, Slot, drive, interleave
 from benchmarks.report import TIMES, Row, Target
 from coatcheck import AsyncEngine, Engine
 
@@ -21,7 +21,7 @@ SLOT_S = 0.5
 SLOT_S_QUICK = 0.1
 # A round of all who run alone: some hundred operations of each.
 ALONE_S = 0.8
-ALONE_S_QUICK = 0.2
+ALONE_S_QUICK = 0.15
 # Never slower alone than this many times the driver's own two statements.
 ALONE_MAX = 1.2
 # What an answer of a small API looks like, for the floors; the others keep their own.
@@ -66,7 +66,7 @@ def _together_open(contenders: Mapping[str, Contender]) -> dict[str, Samples]:
     with asyncio.Runner() as runner:
         try:
             slots = {name: _open_slot(runner, stack, make) for name, make in contenders.items()}
-            return interleave(slots, ROUNDS_MIN)
+            return interleave(slots, ROUNDS_QUICK)
         finally:
             runner.run(stack.aclose())
 
@@ -92,25 +92,35 @@ def alone(contenders: Mapping[str, Contender], *, quick: bool) -> dict[str, Samp
 
     A commit waits for the disk, and the disk is never the same for two seconds.
     """
-    wall_s, rounds = (ALONE_S_QUICK, ROUNDS_MIN) if quick else (ALONE_S, ROUNDS)
-    found = [asyncio.run(_in_turns(contenders, wall_s)) for _ in range(rounds)]
+    if quick:
+        found = asyncio.run(_in_turns(contenders, ALONE_S_QUICK, ROUNDS_QUICK))
+    else:
+        found = [asyncio.run(_in_turns(contenders, ALONE_S, 1))[0] for _ in range(ROUNDS)]
     return {name: Samples(tuple(one[name] for one in found)) for name in contenders}
 
 
-async def _in_turns(contenders: Mapping[str, Contender], wall_s: float) -> dict[str, float]:
-    times_us: dict[str, list[float]] = {name: [] for name in contenders}
+async def _in_turns(
+    contenders: Mapping[str, Contender], wall_s: float, rounds: int
+) -> list[dict[str, float]]:
+    """What each has found in each round; all rounds share connections and tables."""
+    numbers = count()
     async with AsyncExitStack() as stack:
         turns: Sequence[tuple[str, Operation]] = [
             (name, await stack.enter_async_context(make())) for name, make in contenders.items()
         ]
         for _, operation in turns:
             await operation(-1)
-        for number in For(wall_s):
-            turns = turns[::-1]  # nobody always comes after the same one
-            for name, operation in turns:
-                start_s = time.perf_counter()
-                await operation(number)
-                times_us[name].append((time.perf_counter() - start_s) * 1e6)
+        return [await _round(turns, For(wall_s, numbers)) for _ in range(rounds)]
+
+
+async def _round(turns: Sequence[tuple[str, Operation]], numbers: For) -> dict[str, float]:
+    times_us: dict[str, list[float]] = {name: [] for name, _ in turns}
+    for number in numbers:
+        turns = turns[::-1]  # nobody always comes after the same one
+        for name, operation in turns:
+            start_s = time.perf_counter()
+            await operation(number)
+            times_us[name].append((time.perf_counter() - start_s) * 1e6)
     return {name: statistics.median(values) for name, values in times_us.items()}
 
 

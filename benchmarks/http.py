@@ -12,21 +12,23 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from typing import NamedTuple, Self
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
 import uvloop
 from servers.redis import Redis
 
+from benchmarks.durable import durable_postgres, lent
 from benchmarks.http_load import Address, Load, Loaded, request_of
 from benchmarks.machine import pinned, workshop
-from benchmarks.measuring import ROUNDS_MIN, Samples, interleave
-from benchmarks.postgres import durable_postgres
+from benchmarks.measuring import Samples, interleave
 from benchmarks.report import TIMES, Row, Table, Target
 
 CONNECTIONS = 64
 # Many short rounds: what disturbs a machine lasts for seconds, and hits neighbours alike.
 ROUNDS = 7
+# More than elsewhere: the bare application is everybody's measure.
+ROUNDS_QUICK = 5
 # Keys that are replayed: far fewer than the cache holds, so that all of them stay warm.
 REPLAYED_KEYS = 512
 
@@ -39,7 +41,7 @@ class Lengths(NamedTuple):
 
 
 SLOT = Lengths(wall_s=0.35, warm_up_s=0.1)
-SLOT_QUICK = Lengths(wall_s=0.1, warm_up_s=0.05)
+SLOT_QUICK = Lengths(wall_s=0.05, warm_up_s=0.02)
 
 
 class Variant(NamedTuple):
@@ -90,15 +92,12 @@ def measure(*, quick: bool) -> Table:
     """The table of this question."""
     slot = SLOT_QUICK if quick else SLOT
     with ExitStack() as stack:
-        urls = _stores(stack)
-        pairs = sorted({variant[:2] for variant in VARIANTS.values()})
+        urls = _stores(stack, quick=quick)
         # Before we pin ourselves: a child inherits where its parent may run.
-        servers = {pair: Server(*pair, urls) for pair in pairs}
-        for server in servers.values():
-            stack.enter_context(server)
+        servers = stack.enter_context(_servers(urls))
         where = stack.enter_context(pinned("last"))
         turns = {name: Turn(servers[v[:2]], v.asks, slot) for name, v in VARIANTS.items()}
-        found = interleave(turns, ROUNDS_MIN if quick else ROUNDS)
+        found = interleave(turns, ROUNDS_QUICK if quick else ROUNDS)
     cpu_us = {name: Samples(tuple(turn.cpu_us)) for name, turn in turns.items()}
     return Table(
         name="http",
@@ -115,12 +114,11 @@ def measure(*, quick: bool) -> Table:
     )
 
 
-def _stores(stack: ExitStack) -> dict[str, str]:
+def _stores(stack: ExitStack, *, quick: bool) -> dict[str, str]:
     """Where each kind of store is; SQLite's contenders have a file each."""
     directory = stack.enter_context(workshop())
-    postgres, redis = durable_postgres(), Redis()
-    for server in (postgres, redis):
-        stack.callback(server.remove)
+    postgres, redis = stack.enter_context(lent(durable_postgres, quick=quick)), Redis()
+    stack.callback(redis.remove)
     return {
         "memory": "memory://",
         "sqlite": f"sqlite:///{directory}/{{contender}}.db",
@@ -174,6 +172,27 @@ def _bare(found: dict[str, Samples], asked: str) -> Samples:
     return found.get(f"bare {asked}", found["bare"])
 
 
+@contextmanager
+def _servers(urls: Mapping[str, str]) -> Iterator[dict[tuple[str, str], Server]]:
+    """A server for each contender and kind of store; all of them answer before one is loaded."""
+    pairs = sorted({variant[:2] for variant in VARIANTS.values()})
+    words = [word for name, store in pairs for word in (name, urls[store].format(contender=name))]
+    command = [sys.executable, "-m", "benchmarks.http_apps", *words]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        lines = (process.stdout.readline().split() for _ in pairs)
+        servers = {
+            pair: Server(" on ".join(pair), Address(int(port), int(pid)))
+            for pair, (port, pid) in zip(pairs, lines, strict=True)
+        }
+        for server in servers.values():
+            server.forget()
+        yield servers
+    finally:
+        process.communicate()
+
+
 class Turn:
     """What a contender does in its slot."""
 
@@ -212,24 +231,11 @@ class Turn:
         return await load.run(self._slot.wall_s, self._slot.warm_up_s)
 
 
-class Server:
-    """One contender's process, from listening to its end."""
+class Server(NamedTuple):
+    """One contender's process."""
 
-    def __init__(self, contender: str, store: str, urls: Mapping[str, str]) -> None:
-        self.name = f"{contender} on {store}"
-        url = urls[store].format(contender=contender)
-        command = [sys.executable, "-m", "benchmarks.http_apps", contender, url]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def __enter__(self) -> Self:
-        assert self._process.stdout is not None
-        self.address = Address(int(self._process.stdout.readline()), self._process.pid)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.communicate()
+    name: str
+    address: Address
 
     def forget(self) -> None:
         """Empty the peer's store; the other contenders need no such favour."""

@@ -1,7 +1,8 @@
-"""The servers: `python -m benchmarks.http_apps CONTENDER STORE_URL` serves one contender.
+"""The servers: `python -m benchmarks.http_apps CONTENDER STORE_URL …` serves each contender.
 
-One uvicorn worker with uvloop and httptools on a free port of the loopback, which is printed once
-it listens. The server ends when its standard input does, so that none outlives its benchmark.
+One uvicorn worker with uvloop and httptools on a free port of the loopback, in a process of its
+own; port and process are printed, a line for each. What they import is imported once, before they
+part. They end when their standard input does, so that none outlives its benchmark.
 """
 
 from __future__ import annotations
@@ -109,14 +110,19 @@ CONTENDERS: dict[str, Callable[[str], App]] = {
 
 def main() -> None:
     """Serve until standard input ends."""
-    contender, url = sys.argv[1:]
-    with pinned("first"):
-        _serve(CONTENDERS[contender](url))
+    for contender, url in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        with socket.create_server(("127.0.0.1", 0), backlog=128) as listening:
+            pid = os.fork()
+            if pid == 0:
+                with pinned("first"):
+                    _serve(CONTENDERS[contender](url), listening)
+                return
+            print(listening.getsockname()[1], pid, flush=True)
+    sys.stdin.read()
 
 
-def _serve(app: App) -> None:
+def _serve(app: App, listening: socket.socket) -> None:
     logging.getLogger("idemkit").setLevel(logging.ERROR)
-    listening = socket.create_server(("127.0.0.1", 0), backlog=128)
     config = uvicorn.Config(
         app,
         loop="uvloop",
@@ -124,7 +130,6 @@ def _serve(app: App) -> None:
         access_log=False,
         log_level="warning",
     )
-    print(listening.getsockname()[1], flush=True)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     uvicorn.Server(config).run(sockets=[listening])
 

@@ -25,10 +25,9 @@ from typing import NamedTuple, TypeAlias
 from servers.redis import Redis
 
 from benchmarks.contest import ROUNDS
+from benchmarks.durable import durable_mariadb, durable_postgres, lent
 from benchmarks.machine import workshop
-from benchmarks.measuring import ROUNDS_MIN, Samples
-from benchmarks.mysql import durable_mariadb
-from benchmarks.postgres import durable_postgres
+from benchmarks.measuring import ROUNDS_QUICK, Samples
 from benchmarks.report import Figures, Table
 from coatcheck import AsyncEngine, Engine
 from coatcheck.stores import AsyncStore, Store
@@ -36,7 +35,7 @@ from coatcheck.stores.memory import AsyncMemoryStore, MemoryStore
 
 # Operations of each in a round: enough for a hundredth of them to be more than the very worst.
 TURNS = 200
-TURNS_QUICK = 40
+TURNS_QUICK = 30
 # Before the first that counts: connects, imports, prepares statements.
 FIRST_TURNS = 10
 WORLDS = ("thread", "event loop")
@@ -58,8 +57,8 @@ COLUMNS = [f"{step} {share}" for step in Took._fields for share in SHARES]
 
 def measure(*, quick: bool) -> Table:
     """The table of this question."""
-    turns, rounds = (TURNS_QUICK, ROUNDS_MIN) if quick else (TURNS, ROUNDS)
-    with _places() as urls:
+    turns, rounds = (TURNS_QUICK, ROUNDS_QUICK) if quick else (TURNS, ROUNDS)
+    with _places(quick=quick) as urls:
         contenders = {
             (store, world): _contender(url, world)
             for store, url in urls.items()
@@ -89,20 +88,16 @@ def measure(*, quick: bool) -> Table:
 
 
 @contextmanager
-def _places() -> Iterator[dict[str, str]]:
+def _places(*, quick: bool) -> Iterator[dict[str, str]]:
     """A URL for each kind of store, in the order of the table; servers start side by side."""
-    makers = (
-        durable_postgres,
-        durable_mariadb,
-        lambda: Redis(on_disk=True),
-        lambda: Redis(on_disk=True, appendfsync="always"),
-    )
-    with ExitStack() as stack, ThreadPoolExecutor(len(makers)) as pool:
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         directory = Path(stack.enter_context(workshop()))
-        servers = [future.result() for future in [pool.submit(make) for make in makers]]
-        for server in servers:
-            stack.callback(server.remove)
-        postgres, mariadb, everysec, always = servers
+        starting_postgres = pool.submit(stack.enter_context, lent(durable_postgres, quick=quick))
+        starting_mariadb = pool.submit(stack.enter_context, lent(durable_mariadb, quick=quick))
+        everysec, always = Redis(on_disk=True), Redis(on_disk=True, appendfsync="always")
+        stack.callback(everysec.remove)
+        stack.callback(always.remove)
+        postgres, mariadb = starting_postgres.result(), starting_mariadb.result()
         yield {
             "memory": "memory://",
             "SQLite": f"sqlite:///{directory}/{{world}}.db",

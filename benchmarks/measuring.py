@@ -17,8 +17,8 @@ from typing import NamedTuple, TypeAlias
 
 Slot: TypeAlias = Callable[[], float]
 
-# 5: the fewest from which a median with a spread around it means something.
-ROUNDS_MIN = 5
+# 3: the fewest of which one may be disturbed, and the median is not.
+ROUNDS_QUICK = 3
 
 
 class Samples(NamedTuple):
@@ -48,7 +48,7 @@ class Samples(NamedTuple):
 
 def interleave(slots: Mapping[str, Slot], rounds: int) -> dict[str, Samples]:
     """Run every slot once in each of *rounds* rounds, in turn."""
-    assert rounds >= ROUNDS_MIN
+    assert rounds >= ROUNDS_QUICK
     names = list(slots)
     found: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 
 from idemkit import InMemoryBackend, MethodConfig, idempotent
 
-from benchmarks.measuring import ROUNDS_MIN, Cost, Samples, Slot, drive, interleave
+from benchmarks.measuring import ROUNDS_QUICK, Cost, Samples, Slot, drive, interleave
 from benchmarks.report import TIMES, Row, Table, Target
 from coatcheck import AsyncEngine
 
@@ -36,7 +36,7 @@ def measure(*, quick: bool) -> Table:
         for name, make in CONTENDERS.items():
             slots[f"{name} {at_a_time}"] = _slot(make, stores[name], at_a_time)
     logging.getLogger("idemkit").setLevel(logging.ERROR)
-    found = interleave(slots, ROUNDS_MIN if quick else ROUNDS)
+    found = interleave(slots, ROUNDS_QUICK if quick else ROUNDS)
     return Table(
         name="memory",
         question="processor time of one keyed operation on the memory store, µs",

@@ -14,7 +14,6 @@ from itertools import count
 
 import asyncmy
 import pymysql
-from servers.mariadb import Mariadb
 
 from benchmarks.contest import (
     AT_A_TIME,
@@ -32,6 +31,7 @@ from benchmarks.contest import (
     rows_alone,
     together,
 )
+from benchmarks.durable import durable_mariadb, lent
 from benchmarks.measuring import Samples
 from benchmarks.report import TIMES, Row, Table, Target
 
@@ -43,32 +43,22 @@ SESSIONS = 64
 _NUMBERS = count()
 
 
-def durable_mariadb() -> Mariadb:
-    """A server on a disk, that has written what it has acknowledged; without a binary log."""
-    settings = {"innodb-flush-log-at-trx-commit": "1", "innodb-buffer-pool-size": "128M"}
-    return Mariadb(on_disk=True, **settings)
-
-
 def measure(*, quick: bool) -> Table:
     """The table of this question."""
-    server = durable_mariadb()
-    contenders: dict[str, Contender] = {
-        "product": lambda: product(server.fresh_url()),
-        "one by one": partial(_one_by_one, server.port, SESSIONS),
-    }
-    alone_here: dict[str, Contender] = {
-        "product, thread": lambda: product_here(server.fresh_url()),
-        "product, event loop": lambda: product(server.fresh_url()),
-        "PyMySQL": partial(_pymysql, server.port),
-        "asyncmy": partial(_one_by_one, server.port, 1),
-    }
-    try:
-        with pymysql.connect(host="127.0.0.1", port=server.port, user="root") as connection:
-            connection.cursor().execute(f"create database {DATABASE}")
+    with lent(durable_mariadb, quick=quick) as server:
+        server.ask(f"create database {DATABASE}")
+        contenders: dict[str, Contender] = {
+            "product": lambda: product(server.fresh_url()),
+            "one by one": partial(_one_by_one, server.port, SESSIONS),
+        }
+        alone_here: dict[str, Contender] = {
+            "product, thread": lambda: product_here(server.fresh_url()),
+            "product, event loop": lambda: product(server.fresh_url()),
+            "PyMySQL": partial(_pymysql, server.port),
+            "asyncmy": partial(_one_by_one, server.port, 1),
+        }
         row = _row(together(contenders, quick=quick))
         found = alone(alone_here, quick=quick)
-    finally:
-        server.remove()
     return Table(
         name="mysql",
         question="keyed operations on MariaDB, flushed at each commit: two durable writes each",

@@ -17,7 +17,6 @@ import asyncpg
 import psycopg
 from idemkit import MethodConfig, idempotent
 from idemkit.backends.postgres import PostgresBackend, init_pg
-from servers.postgres import Postgres
 
 from benchmarks.contest import (
     AT_A_TIME,
@@ -35,6 +34,7 @@ from benchmarks.contest import (
     rows_alone,
     together,
 )
+from benchmarks.durable import durable_postgres, lent
 from benchmarks.grouped import GroupedPostgres, table_of
 from benchmarks.measuring import Samples
 from benchmarks.report import TIMES, Row, Table, Target
@@ -45,32 +45,24 @@ SESSIONS = 32
 _NUMBERS = count()
 
 
-def durable_postgres() -> Postgres:
-    """A server on a disk, that has written what it has acknowledged."""
-    return Postgres(on_disk=True, fsync="on", shared_buffers="128MB")
-
-
 def measure(*, quick: bool) -> Table:
     """The table of this question."""
     logging.getLogger("idemkit").setLevel(logging.ERROR)
-    server = durable_postgres()
-    contenders: dict[str, Contender] = {
-        "product": lambda: product(_fresh(server.url)),
-        "idemkit": partial(_idemkit, server.url),
-        "one by one": partial(_one_by_one, server.url, SESSIONS),
-        "grouped": partial(_grouped, server.url),
-    }
-    alone_here: dict[str, Contender] = {
-        "product, thread": lambda: product_here(_fresh(server.url)),
-        "product, event loop": lambda: product(_fresh(server.url)),
-        "psycopg": partial(_psycopg, server.url),
-        "asyncpg": partial(_one_by_one, server.url, 1),
-    }
-    try:
+    with lent(durable_postgres, quick=quick) as server:
+        contenders: dict[str, Contender] = {
+            "product": lambda: product(_fresh(server.url)),
+            "idemkit": partial(_idemkit, server.url),
+            "one by one": partial(_one_by_one, server.url, SESSIONS),
+            "grouped": partial(_grouped, server.url),
+        }
+        alone_here: dict[str, Contender] = {
+            "product, thread": lambda: product_here(_fresh(server.url)),
+            "product, event loop": lambda: product(_fresh(server.url)),
+            "psycopg": partial(_psycopg, server.url),
+            "asyncpg": partial(_one_by_one, server.url, 1),
+        }
         rows = _rows(together(contenders, quick=quick))
         found = alone(alone_here, quick=quick)
-    finally:
-        server.remove()
     return Table(
         name="postgres",
         question="keyed operations on PostgreSQL with fsync: two durable writes each",

@@ -40,7 +40,7 @@ from benchmarks.contest import (
     SLOT_S_QUICK,
     place_here,
 )
-from benchmarks.measuring import ROUNDS_MIN, For, Samples, Slot, drive, drive_threads, interleave
+from benchmarks.measuring import ROUNDS_QUICK, For, Samples, Slot, drive, drive_threads, interleave
 from benchmarks.report import TIMES, Row, Table, Target
 from coatcheck import AsyncEngine, Engine
 
@@ -71,7 +71,7 @@ def measure(*, quick: bool) -> Table:
         "Powertools": partial(_powertools_on_redis, server.url),
         "redis-py": partial(_redis_py, server.url),
     }
-    wall_s, rounds = (SLOT_S_QUICK, ROUNDS_MIN) if quick else (SLOT_S, ROUNDS)
+    wall_s, rounds = (SLOT_S_QUICK, ROUNDS_QUICK) if quick else (SLOT_S, ROUNDS)
     try:
         slots = {name: _slot(make, wall_s) for name, make in contenders.items()}
         rows = _rows_of_speed(interleave(slots, rounds))

@@ -22,9 +22,9 @@ from idemkit.backends.redis import RedisBackend
 from servers.redis import Redis
 
 from benchmarks.contest import AT_A_TIME, RESPONSE, ROUNDS, Operation, names_of, place, product
+from benchmarks.durable import durable_postgres, lent
 from benchmarks.grouped import GroupedPostgres, GroupedRedis
-from benchmarks.measuring import ROUNDS_MIN, Cost, Samples, Slot, drive, interleave
-from benchmarks.postgres import durable_postgres
+from benchmarks.measuring import ROUNDS_QUICK, Cost, Samples, Slot, drive, interleave
 from benchmarks.report import TIMES, Row, Table, Target
 from coatcheck import AsyncEngine
 
@@ -59,8 +59,7 @@ def measure(*, quick: bool) -> Table:
     keys = KEYS_QUICK if quick else KEYS
     times = WARM_TIMES_QUICK if quick else WARM_TIMES
     with ExitStack() as stack:
-        postgres, redis = durable_postgres(), Redis()
-        stack.callback(postgres.remove)
+        postgres, redis = stack.enter_context(lent(durable_postgres, quick=quick)), Redis()
         stack.callback(redis.remove)
         warm = {
             "memory": "memory://",
@@ -75,7 +74,7 @@ def measure(*, quick: bool) -> Table:
             slots[name] = partial(_cold, make, keys_count)
         for store, url in warm.items():
             slots[f"warm, {store}"] = partial(_warm, url, times)
-        found = interleave(slots, ROUNDS_MIN if quick else ROUNDS)
+        found = interleave(slots, ROUNDS_QUICK if quick else ROUNDS)
     return Table(
         name="replays",
         question="answers a second to retries of completed keys, 64 at a time",

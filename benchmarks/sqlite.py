@@ -22,7 +22,7 @@ from typing import TypeAlias
 from benchmarks.floors import GroupedWriter, OneByOne
 from benchmarks.machine import workshop
 from benchmarks.measuring import (
-    ROUNDS_MIN,
+    ROUNDS_QUICK,
     Cost,
     For,
     Samples,
@@ -46,7 +46,7 @@ RESPONSE = b'{"order": 17, "state": "placed", "amount": 1999}'
 
 def measure(*, quick: bool) -> Table:
     """The table of this question."""
-    wall_s, rounds = (SLOT_S_QUICK, ROUNDS_MIN) if quick else (SLOT_S, ROUNDS)
+    wall_s, rounds = (SLOT_S_QUICK, ROUNDS_QUICK) if quick else (SLOT_S, ROUNDS)
     with workshop() as directory:
         files = (Path(directory) / f"{number}.db" for number in itertools.count())
         turns = {name: Turn(run, files, wall_s) for name, run in TOGETHER.items()}

@@ -21,7 +21,7 @@ import psycopg
 from servers.postgres import Postgres
 
 from benchmarks.contest import AT_A_TIME
-from benchmarks.measuring import ROUNDS_MIN, Samples, interleave
+from benchmarks.measuring import ROUNDS_QUICK, Samples, interleave
 from benchmarks.report import TIMES, Row, Table, Target, counted
 from coatcheck import Policy
 from coatcheck.core.record import GONE, Swap
@@ -32,7 +32,7 @@ from coatcheck.stores.postgres_link import Link
 
 FEW = 10_000
 MANY = 5_000_000
-MANY_QUICK = 400_000
+MANY_QUICK = 300_000
 ROUNDS = 5
 # Claims alone in each round and table, and batches. They stay, so that 10 000 keys become 17 000.
 ALONE, BATCHES = 200, 10
@@ -41,6 +41,7 @@ ALONE, BATCHES = 200, 10
 KEYS_PER_WARMING = 2_500
 # Of 16 MB each: enough for a million records that are swept.
 LOG_FILES = 24
+LOG_FILES_QUICK = 8
 # So that the sweep takes about a million records in all slots together.
 SLOT_S = 0.6
 SLOT_S_QUICK = 0.1
@@ -62,10 +63,10 @@ SETTINGS = {
 def measure(*, quick: bool) -> Table:
     """The table of this question."""
     many = MANY_QUICK if quick else MANY
-    rounds = ROUNDS_MIN if quick else ROUNDS
+    rounds = ROUNDS_QUICK if quick else ROUNDS
     server = Postgres(on_disk=True, **SETTINGS)
     try:
-        _make_log_files(server)
+        _make_log_files(server, LOG_FILES_QUICK if quick else LOG_FILES)
         with _store(server, "few", FEW) as few, _store(server, "many", many) as crowded:
             for _ in range(many // KEYS_PER_WARMING):
                 _claim_us(crowded, AT_A_TIME)
@@ -122,10 +123,10 @@ def _rows(found: dict[str, Samples], many: int) -> list[Row]:
 # --- the tables -------------------------------------------------------------------------------
 
 
-def _make_log_files(server: Postgres) -> None:
+def _make_log_files(server: Postgres, files: int) -> None:
     """Leave files for the log to be used again, as they are where a server has run for a while."""
     with psycopg.connect(server.url, autocommit=True) as connection:
-        for _ in range(LOG_FILES):
+        for _ in range(files):
             connection.execute("select txid_current(), pg_switch_wal()")
         connection.execute("checkpoint")
 

@@ -19,7 +19,6 @@ from uuid import UUID
 import asyncpg
 import psycopg
 from psycopg_pool import AsyncConnectionPool
-from servers.postgres import Postgres
 
 from benchmarks.contest import (
     AT_A_TIME,
@@ -32,6 +31,7 @@ from benchmarks.contest import (
     place,
     together,
 )
+from benchmarks.durable import durable_postgres, lent
 from benchmarks.measuring import Samples
 from benchmarks.report import TIMES, Row, Table, Target
 from coatcheck import AsyncEngine, current_operation
@@ -45,21 +45,18 @@ _NUMBERS = count()
 
 def measure(*, quick: bool) -> Table:
     """The table of this question."""
-    server = Postgres(on_disk=True, fsync="on", shared_buffers="128MB")
-    contenders: dict[str, Contender] = {
-        "product": partial(_product, server.url),
-        "by hand": partial(_by_hand, server.url),
-        "three commits": partial(_three_commits, server.url),
-        "at least": partial(_by_hand, server.url, statements=_LEAST),
-        "unprotected": partial(_unprotected, server.url),
-        "product on asyncpg": partial(_product_on_asyncpg, server.url),
-        "by hand on asyncpg": partial(_by_hand_on_asyncpg, server.url),
-    }
-    alone_here = {name: contenders[name] for name in ("product", "by hand", "three commits")}
-    try:
+    with lent(durable_postgres, quick=quick) as server:
+        contenders: dict[str, Contender] = {
+            "product": partial(_product, server.url),
+            "by hand": partial(_by_hand, server.url),
+            "three commits": partial(_three_commits, server.url),
+            "at least": partial(_by_hand, server.url, statements=_LEAST),
+            "unprotected": partial(_unprotected, server.url),
+            "product on asyncpg": partial(_product_on_asyncpg, server.url),
+            "by hand on asyncpg": partial(_by_hand_on_asyncpg, server.url),
+        }
+        alone_here = {name: contenders[name] for name in ("product", "by hand", "three commits")}
         rows = [*_rows(together(contenders, quick=quick)), *_alone(alone(alone_here, quick=quick))]
-    finally:
-        server.remove()
     return Table(
         name="transactions",
         question="a keyed order and its record in one transaction of PostgreSQL's, with fsync",

@@ -17,7 +17,7 @@ from typing import TypeAlias
 from idemkit import InMemoryBackend, MethodConfig, idempotent
 
 from benchmarks.machine import workshop
-from benchmarks.measuring import ROUNDS_MIN, Samples, Slot, interleave
+from benchmarks.measuring import ROUNDS_QUICK, Samples, Slot, interleave
 from benchmarks.report import TIMES, Row, Table, Target
 from coatcheck import AsyncEngine, Policy, Record
 from coatcheck.core.record import Swap
@@ -87,7 +87,7 @@ def measure(*, quick: bool) -> Table:
             "floor": lambda: asyncio.run(_event()),
             "product sqlite": product_sqlite,
         }
-        found = interleave(slots, ROUNDS_MIN if quick else ROUNDS)
+        found = interleave(slots, ROUNDS_QUICK if quick else ROUNDS)
     return Table(
         name="waiting",
         question=f"{DUPLICATES} duplicates that wait for the first attempt in the same process",

@@ -127,7 +127,7 @@ def _floor(path: Path, records: int) -> float:
 
 def postgres(*, quick: bool) -> list[Weight]:
     """Its table and indexes, when as many records were swept as are left."""
-    records = 25_000 if quick else 50_000
+    records = 15_000 if quick else 50_000
     server = Postgres(autovacuum="off", shared_buffers="128MB")
     weights: list[Weight] = []
     try:
