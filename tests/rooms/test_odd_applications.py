@@ -17,7 +17,7 @@ from starlette.middleware.authentication import AuthenticationMiddleware
 from starlette.responses import JSONResponse
 from starlette.routing import Host, Route
 
-from coatcheck import Misconfigured, Policy, current_operation
+from coatcheck import AsyncEngine, Engine, Misconfigured, Policy, current_operation
 from coatcheck.server import callers
 from coatcheck.server.asgi import IdempotencyMiddleware as Asgi
 from coatcheck.server.request import fields_of
@@ -127,6 +127,26 @@ def test_a_caller_that_is_no_text_is_told_so(who):
 class _Callable:
     async def __call__(self, _request) -> str:
         return "k"
+
+
+def test_neither_may_a_guarded_function_s_key_or_what_a_policy_keeps_be_awaited():
+    """K4, L4: two orders must not be one because two coroutines had one address."""
+
+    def key_of(order: str):
+        return _Callable()(order)
+
+    with pytest.raises(Misconfigured, match=r"keep= .* must not be async"):
+        Policy(keep=_Callable().__call__)
+    for kind in (Engine, AsyncEngine):
+        engine = kind("memory://")
+        with pytest.raises(Misconfigured, match=r"key= .* must not be async"):
+            engine.guard(key=_Callable())
+    with Engine("memory://") as engine:
+        placed = []
+        place = engine.guard(key=key_of, scope="orders")(placed.append)
+        with pytest.raises(Misconfigured, match=r"key= .* must not be async"):
+            place("A")
+        assert placed == []
 
 
 @pytest.mark.parametrize("kind", [Asgi, Wsgi])

@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any, Literal, TypeAlias
 
 from coatcheck.core.fingerprint import Pointer, parse_pointer
+from coatcheck.core.not_awaited import refuse_async
 from coatcheck.core.replay import Keep
 from coatcheck.errors import Misconfigured
 
@@ -259,6 +260,7 @@ def _check_choices(policy: Policy) -> None:
         if value not in choices:
             offered = ", ".join(map(repr, choices))
             raise Misconfigured(f"{name} is {value!r}; choose one of {offered}")
+    refuse_async("keep", policy.keep)
     if not callable(policy.keep) and policy.keep not in ("final", "all"):
         raise Misconfigured(
             f"keep is {policy.keep!r}; choose 'final', 'all' or a function of the response"

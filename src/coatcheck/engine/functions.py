@@ -12,6 +12,7 @@ from http import HTTPStatus
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, TypeVar
 
+from coatcheck.core.not_awaited import refuse_awaitable
 from coatcheck.core.replay import Fate, encode_value
 from coatcheck.core.serve import Ending, Ticket
 from coatcheck.errors import Misconfigured
@@ -36,6 +37,7 @@ def name_of(function: Callable[..., object]) -> str:
 
 def key_of_call(found: object) -> str:
     """The key that a `key=` function has *found* in a call's arguments (K4); None is none."""
+    refuse_awaitable("key", found)
     return "" if found is None else str(found)
 
 

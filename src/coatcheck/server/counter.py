@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import hmac
-import inspect
 import re
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -15,6 +14,7 @@ from uuid import UUID
 
 from coatcheck.core.fingerprint import fingerprint_of
 from coatcheck.core.key import Key, Malformed, parse_key, reference_of
+from coatcheck.core.not_awaited import refuse_async, refuse_awaitable
 from coatcheck.core.policy import Policy
 from coatcheck.core.problem import Problem, problem
 from coatcheck.core.record import Record
@@ -41,8 +41,8 @@ class Counter:
         key: NaturalKey | None,
         is_by_host: Callable[[], bool],
     ) -> None:
-        _refuse_async("caller", caller)
-        _refuse_async("key", key)
+        refuse_async("caller", caller)
+        refuse_async("key", key)
         self.desk = desk
         self._is_by_host = is_by_host  # whether the application answers by the host it is asked as
         self._caller = caller
@@ -67,7 +67,7 @@ class Counter:
             return None
         try:
             found: object = self._key(request)
-            _refuse_awaitable("key", found)
+            refuse_awaitable("key", found)
             key = "" if found is None else str(found)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             # The function did not find a key in what the client sent: the client's mistake.
@@ -189,23 +189,8 @@ def _text_of(found: object) -> str | None:
         return found
     if isinstance(found, (int, UUID)):
         return str(found)
-    _refuse_awaitable("caller", found)
+    refuse_awaitable("caller", found)
     raise Misconfigured(f"caller= returned {found!r}; it is to return a text, or None")
-
-
-def _refuse_async(name: str, function: Callable[..., object] | None) -> None:
-    """Refuse *function*, if it is to be awaited: what it returned would be another each time."""
-    called = getattr(function, "__call__", None)  # noqa: B004 - of an object that can be called
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called):
-        raise Misconfigured(f"{name}= is called and not awaited: it must not be async")
-
-
-def _refuse_awaitable(name: str, found: object) -> None:
-    """The same of a function that did not look like one."""
-    if inspect.isawaitable(found):
-        if inspect.iscoroutine(found):
-            found.close()
-        raise Misconfigured(f"{name}= is called and not awaited: it must not be async")
 
 
 def _location(token: str, policy: Policy, request: Request) -> str:
