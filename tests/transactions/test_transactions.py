@@ -704,6 +704,29 @@ def test_who_cannot_lend_is_refused_with_a_sentence(shop, tmp_path, open_engine)
     assert shop.records() == 0
 
 
+def test_a_connection_of_one_thread_is_refused_where_there_are_several(tmp_path, open_engine):
+    """S3: on an event loop, and where one that was made elsewhere is lent to threads."""
+    shop = SHOPS["sqlite"](tmp_path)
+
+    connection = sqlite3.connect(shop.place)
+
+    async def put(number):
+        return place(number)
+
+    async def main():
+        async with AsyncEngine(shop.store, transactions=lambda: connection) as engine:
+            await engine.transaction("a", put, 1)
+
+    with closing(connection), ThreadPoolExecutor() as threads:
+        with pytest.raises(Misconfigured, match="check_same_thread=False"):
+            asyncio.run(main())
+        engine = open_engine(shop, transactions=connection)
+        with pytest.raises(Misconfigured, match="check_same_thread=False"):
+            threads.submit(engine.transaction, "a", place, 1).result()
+        assert engine.transaction("a", place, 1) == 1
+    assert shop.orders() == [1]
+
+
 def test_a_connection_to_another_database_of_the_same_kind_is_noticed(tmp_path, open_engine):
     """L9: its record would be where nobody looks for it."""
     ours, theirs = SHOPS["sqlite"](tmp_path), SHOPS["sqlite"](tmp_path)
