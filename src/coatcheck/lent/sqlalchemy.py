@@ -11,8 +11,6 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any, cast
 
-from sqlalchemy.exc import UnboundExecutionError
-
 from coatcheck.errors import Misconfigured
 from coatcheck.lent.asynchronous import with_dollars
 from coatcheck.lent.contract import IN_TRANSACTION, AsyncOneByOne, OneByOne
@@ -39,7 +37,7 @@ class _Alchemy:
         self._is_session = hasattr(handle, "get_bind")
         try:
             bind = self.handle.get_bind() if self._is_session else handle
-        except UnboundExecutionError as error:
+        except Exception as error:
             raise Misconfigured(_UNBOUND) from error
         name = "mysql" if bind.dialect.name == "mariadb" else bind.dialect.name
         self.dialect = cast("Dialect", name)
