@@ -12,6 +12,7 @@ from sqlalchemy.ext.asyncio import async_scoped_session, async_sessionmaker
 
 from coatcheck import AsyncEngine, Engine, Policy, current_operation
 from coatcheck.errors import Misconfigured
+from coatcheck.lent import lent_by
 from coatcheck.server.wsgi import IdempotencyMiddleware
 
 DRIVERS = {"sqlite": "pysqlite", "postgres": "psycopg", "mysql": "pymysql"}
@@ -174,6 +175,23 @@ def test_an_async_scoped_session_is_lent_as_the_session_behind_it(shop):
 
     assert lent_async(shop, make) == ([1, 1], 0)
     assert (shop.orders(), shop.records()) == ([1], 1)
+
+
+def test_an_async_scoped_session_is_gone_whoever_undoes_it(shop):
+    """L9: a task that is cancelled leaves that to another one."""
+
+    async def main():
+        engine = async_engine(shop, ASYNC_DRIVERS[shop.kind])
+        scoped = async_scoped_session(async_sessionmaker(engine), asyncio.current_task)
+        lent = lent_by(scoped)
+        try:
+            await lent.start()
+            await asyncio.create_task(lent.rollback())
+            return scoped.registry.registry, engine.pool.checkedout()
+        finally:
+            await engine.dispose()
+
+    assert asyncio.run(main()) == ({}, 0)
 
 
 def test_a_scoped_session_of_threads_is_refused_on_an_event_loop(shop, alchemy):

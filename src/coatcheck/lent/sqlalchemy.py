@@ -31,7 +31,7 @@ class _Alchemy:
     """What both have in common; of a package that may not be here, so all of it is `Any`."""
 
     def __init__(self, handle: Any) -> None:  # noqa: ANN401 - see above
-        self._scoped = handle if hasattr(handle, "registry") else None
+        self._scoped: Any = handle if hasattr(handle, "registry") else None
         self._is_ours = self._scoped is not None and not handle.registry.has()
         self.handle = handle if self._scoped is None else handle()
         self._is_session = hasattr(handle, "get_bind")
@@ -61,8 +61,10 @@ class _Alchemy:
 
     def _is_in_scope(self) -> bool:
         """Who asks the scoped session here gets the one that was lent."""
-        scoped = self._scoped
-        return scoped is not None and scoped.registry.has() and scoped() is self.handle
+        return self._scoped.registry.has() and self._scoped() is self.handle
+
+    def _clear_scope(self) -> None:
+        self._scoped.registry.clear()
 
     def _is_removed(self) -> bool:
         """Take the session out of its scope, unless its owner had it before; then close it."""
@@ -71,16 +73,18 @@ class _Alchemy:
         vars(self.handle).pop("close", None)
         is_in_scope = self._is_in_scope()
         if is_in_scope and self._is_ours:
-            self._scoped.registry.clear()
+            self._clear_scope()
         return self._is_ours or not is_in_scope
 
 
 def _commits_by_itself(connection: Any) -> bool:  # noqa: ANN401 - see above
     """*connection* is the driver's, or what SQLAlchemy has made of it."""
     ask = getattr(connection, "get_autocommit", None)  # MySQL's have it as a method
-    autocommit = getattr(connection, "autocommit", False) if ask is None else ask()
+    if ask is not None:
+        return bool(ask())
     level = getattr(connection, "isolation_level", None)
-    return autocommit is True or level in ("autocommit", "AUTOCOMMIT")
+    is_on = getattr(connection, "autocommit", False) is True
+    return is_on or level in ("autocommit", "AUTOCOMMIT")
 
 
 class AlchemyLent(_Alchemy, OneByOne):
@@ -140,6 +144,17 @@ class AlchemyLent(_Alchemy, OneByOne):
 
 class AsyncAlchemyLent(_Alchemy, AsyncOneByOne):
     """An `AsyncConnection`, `AsyncSession` or `async_scoped_session`."""
+
+    def __init__(self, handle: Any) -> None:  # noqa: ANN401 - see above
+        super().__init__(handle)
+        # Mostly a task, and it may be another one that undoes.
+        self._scope = None if self._scoped is None else handle.registry.scopefunc()
+
+    def _is_in_scope(self) -> bool:
+        return self._scoped.registry.registry.get(self._scope) is self.handle
+
+    def _clear_scope(self) -> None:
+        del self._scoped.registry.registry[self._scope]
 
     async def start(self) -> None:
         """Begin; SQLite by taking the right to write."""
