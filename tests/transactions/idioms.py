@@ -27,7 +27,12 @@ from psycopg_pool import AsyncConnectionPool, ConnectionPool
 from servers.mariadb import mariadb
 from servers.postgres import postgres
 from sqlalchemy import orm
-from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.ext.asyncio import (
+    AsyncSession,
+    async_scoped_session,
+    async_sessionmaker,
+    create_async_engine,
+)
 
 from coatcheck import AsyncEngine, Engine, current_operation
 
@@ -201,6 +206,14 @@ def orm_lends(driver: str) -> Callable[[Shop], Any]:
     return lend
 
 
+def scoped_lends(driver: str) -> Callable[[Shop], Any]:
+    def lend(shop: Shop) -> Any:
+        maker, end = orm_lends(driver)(shop)
+        return orm.scoped_session(maker), end
+
+    return lend
+
+
 def orm_writes(session: Any, number: int) -> None:
     session.add(Order(number=number))  # written by nobody but the commit
 
@@ -326,6 +339,14 @@ def async_orm_lends(driver: str) -> Callable[[Shop], Any]:
     return lend
 
 
+def async_scoped_lends(driver: str) -> Callable[[Shop], Any]:
+    async def lend(shop: Shop) -> Any:
+        maker, end = await async_orm_lends(driver)(shop)
+        return async_scoped_session(maker, asyncio.current_task), end
+
+    return lend
+
+
 async def async_orm_writes(session: Any, number: int) -> None:
     session.add(Order(number=number))
 
@@ -354,6 +375,8 @@ IDIOMS = (
     Idiom("orm-sqlite", "sqlite", False, orm_lends("pysqlite"), orm_writes),
     Idiom("orm-psycopg", "postgres", False, orm_lends("psycopg"), orm_writes),
     Idiom("orm-pymysql", "mysql", False, orm_lends("pymysql"), orm_writes),
+    Idiom("scoped-sqlite", "sqlite", False, scoped_lends("pysqlite"), orm_writes),
+    Idiom("scoped-psycopg", "postgres", False, scoped_lends("psycopg"), orm_writes),
     Idiom("django-sqlite", "sqlite", False, django_lends, django_writes),
     Idiom("django-postgres", "postgres", False, django_lends, django_writes),
     Idiom("psycopg-async", "postgres", True, psycopg_async_lends, psycopg_async_writes),
@@ -366,6 +389,8 @@ IDIOMS = (
     Idiom("orm-asyncpg", "postgres", True, async_orm_lends("asyncpg"), async_orm_writes),
     Idiom("orm-psycopg-async", "postgres", True, async_orm_lends("psycopg"), async_orm_writes),
     Idiom("orm-aiosqlite", "sqlite", True, async_orm_lends("aiosqlite"), async_orm_writes),
+    Idiom("scoped-aiosqlite", "sqlite", True, async_scoped_lends("aiosqlite"), async_orm_writes),
+    Idiom("scoped-asyncpg", "postgres", True, async_scoped_lends("asyncpg"), async_orm_writes),
     # Sync connections on an event loop, as handlers in a framework's threads use them.
     Idiom("threads-psycopg", "postgres", True, psycopg_pool_lends, dbapi_writes),
     Idiom("threads-orm", "postgres", True, orm_lends("psycopg"), orm_writes),

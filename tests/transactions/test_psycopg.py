@@ -288,3 +288,67 @@ def test_who_is_cancelled_on_a_journey_gives_its_connection_back_in_order(shop, 
 
     asyncio.run(main())
     assert shop.orders() == [1]
+
+
+# --- connections that speak in another way ----------------------------------------------------
+
+# As an application may connect, with or without what a session keeps.
+THRESHOLDS = pytest.mark.parametrize("threshold", [5, None])
+
+
+@THRESHOLDS
+@pytest.mark.parametrize("factory", [psycopg.RawCursor, psycopg.ClientCursor])
+def test_what_cursors_the_application_has_is_its_own_affair(shop, factory, threshold):
+    """L9: ours have marks of their own."""
+
+    def lend():
+        return psycopg.connect(shop.place, cursor_factory=factory, prepare_threshold=threshold)
+
+    def work(number):
+        current_operation().connection.execute(f"insert into orders values ({number:d})")
+        return number
+
+    for _ in range(2):
+        with closing(Engine(shop.store, transactions=lend)) as engine:
+            assert engine.transaction("a", work, 1, scope="orders") == 1
+    assert (shop.orders(), shop.records()) == ([1], 1)
+
+
+@THRESHOLDS
+def test_what_cursors_an_event_loop_has_is_its_own_affair_too(shop, threshold):
+    """L9."""
+
+    async def lend():
+        return await psycopg.AsyncConnection.connect(
+            shop.place, cursor_factory=psycopg.AsyncRawCursor, prepare_threshold=threshold
+        )
+
+    async def work(number):
+        connection = current_operation().connection
+        await connection.execute("insert into orders values ($1)", (number,))
+        return number
+
+    async def main():
+        for _ in range(2):
+            async with AsyncEngine(shop.store, transactions=lend) as engine:
+                assert await engine.transaction("a", work, 1, scope="orders") == 1
+
+    asyncio.run(main())
+    assert (shop.orders(), shop.records()) == ([1], 1)
+
+
+@THRESHOLDS
+@pytest.mark.parametrize("encoding", ["latin1", "sql_ascii", "utf8"])
+def test_a_key_may_have_letters_that_the_session_does_not_know(shop, threshold, encoding):
+    """L9: it goes as bytes, and is kept as what it is."""
+
+    def lend():
+        return psycopg.connect(shop.place, client_encoding=encoding, prepare_threshold=threshold)
+
+    keys = ("plain", "é1", "Ž1", "鍵")
+    for _ in range(2):
+        with closing(Engine(shop.store, transactions=lend)) as engine:
+            for number, key in enumerate(keys):
+                assert engine.transaction(key, insert, number, scope="orders") == number
+    assert shop.orders() == [0, 1, 2, 3]
+    assert {key for (key,) in shop.ask("select key from coatcheck_records")} == {*keys}

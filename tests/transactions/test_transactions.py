@@ -155,6 +155,48 @@ def test_who_has_waited_long_enough_is_told_that_it_is_running(kind, tmp_path, o
     assert shop.orders() == [1]
 
 
+# What cuts a statement off long before anybody here has waited enough.
+CUT_OFF = {
+    "postgres": "set session statement_timeout = '200ms'",
+    "mysql": "set session max_statement_time = 0.2",
+}
+
+
+@pytest.mark.parametrize("kind", CUT_OFF)
+def test_who_may_not_wait_in_one_statement_waits_all_the_same(kind, tmp_path, open_engine):
+    """L3: the row was held until then, and that is no outage."""
+    shop = SHOPS[kind](tmp_path)
+
+    def hurried():
+        connection = shop.connect()
+        with closing(connection.cursor()) as cursor:
+            cursor.execute(CUT_OFF[kind])
+        connection.commit()
+        return connection
+
+    first = open_engine(shop, PATIENT)
+    patient, hasty = (open_engine(shop, p, transactions=hurried) for p in (PATIENT, HASTY))
+    began, may_end = threading.Event(), threading.Event()
+
+    def slow(number):
+        began.set()
+        assert may_end.wait(WAIT_S_MAX)
+        return place(number)
+
+    with ThreadPoolExecutor() as threads:
+        one = threads.submit(first.transaction, "a", slow, 1, scope="orders")
+        assert began.wait(WAIT_S_MAX)
+        two = threads.submit(patient.transaction, "a", place, 1, scope="orders")
+        try:
+            with pytest.raises(KeyBusy):
+                hasty.transaction("a", place, 1, scope="orders")
+            assert not two.done()
+        finally:
+            may_end.set()
+        assert one.result() == two.result() == 1
+    assert shop.orders() == [1]
+
+
 @pytest.mark.parametrize("kind", ["postgres", "mysql"])
 def test_nobody_waits_too_long_for_who_has_waited_itself(kind, tmp_path, open_engine):
     """L4: whoever claims after a wait is waited for like one who did not have to."""
@@ -660,6 +702,29 @@ def test_who_cannot_lend_is_refused_with_a_sentence(shop, tmp_path, open_engine)
             with pytest.raises(Misconfigured, match=sentence):
                 engine.transaction("a", place, 1, connection=lends)
     assert shop.records() == 0
+
+
+def test_a_connection_of_one_thread_is_refused_where_there_are_several(tmp_path, open_engine):
+    """S3: on an event loop, and where one that was made elsewhere is lent to threads."""
+    shop = SHOPS["sqlite"](tmp_path)
+
+    connection = sqlite3.connect(shop.place)
+
+    async def put(number):
+        return place(number)
+
+    async def main():
+        async with AsyncEngine(shop.store, transactions=lambda: connection) as engine:
+            await engine.transaction("a", put, 1)
+
+    with closing(connection), ThreadPoolExecutor() as threads:
+        with pytest.raises(Misconfigured, match="check_same_thread=False"):
+            asyncio.run(main())
+        engine = open_engine(shop, transactions=connection)
+        with pytest.raises(Misconfigured, match="check_same_thread=False"):
+            threads.submit(engine.transaction, "a", place, 1).result()
+        assert engine.transaction("a", place, 1) == 1
+    assert shop.orders() == [1]
 
 
 def test_a_connection_to_another_database_of_the_same_kind_is_noticed(tmp_path, open_engine):

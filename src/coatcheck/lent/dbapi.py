@@ -5,12 +5,17 @@ They differ in how a transaction begins, and in whether `commit()` means what it
 
 from __future__ import annotations
 
+import sqlite3
 from typing import Any
 
 from coatcheck.errors import Misconfigured
 from coatcheck.lent.contract import IN_TRANSACTION, OneByOne
 from coatcheck.stores.ledger import Dialect, Statement
 
+_OF_A_THREAD = (
+    "the connection that was lent belongs to the thread that has made it, and is used in another; "
+    "on an event loop there are several: make it with sqlite3.connect(…, check_same_thread=False)"
+)
 _MYSQL_IN_TRANSACTION = 1  # SERVER_STATUS_IN_TRANS
 
 
@@ -57,7 +62,12 @@ class SqliteLent(_Dbapi):
         """Begin by taking the right to write: who only reads at first cannot always get it."""
         if self.handle.in_transaction:
             raise Misconfigured(IN_TRANSACTION)
-        self._say("begin immediate")
+        try:
+            self._say("begin immediate")
+        except sqlite3.ProgrammingError as error:
+            if "same thread" in str(error):
+                raise Misconfigured(_OF_A_THREAD) from error
+            raise
 
     def commit(self) -> None:
         """Commit by a statement: since Python 3.12 `commit()` may do nothing."""

@@ -6,12 +6,16 @@ connection of Django's belongs to one thread, so it is for sync code.
 
 from __future__ import annotations
 
+import logging
+from contextlib import suppress
 from importlib import import_module
 from typing import Any, cast
 
 from coatcheck.errors import Misconfigured, NotCommitted
 from coatcheck.lent.contract import IN_TRANSACTION, OneByOne
 from coatcheck.stores.ledger import Dialect, Statement
+
+logger = logging.getLogger("coatcheck")
 
 
 class DjangoLent(OneByOne):
@@ -21,14 +25,19 @@ class DjangoLent(OneByOne):
         self.handle = handle
         self.dialect = cast("Dialect", handle.vendor)
         self._atomic: Any = None
+        self._is_ours = False  # nobody had connected it before us
 
     def start(self) -> None:
         """Begin."""
-        if self.handle.in_atomic_block or not self.handle.get_autocommit():
+        handle = self.handle
+        self._is_ours = handle.connection is None
+        if handle.in_atomic_block or not handle.get_autocommit():
             raise Misconfigured(IN_TRANSACTION)
-        atomic = import_module("django.db.transaction").atomic(using=self.handle.alias)
+        atomic = import_module("django.db.transaction").atomic(using=handle.alias)
         atomic.__enter__()
         self._atomic = atomic
+        # At the start of a request Django closes what somebody has left in a transaction.
+        handle.close_if_unusable_or_obsolete = _stay_open
 
     def write(self, statement: Statement) -> int:
         """
@@ -44,13 +53,37 @@ class DjangoLent(OneByOne):
             return affected
 
     def commit(self) -> None:
-        """Commit."""
-        atomic, self._atomic = self._atomic, None
+        """Commit; what goes wrong in a hook after that is no news about the commit."""
+        handle, atomic = self.handle, self._taken()
+        hooks, handle.run_on_commit = handle.run_on_commit, []
         atomic.__exit__(None, None, None)
+        handle.run_on_commit = hooks
+        try:
+            handle.run_and_clear_commit_hooks()
+        except Exception:
+            logger.exception("committed, but a function given to on_commit() has failed")
+        self._let_go()
 
     def rollback(self) -> None:
         """Undo."""
-        atomic, self._atomic = self._atomic, None
-        if atomic is not None:
+        if self._atomic is not None:
+            atomic = self._taken()
             self.handle.set_rollback(True)
             atomic.__exit__(None, None, None)
+        self._let_go()
+
+    def _taken(self) -> Any:  # noqa: ANN401 - see above
+        """Our block, to be left; from now on Django may close what it likes."""
+        atomic, self._atomic = self._atomic, None
+        del self.handle.close_if_unusable_or_obsolete
+        return atomic
+
+    def _let_go(self) -> None:
+        """Do with what we have connected as Django does after a request: there may be none."""
+        if self._is_ours:
+            with suppress(Exception):  # as with all that is given back
+                self.handle.close_if_unusable_or_obsolete()
+
+
+def _stay_open() -> None:
+    """In place of what would close a connection that is in our transaction."""

@@ -17,7 +17,7 @@ from itertools import count
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
-from psycopg import Pipeline
+from psycopg import AsyncCursor, Cursor, Pipeline
 from psycopg.abc import PQGen
 from psycopg.errors import DivisionByZero, Error, InvalidSqlStatementName, error_from_result
 from psycopg.generators import execute, fetch, send
@@ -117,9 +117,10 @@ class _Psycopg:
     def _saying_of(self, text: str, statement: Statement) -> _Saying:
         """*text*, its bytes as they are, and all else as text: no type need be known."""
         try:
-            values = _encoded(statement.values, "ascii")  # the same in all encodings
+            values = _encoded(statement.values)
         except UnicodeEncodeError:
-            values = _encoded(statement.values, self.handle.info.encoding)
+            text, in_ascii = _in_ascii(text, statement.values)
+            values = _encoded(in_ascii)
         return _Saying(text, values, _formats_of(text))
 
     def _said_anew(self, sayings: Sequence[_Saying]) -> PQGen[_Said]:
@@ -178,11 +179,27 @@ _OVER = int(ExecStatus.PIPELINE_SYNC)
 _DONE = (int(ExecStatus.COMMAND_OK), int(ExecStatus.TUPLES_OK))
 
 
-def _encoded(values: Sequence[Any], encoding: str) -> list[bytes | None]:
+def _encoded(values: Sequence[Any]) -> list[bytes | None]:
+    """*values* as they are sent, in what is the same in all encodings."""
     return [
-        value if value is None or type(value) is bytes else str(value).encode(encoding)
+        value if value is None or type(value) is bytes else str(value).encode("ascii")
         for value in values
     ]
+
+
+def _in_ascii(text: str, values: Sequence[Any]) -> tuple[str, Sequence[Any]]:
+    """The same, but letters beyond ASCII go as bytes: the session's encoding may not have them."""
+    is_beyond = [isinstance(value, str) and not value.isascii() for value in values]
+    if not any(is_beyond):
+        return text, values
+    start, *rest = text.split("%s")
+    parts = zip(is_beyond, rest, strict=True)
+    marked = [f"{_BEYOND if is_so else '%s'}{part}" for is_so, part in parts]
+    both = zip(is_beyond, values, strict=True)
+    return start + "".join(marked), [value.encode() if is_so else value for is_so, value in both]
+
+
+_BEYOND = "convert_from(%s::bytea, 'utf8')"
 
 
 @lru_cache(maxsize=64)
@@ -224,8 +241,9 @@ class PsycopgLent(_Psycopg, OneByOne):
     def write(self, statement: Statement) -> int:
         """Execute *statement*; how many rows it affected."""
         self._be_patient(statement)
-        affected: int = self.handle.execute(statement.text, statement.values).rowcount
-        return affected
+        with Cursor(self.handle) as cursor:  # the application's own may have other marks
+            cursor.execute(*_in_ascii(statement.text, statement.values))
+            return cursor.rowcount
 
     def end(self, statement: Statement) -> bool:
         """Execute *statement*, and commit where it affected one row; whether it did."""
@@ -263,9 +281,9 @@ class PsycopgAsyncLent(_Psycopg, AsyncOneByOne):
     async def write(self, statement: Statement) -> int:
         """Execute *statement*; how many rows it affected."""
         self._be_patient(statement)
-        cursor = await self.handle.execute(statement.text, statement.values)
-        affected: int = cursor.rowcount
-        return affected
+        async with AsyncCursor(self.handle) as cursor:  # as above
+            await cursor.execute(*_in_ascii(statement.text, statement.values))
+            return cursor.rowcount
 
     async def end(self, statement: Statement) -> bool:
         """Execute *statement*, and commit where it affected one row; whether it did."""

@@ -23,6 +23,7 @@ class Trouble(Enum):
 
 _POSTGRES = {
     "55P03": Trouble.HELD,
+    "57014": Trouble.HELD,  # longer than a statement may take
     "23505": Trouble.TAKEN,
     "40001": Trouble.COLLIDED,
     "40P01": Trouble.COLLIDED,
@@ -36,6 +37,7 @@ _POSTGRES = {
 }
 _MYSQL = {
     1205: Trouble.HELD,
+    1969: Trouble.HELD,  # MariaDB: longer than a statement may take
     1062: Trouble.TAKEN,
     1213: Trouble.COLLIDED,
     1020: Trouble.COLLIDED,  # MariaDB: changed since it was read

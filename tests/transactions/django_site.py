@@ -1,0 +1,102 @@
+"""A site of Django's behind the middleware, in a process of its own: its settings are global.
+
+Its arguments are a scene of the test's, as JSON; what came of it is printed, as JSON.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import sys
+from typing import Any
+
+import django
+from django.conf import settings
+from django.core.wsgi import get_wsgi_application
+from django.db import connection, transaction
+from django.http import HttpRequest, JsonResponse
+from django.urls import path
+
+from coatcheck import Policy
+from coatcheck.server.wsgi import IdempotencyMiddleware
+
+RUNS: list[str] = []
+HOOKS: list[bool] = []
+
+
+def place(request: HttpRequest) -> JsonResponse:
+    """Write a row, and do what the number says beside it."""
+    number = int(json.loads(request.body))
+    RUNS.append(request.path)
+    with connection.cursor() as cursor:
+        cursor.execute("insert into orders values (%s)", (number,))
+    transaction.on_commit(lambda: HOOKS.append(connection.in_atomic_block))
+    if request.path == "/fail":
+        raise ValueError("no")
+    if request.path == "/hook":
+        transaction.on_commit(_fail)
+    return JsonResponse({"number": number}, status=201)
+
+
+def _fail() -> None:
+    raise OSError("the broker is away")
+
+
+urlpatterns = [path(name, place) for name in ("place", "fail", "hook")]
+
+
+def post(site: Any, where: str, number: int) -> int:
+    """The status of the answer; the key is the number."""
+    body = json.dumps(number).encode()
+    environ = {
+        "REQUEST_METHOD": "POST",
+        "PATH_INFO": where,
+        "SCRIPT_NAME": "",
+        "SERVER_NAME": "shop",
+        "SERVER_PORT": "80",
+        "SERVER_PROTOCOL": "HTTP/1.1",
+        "CONTENT_LENGTH": str(len(body)),
+        "CONTENT_TYPE": "application/json",
+        "HTTP_IDEMPOTENCY_KEY": f"order-{number}",
+        "wsgi.input": io.BytesIO(body),
+        "wsgi.errors": io.StringIO(),
+        "wsgi.url_scheme": "http",
+    }
+    told: list[str] = []
+    said = site(environ, lambda status, *_: told.append(status))
+    b"".join(said)
+    if hasattr(said, "close"):
+        said.close()
+    return int(told[0][:3])
+
+
+def main(scene: dict[str, Any]) -> None:
+    """Play *scene*: post each of its orders, every other time to another node."""
+    settings.configure(
+        DATABASES={"default": scene["database"]},
+        ROOT_URLCONF=__name__,
+        ALLOWED_HOSTS=["*"],
+        SECRET_KEY="none",
+    )
+    django.setup()
+    logging.disable()
+    app = get_wsgi_application()
+    policy = Policy(mode="transaction")
+    sites = [
+        IdempotencyMiddleware(
+            app, store=scene["store"], policy=policy, transactions=lambda: connection
+        )
+        for _ in range(2)
+    ]
+    answers, is_open = [], []
+    for turn, (where, number) in enumerate(scene["orders"]):
+        answers.append(post(sites[turn % 2], where, number))
+        is_open.append(connection.connection is not None)
+    for site in sites:
+        site.engine.close()
+    print(json.dumps({"answers": answers, "runs": RUNS, "hooks": HOOKS, "is_open": is_open}))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
