@@ -84,7 +84,7 @@ class AsyncEngine(AsyncDriver):
             await self.start()
         desk = self.desk
         policy = desk.policy if policy is None else policy_of(policy)
-        ticket = desk.ticket_of_call(key, label, call)
+        ticket = desk.ticket_of_call(key, label, call, policy)
         known = desk.recall(ticket, policy)
         if known is not None:
             value: T = desk.result_of(ticket, known, None, None)
