@@ -102,6 +102,19 @@ def test_a_refusal_at_the_door_forgets_only_what_the_first_attempt_asked_for():
     assert swap.record.attempt == 2
 
 
+def test_a_key_that_was_only_ever_refused_at_the_door_stays_free():
+    """L4: however often; but what has run once under it has used it up."""
+    refused_once = failed(FIRST)._replace(fingerprint=b"")
+    flow, _ = met(refused_once)
+    assert isinstance(flow.send(None), Execute)
+    again = flow.send(Ending(Fate.FORGET)).record
+    assert (again.attempt, again.fingerprint) == (2, b"")
+    flow, _ = met(refused_once)
+    assert isinstance(flow.send(None), Execute)
+    released = flow.send(Ending(Fate.RELEASE)).record
+    assert (released.attempt, released.fingerprint) == (2, TICKET.fingerprint)
+
+
 @pytest.mark.parametrize(
     ("ending", "state", "fingerprint"),
     [
