@@ -147,6 +147,13 @@ class TakeOver(NamedTuple):
     is_fresh: bool = False
 
 
+@dataclass(slots=True)
+class Claim(Swap):
+    """The swap that gets hold of what is to be executed; *took*: with a life that has begun."""
+
+    took: TakeOver | None = None
+
+
 class Park(NamedTuple):
     """An attempt died and may not be run again: only a person can say what happened."""
 
@@ -160,7 +167,7 @@ Verdict: TypeAlias = Replay | Refuse | Wait | TakeOver | Park
 def serve(ticket: Ticket, policy: Policy, *, may_claim: bool = True) -> Flow[Answer]:
     """A guarded request, from claim to answer."""
     claim = first_attempt(ticket, policy, GONE, ticket.now_ms)
-    lost: Record | None = (yield Swap(ticket.id, 0, claim)) if may_claim else GONE
+    lost: Record | None = (yield Claim(ticket.id, 0, claim)) if may_claim else GONE
     is_fresh = True
     if lost is not None:
         held = yield from contend(ticket, policy, lost)
@@ -211,10 +218,17 @@ def contend(ticket: Ticket, policy: Policy, standing: Record) -> Flow[TakeOver |
                 return _refuse("too-many-waiting", ticket)
             standing, now_ms = seen
         else:
-            lost = yield from Swap(ticket.id, standing.version, decided.claim)
+            lost = yield from _swap_for(decided, standing.version)
             if lost is None and isinstance(decided, TakeOver):
                 return decided
             standing = decided.claim if lost is None else lost
+
+
+def _swap_for(decided: TakeOver | Park, version: int) -> Swap:
+    claim = decided.claim
+    if isinstance(decided, Park):
+        return Swap(claim.id, version, claim)
+    return Claim(claim.id, version, claim, decided)
 
 
 def settle(claim: Record, ending: Ending, *, is_fresh: bool = False) -> Flow[Record | None]:
@@ -332,6 +346,22 @@ def ended(claim: Record, ending: Ending, *, is_fresh: bool = False) -> Record:
     # that asked for it.
     is_forgotten = ending.fate is Fate.FORGET and is_fresh
     return released._replace(fingerprint=b"") if is_forgotten else released
+
+
+def given_back(claim: Claim) -> Swap:
+    """
+    What follows *claim*, once it holds, where nobody is left to execute it: nothing ran.
+
+    But what became of an attempt before it is still to be asked, where it was to be.
+    """
+    record, took = claim.record, claim.took
+    assert record is not None
+    if took is None:
+        ending, is_fresh = Ending(Fate.FORGET), True
+    else:
+        ending = Ending(Fate.DOUBT if took.asks else Fate.FORGET)
+        is_fresh = took.is_fresh or record.attempt == 1
+    return Swap(record.id, record.version, ended(record, ending, is_fresh=is_fresh))
 
 
 def first_attempt(ticket: Ticket, policy: Policy, standing: Record, now_ms: int) -> Record:

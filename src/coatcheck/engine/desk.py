@@ -33,6 +33,7 @@ from coatcheck.core.replay import Fate, Response, decode_value, encode_response,
 from coatcheck.core.scope import SCOPE_CHARS, operation_id
 from coatcheck.core.serve import (
     Answer,
+    Claim,
     Ending,
     Executed,
     Refuse,
@@ -221,8 +222,16 @@ class Desk:
             _leave_end(self.heart, effect)
 
     def interrupt(self, effect: Effect[Any] | None, interruption: BaseException) -> None:
-        """Whoever performs *effect* is cancelled, or ends; what it has executed stays executed."""
-        if not isinstance(interruption, Exception):
+        """
+        Whoever performs *effect* is cancelled, or ends.
+
+        What it has executed stays executed, and what it has not, others may.
+        """
+        if isinstance(interruption, Exception):
+            return
+        if isinstance(effect, Claim):
+            self.heart.give_back(effect)
+        else:
             _leave_end(self.heart, effect)
 
     def tell(self, ticket: Ticket, answer: Answer | None) -> None:
