@@ -193,7 +193,7 @@ def serve(ticket: Ticket, policy: Policy, *, may_claim: bool = True) -> Flow[Ans
     return superseded(lost, ticket, policy)
 
 
-def fate_of_error(error: Exception, policy: Policy) -> Fate:
+def fate_of_error(error: BaseException, policy: Policy) -> Fate:
     """What becomes of a claim whose handler raised: it goes by what is known of the effect."""
     if isinstance(error, StepInDoubt):
         return Fate.DOUBT

@@ -18,7 +18,14 @@ from coatcheck.core.replay import Response
 from coatcheck.core.serve import Answer, Execute, Executed, Refuse, Replay, Seen, Ticket
 from coatcheck.engine.desk import ending_of_error, policy_of
 from coatcheck.engine.driver_async import AsyncDriver
-from coatcheck.engine.functions import checked, ending_of_result, has_run, key_of_call, name_of
+from coatcheck.engine.functions import (
+    checked,
+    ending_of_result,
+    has_run,
+    is_failure,
+    key_of_call,
+    name_of,
+)
 from coatcheck.engine.held import Held
 from coatcheck.engine.resolving import Case, id_among, query_of
 from coatcheck.engine.resuming import Work
@@ -144,7 +151,9 @@ class AsyncEngine(AsyncDriver):
             # A plain function has had its effect by now, and its result is as good as any.
             result: T = await made if hasattr(type(made), "__await__") else made
             return checked(operation, result, is_persons=is_persons), None
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            if not is_failure(error):
+                raise
             is_lost, standing = isinstance(error, ClaimLost), None
             if not is_lost:
                 self.desk.tell(ticket, None)

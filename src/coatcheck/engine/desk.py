@@ -322,7 +322,7 @@ def judged(operation: Operation, ending: Ending, *, status: int = 200) -> Ending
     return ending
 
 
-def ending_of_error(operation: Operation, error: Exception, policy: Policy) -> Ending:
+def ending_of_error(operation: Operation, error: BaseException, policy: Policy) -> Ending:
     """What the *error* of a handler means for its claim."""
     return judged(operation, Ending(fate_of_error(error, policy)))
 

@@ -5,6 +5,7 @@ Requests have a route, a header and a response for that; the engines' own side o
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 from collections.abc import Callable
@@ -60,6 +61,18 @@ def checked(operation: Operation, result: T, *, is_persons: bool) -> T:
         if doubt is not None:
             raise doubt
     return result
+
+
+def is_failure(error: BaseException) -> bool:
+    """
+    *error* is the handler's own, which is over then; nobody has ended it from outside.
+
+    What awaits a task that was cancelled raises the same as what is cancelled itself.
+    """
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is not None and not task.cancelling()
+    return isinstance(error, Exception)
 
 
 # What is returned where nothing has run yet.
