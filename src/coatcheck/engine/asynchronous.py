@@ -73,7 +73,7 @@ class AsyncEngine(AsyncDriver):
             @functools.wraps(function)
             async def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
                 call = functools.partial(function, *args, **kwargs)
-                return await self._run(key_of_call(key(*args, **kwargs)), label, call, policy)
+                return await self._run(key(*args, **kwargs), label, call, policy)
 
             return guarded
 
@@ -81,7 +81,7 @@ class AsyncEngine(AsyncDriver):
 
     async def _run(
         self,
-        key: str,
+        key: object,
         label: str,
         call: functools.partial[Awaitable[T]],
         policy: Policy | None,
@@ -91,7 +91,7 @@ class AsyncEngine(AsyncDriver):
             await self.start()
         desk = self.desk
         policy = desk.policy if policy is None else policy_of(policy)
-        ticket = desk.ticket_of_call(key, label, call, policy)
+        ticket = desk.ticket_of_call(key_of_call(key), label, call, policy)
         known = desk.recall(ticket, policy)
         if known is not None:
             value: T = desk.result_of(ticket, known, None, None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, TypeVar
@@ -36,7 +36,21 @@ def name_of(function: Callable[..., object]) -> str:
 
 
 def key_of_call(found: object) -> str:
-    """The key that a `key=` function has *found* in a call's arguments (K4); None is none."""
+    """
+    The key of a call, as text: what it was given, or what a `key=` function has *found* (K4).
+
+    None is none. What has no text of its own is refused: its address would be another key for
+    each retry, or one key for two calls.
+    """
+    if isinstance(found, str):
+        return found
+    kind = type(found)
+    if isinstance(found, Awaitable):
+        if isinstance(found, CoroutineType):
+            found.close()  # else Python complains that nobody has awaited it
+        raise Misconfigured(f"a key= function returned a {kind.__name__}: it must not be async")
+    if kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__:
+        raise Misconfigured(f"a {kind.__name__} is no key: give text, or a number or an id")
     return "" if found is None else str(found)
 
 
