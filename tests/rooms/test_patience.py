@@ -1,6 +1,7 @@
 """The store vanishes after the claim: the end is tried again, and nothing is done twice (D2, L5)."""
 
 import signal
+import threading
 import time
 from collections.abc import Iterator
 
@@ -60,12 +61,38 @@ def test_pauses_grow_and_end_with_the_budget():
 def test_what_the_store_takes_to_fail_counts_as_well():
     """D2: a store that is frozen takes its whole time-out for each try."""
     now_s = [100.0]
-    patience = Patience(2, clock=lambda: now_s[0])
+    patience = Patience(2, now_s[0], clock=lambda: now_s[0])
     tries = 1
     while (pause_s := patience.pause_s(A_SWAP, DEAF)) is not None:
         now_s[0] += pause_s + 5
         tries += 1
     assert tries == 2  # and no third: it is over before that could begin
+
+
+@pytest.mark.parametrize("failure", [DOWN, DEAF])
+def test_so_does_what_it_took_the_first_time(failure):
+    """D2: what the client waits is counted from the first try, and the heart goes on."""
+    assert Patience(2, 100.0, clock=lambda: 101.9).pause_s(A_SWAP, failure) is not None
+    assert Patience(2, 100.0, clock=lambda: 102.0).pause_s(A_SWAP, failure) is None
+
+
+def test_a_store_that_takes_longer_to_fail_than_that_is_asked_once(guards):
+    """D2: such as a file that the application itself has locked."""
+    tries, swap = [], WatchedStore.swap
+
+    class Locked(WatchedStore):
+        def swap(self, swaps):
+            if swaps[0].record.state == RUNNING:
+                return swap(self, swaps)
+            if threading.current_thread().name != "coatcheck-heart":
+                tries.append(swaps)
+            time.sleep(0.1)  # its time-out, which is longer than our patience
+            raise StoreUnavailable("locked")
+
+    engine = guards.engine(Locked(), Policy(patience=0.05), sweep_every_s=None)
+    with pytest.raises(StoreUnavailable):
+        guards.run(engine, "k", lambda: "done", scope="s")
+    assert len(tries) == 1
 
 
 def test_only_writes_that_the_store_did_not_answer_are_tried_again():
