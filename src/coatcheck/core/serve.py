@@ -354,13 +354,11 @@ def given_back(claim: Claim) -> Swap:
 
     But what became of an attempt before it is still to be asked, where it was to be.
     """
-    record, took = claim.record, claim.took
+    record = claim.record
     assert record is not None
-    if took is None:
-        ending, is_fresh = Ending(Fate.FORGET), True
-    else:
-        ending = Ending(Fate.DOUBT if took.asks else Fate.FORGET)
-        is_fresh = took.is_fresh or record.attempt == 1
+    took = claim.took or TakeOver(record, asks=False)
+    ending = Ending(Fate.DOUBT if took.asks else Fate.FORGET)
+    is_fresh = took.is_fresh or record.attempt == 1
     return Swap(record.id, record.version, ended(record, ending, is_fresh=is_fresh))
 
 
