@@ -198,7 +198,7 @@ def test_what_was_never_begun_can_be_taken_after_its_lease():
 
 def test_nothing_is_done_for_a_request_that_was_refused_after_all():
     """F1, L10: it would belong to no request, and any other with that key would get its answer."""
-    refused = ended(CLAIM, Ending(Fate.FORGET))
+    refused = ended(CLAIM, Ending(Fate.FORGET), is_fresh=True)
     told = end_of(resume(HANDED, TICKET._replace(fingerprint=b""), POLICY, refused))
     assert isinstance(told, Refuse)
     assert told.problem.code == "key-invalid"

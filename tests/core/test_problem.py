@@ -48,7 +48,7 @@ ON_THE_WIRE = {
     "in-progress": (409, "same-key", 1),
     "outcome-unknown": (409, "never", None),
     "result-unavailable": (409, "never", None),
-    "key-expired": (409, "new-key", None),
+    "key-expired": (409, "never", None),
     "body-incomplete": (400, "same-key", None),
     "body-too-large": (413, "never", None),
     "too-many-waiting": (429, "same-key", 1),

@@ -19,6 +19,7 @@ from coatcheck.core.record import (
 )
 from coatcheck.core.replay import Fate
 from coatcheck.core.serve import (
+    Claim,
     Ending,
     Execute,
     Executed,
@@ -29,6 +30,7 @@ from coatcheck.core.serve import (
     Ticket,
     Watch,
     first_attempt,
+    given_back,
     serve,
 )
 from coatcheck.errors import Resumable, StepInDoubt, StoreUnavailable, Unreadable
@@ -74,7 +76,7 @@ def met(standing, policy=POLICY, ticket=TICKET):
 def test_a_new_key_is_claimed_executed_and_completed():
     """L1, L2: one swap to claim, one to complete."""
     flow, claim = begun()
-    assert claim == Swap(TICKET.id, 0, claim.record)
+    assert claim == Claim(TICKET.id, 0, claim.record)
     assert claim.record.lease_until_ms == NOW + LEASE
     assert claim.record.window_until_ms == NOW + DAY
     execute = flow.send(None)
@@ -100,6 +102,19 @@ def test_a_refusal_at_the_door_forgets_only_what_the_first_attempt_asked_for():
     released = flow.send(Ending(Fate.FORGET)).record
     assert (released.attempt, released.fingerprint) == (2, TICKET.fingerprint)
     assert swap.record.attempt == 2
+
+
+def test_a_key_that_was_only_ever_refused_at_the_door_stays_free():
+    """L4: however often; but what has run once under it has used it up."""
+    refused_once = failed(FIRST)._replace(fingerprint=b"")
+    flow, _ = met(refused_once)
+    assert isinstance(flow.send(None), Execute)
+    again = flow.send(Ending(Fate.FORGET)).record
+    assert (again.attempt, again.fingerprint) == (2, b"")
+    flow, _ = met(refused_once)
+    assert isinstance(flow.send(None), Execute)
+    released = flow.send(Ending(Fate.RELEASE)).record
+    assert (released.attempt, released.fingerprint) == (2, TICKET.fingerprint)
 
 
 @pytest.mark.parametrize(
@@ -403,3 +418,34 @@ def test_who_was_parked_and_does_not_know_either_leaves_it_so():
     flow.send(None)
     flow.send(Ending(Fate.DOUBT))
     assert isinstance(end_of(flow, in_doubt(claim.record)), Executed)
+
+
+# --- nobody is left to execute ----------------------------------------------------------------
+
+
+def test_what_is_claimed_and_never_executed_belongs_to_nobody():
+    """L5: nothing ran, so any request may follow."""
+    _, claim = begun()
+    back = given_back(claim)
+    assert (back.expected, back.record.state) == (claim.record.version, FAILED)
+    assert back.record.fingerprint == b""
+
+
+@pytest.mark.parametrize(
+    ("standing", "policy", "state", "fingerprint"),
+    [
+        (failed(FIRST), POLICY, FAILED, TICKET.fingerprint),
+        (failed(FIRST)._replace(fingerprint=b""), POLICY, FAILED, b""),
+        (DEAD, POLICY, FAILED, TICKET.fingerprint),
+        (DEAD, ASKS, IN_DOUBT, TICKET.fingerprint),
+        (in_doubt(FIRST), ASKS, IN_DOUBT, TICKET.fingerprint),
+        (DONE._replace(window_until_ms=NOW), POLICY, FAILED, b""),
+    ],
+    ids=["failed", "refused at the door", "dead", "dead, asks", "in doubt, asks", "expired"],
+)
+def test_what_came_before_it_is_as_unclear_as_it_was(standing, policy, state, fingerprint):
+    """L5, L6: what is to be asked is asked by whoever is next."""
+    _, claim = met(standing, policy)
+    back = given_back(claim)
+    assert (back.expected, back.record.state) == (claim.record.version, state)
+    assert back.record.fingerprint == fingerprint

@@ -7,6 +7,7 @@ from coatcheck.core.progress import NOTHING, Step, noted
 from coatcheck.core.record import COMPLETED, GONE, IN_DOUBT, RUNNING, Swap, completed, failed
 from coatcheck.core.replay import Fate
 from coatcheck.core.serve import (
+    Claim,
     Ending,
     Execute,
     Executed,
@@ -41,7 +42,7 @@ def end_of(flow, sent):
 
 def test_a_new_key_begins_executes_and_commits():
     flow, begin = begun()
-    assert begin == Begin(Swap(TICKET.id, 0, begin.swap.record), NOW + POLICY.wait_ms)
+    assert begin == Begin(Claim(TICKET.id, 0, begin.swap.record), NOW + POLICY.wait_ms)
     claim = begin.swap.record
     assert flow.send(None) == Execute(claim)
     commit = flow.send(Ending(Fate.KEEP, b"answer"))

@@ -108,8 +108,8 @@ def writes_over_what_a_person_decided(monkeypatch):
     """A zombie believes that its own end counts."""
     settle = production.settle
 
-    def stubborn(claim, ending):
-        lost = yield from settle(claim, ending)
+    def stubborn(claim, ending, **options):
+        lost = yield from settle(claim, ending, **options)
         if lost is not None and lost.nonce == claim.nonce and ending.fate is Fate.KEEP:
             end = completed(claim, ending.response)._replace(version=lost.version + 1)
             lost = yield from Swap(claim.id, lost.version, end)

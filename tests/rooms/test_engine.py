@@ -5,6 +5,7 @@ import contextlib
 import functools
 import gc
 import threading
+import uuid
 
 import pytest
 from engines import NOW_MS, Clock, Guards, Handler, WatchedStore, eventually, held_up, wait_for
@@ -205,6 +206,31 @@ class Callee:
 
     def __call__(self):
         return self._function()
+
+
+@pytest.mark.parametrize("key", [42, uuid.UUID(int=7)])
+def test_a_number_or_an_id_is_a_key_as_its_text_is(guards, engine, key):
+    """K4: given, or found in the arguments."""
+    handler = Handler("done")
+    assert guards.run(engine, key, handler, scope="s") == "done"
+    guarded = engine.guard(key=lambda: key, scope="s")(guards.flavoured(handler))
+    assert guards.done(guarded()) == "done"
+    assert guards.run(engine, str(key), handler, scope="s") == "done"
+    assert handler.calls == 1
+
+
+async def found_later(_order):
+    return "key"
+
+
+@pytest.mark.parametrize("key", [found_later, lambda _order: object()])
+def test_what_has_no_text_of_its_own_is_no_key(guards, engine, key):
+    """K4: each call would have another, or two calls the same."""
+    handler = Handler("done")
+    guarded = engine.guard(key=key, scope="s")(guards.flavoured(handler))
+    with pytest.raises(Misconfigured, match="key"):
+        guards.done(guarded("order"))
+    assert handler.calls == 0
 
 
 @pytest.mark.parametrize("key", ["", "k" * 256])

@@ -3,6 +3,8 @@
 from __future__ import annotations  # the annotations below are text, as in many applications
 
 import asyncio
+import sqlite3
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -623,3 +625,39 @@ def test_a_guarded_application_can_be_mounted(engine: AsyncEngine):
     assert shop.post("/inner/charges", None).code == "key-missing"
     assert shop.post("/inner/charges").status == 200
     assert shop.post("/inner/charges").is_replay
+
+
+# --- sessions that commit after their yield ---------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_session_of_the_functions_scope_commits_before_its_response_is_recorded(tmp_path, fails):
+    """L2: as the how-to says; on the file that the store is in, and where the commit fails."""
+    path = tmp_path / "shop.db"
+    with closing(sqlite3.connect(path)) as made, made:
+        made.execute("create table orders (item text)")
+    commits = []
+
+    async def session():
+        with closing(sqlite3.connect(path, check_same_thread=False)) as connection:
+            yield connection
+            commits.append(1)
+            if fails and len(commits) == 1:
+                raise ZeroDivisionError
+            connection.commit()
+
+    depends = Depends(session, scope="function")
+    shop = Shop(AsyncEngine(f"sqlite:///{path}"))
+
+    @shop.app.post("/orders", status_code=201)
+    async def order(connection: Any = depends) -> int:
+        connection.execute("insert into orders values ('coat')")
+        return len(commits)
+
+    if fails:
+        with pytest.raises(ZeroDivisionError):
+            shop.send("POST", "/orders")
+    first, again = (shop.send("POST", "/orders") for _ in range(2))
+    assert (first.status, again.status, again.is_replay) == (201, 201, True)
+    with closing(sqlite3.connect(path)) as made:
+        assert made.execute("select count(*) from orders").fetchone() == (1,)

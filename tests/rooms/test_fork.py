@@ -161,7 +161,7 @@ def test_attempts_of_parent_and_child_never_look_like_one(tmp_path, flavour):
     """L5: an attempt knows itself by its nonce, so no two processes may draw the same ones."""
     script = """
         guard = subject()
-        ticket = lambda: guard.engine.desk.ticket(b"i", b"", key="k", caller="", route="r")
+        ticket = lambda: guard.engine.desk.ticket(b"i", b"", key="k", caller="", route="r", mark=0)
         ticket()
         read, write = os.pipe()
         ended(in_child(lambda: os.write(write, repr([ticket().nonce for _ in range(9)]).encode())))

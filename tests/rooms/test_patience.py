@@ -1,8 +1,10 @@
 """The store vanishes after the claim: the end is tried again, and nothing is done twice (D2, L5)."""
 
 import signal
+import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from engines import NOW_MS, WatchedStore
@@ -10,6 +12,7 @@ from servers.redis import Redis
 
 from coatcheck import Policy
 from coatcheck.core.record import COMPLETED, FAILED, RUNNING, Swap, completed, in_doubt, renewed
+from coatcheck.engine import driver, driver_async
 from coatcheck.engine.patience import Patience
 from coatcheck.errors import StoreUnavailable
 
@@ -60,12 +63,46 @@ def test_pauses_grow_and_end_with_the_budget():
 def test_what_the_store_takes_to_fail_counts_as_well():
     """D2: a store that is frozen takes its whole time-out for each try."""
     now_s = [100.0]
-    patience = Patience(2, clock=lambda: now_s[0])
+    patience = Patience(2, now_s[0], clock=lambda: now_s[0])
     tries = 1
     while (pause_s := patience.pause_s(A_SWAP, DEAF)) is not None:
         now_s[0] += pause_s + 5
         tries += 1
     assert tries == 2  # and no third: it is over before that could begin
+
+
+@pytest.mark.parametrize("failure", [DOWN, DEAF])
+def test_so_does_what_it_took_the_first_time(failure):
+    """D2: what the client waits is counted from the first try, and the heart goes on."""
+    assert Patience(2, 100.0, clock=lambda: 101.9).pause_s(A_SWAP, failure) is not None
+    assert Patience(2, 100.0, clock=lambda: 102.0).pause_s(A_SWAP, failure) is None
+
+
+def test_a_store_that_takes_longer_to_fail_than_that_is_asked_once(guards, monkeypatch):
+    """D2: such as a file that the application itself has locked."""
+    tries, engine = [], guards.engine(Locked(lambda: tries.append(1)), sweep_every_s=None)
+    # As if ten seconds had passed when the first try has failed.
+    passed = SimpleNamespace(monotonic=lambda: time.monotonic() - 10)
+    for module in (driver, driver_async):
+        monkeypatch.setattr(module, "time", passed)
+    with pytest.raises(StoreUnavailable):
+        guards.run(engine, "k", lambda: "done", scope="s")
+    assert len(tries) == 1
+
+
+class Locked(WatchedStore):
+    """Takes claims and no ends; tells of each that it was asked to, but for the heart's."""
+
+    def __init__(self, tell):
+        super().__init__()
+        self._tell = tell
+
+    def swap(self, swaps):
+        if swaps[0].record.state == RUNNING:
+            return super().swap(swaps)
+        if threading.current_thread().name != "coatcheck-heart":
+            self._tell()
+        raise StoreUnavailable("locked")
 
 
 def test_only_writes_that_the_store_did_not_answer_are_tried_again():

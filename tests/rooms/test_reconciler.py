@@ -1,6 +1,7 @@
 """The reconciler: what was abandoned settles even if no client ever comes back."""
 
 import asyncio
+import functools
 import logging
 import threading
 
@@ -20,7 +21,17 @@ from coatcheck import (
     Unknown,
     current_operation,
 )
-from coatcheck.core.record import COMPLETED, FAILED, IN_DOUBT, RUNNING, Record
+from coatcheck.core.hand_over import Handed, sealed
+from coatcheck.core.record import (
+    COMPLETED,
+    FAILED,
+    IN_DOUBT,
+    MARK_BITS,
+    RUNNING,
+    Record,
+    Swap,
+    in_doubt,
+)
 from coatcheck.engine import asking, reconciler
 from coatcheck.server import asgi, wsgi
 from coatcheck.server.starlette import idempotent
@@ -571,11 +582,12 @@ def test_many_scopes_that_are_made_at_run_time_are_bounded(guards, clock, monkey
 # --- requests ---------------------------------------------------------------------------------
 
 
-def left(store, label, clock):
+def left(store, label, clock, policy=MANUAL):
     """What a request left behind whose process died in the middle."""
+    nonce = 5 << MARK_BITS | policy.mark
     record = Record(
         *(label.encode().ljust(16, b".")[:16], clock.now_ms, RUNNING, 1, b"f" * 16, clock.now_ms),
-        *(clock.now_ms + 60_000, clock.now_ms + 86_400_000, clock.now_ms + 90_000_000, 5),
+        *(clock.now_ms + 60_000, clock.now_ms + 86_400_000, clock.now_ms + 90_000_000, nonce),
         *(label, "5c0pe5c0pe5c0pe0", "k", None, None),
     )
     store._records[record.id] = record
@@ -646,10 +658,96 @@ def test_requests_of_a_wsgi_application_are_recovered(clock):
     ask, store = Asked(Happened(201, [], b"found")), FindingStore()
     engine = Engine(store, ask.policy, clock=clock, recover_every_s=EVERY_S)
     app = wsgi.IdempotencyMiddleware(lambda environ, start_response: [], engine=engine)
-    left(store, "POST /orders/17", clock)
+    left(store, "POST /orders/17", clock, ask.policy)
     app.engine.start()
     engine.heart.beat()
     a_round(engine, clock)
     assert store.record.state == COMPLETED
     assert coatcheck.core.replay.outline_of(store.record.response) == (201, 5)
     engine.close()
+
+
+def anything(_operation): ...
+
+
+def another(_operation): ...
+
+
+OTHERS = {
+    "retry": Policy(),
+    "manual": MANUAL,
+    "another function": Policy(recovery="reconcile", reconcile=another),
+    "an object": Asked(Unknown()).policy,
+}
+
+
+@pytest.mark.parametrize("theirs", OTHERS)
+@pytest.mark.parametrize("flavour", [asgi, wsgi])
+def test_what_another_service_has_abandoned_is_its_own(clock, flavour, theirs):
+    """L5, L6, S1: a path does not say whose it is; the attempt says how it is to be recovered."""
+    store = FindingStore()
+    for ours in (MANUAL, Policy(recovery="reconcile", reconcile=anything)):
+        if ours == OTHERS[theirs]:  # then it is all the same who parks it
+            continue
+        stored = AsyncMemoryStore(store) if flavour is asgi else store
+        engine = (AsyncEngine if flavour is asgi else Engine)(stored, ours, clock=clock)
+        flavour.IdempotencyMiddleware(lambda *_: None, engine=engine)
+        left(store, "POST /emails", clock, OTHERS[theirs])
+        before = store.record
+        engine.heart.beat()
+        a_round(engine, clock)
+        assert store.record == before
+        engine.heart.stop()
+
+
+def test_what_a_service_has_abandoned_is_known_to_its_next_release():
+    """L6: by the names of what is asked, and not by the objects or their contents."""
+
+    def release():
+        def ask(_operation): ...
+
+        return ask
+
+    policies = [Policy(recovery="reconcile", reconcile=release()) for _ in range(2)]
+    wrapped = Policy(recovery="reconcile", reconcile=functools.partial(release(), 1))
+    asked = [Asked(Unknown()).policy for _ in range(2)]
+    assert len({policy.mark for policy in (*policies, wrapped)}) == 1
+    assert len({policy.mark for policy in asked}) == 1
+    assert len({p.mark for p in (policies[0], asked[0], MANUAL, Policy())}) == 4
+
+
+@pytest.mark.parametrize("dies_in", ["a worker", "a person's hands"])
+def test_whoever_goes_on_with_it_leaves_it_to_the_service_that_it_came_from(
+    guards, store, clock, dies_in
+):
+    """L6: also where a worker or a person, with another policy, has died of it."""
+    ask = Asked(Happened(201, [], b"found"))
+    first = guards.engine(store, clock=clock)
+    id = left_in(first, "POST /orders/17", clock, ask.policy, is_in_doubt=dies_in != "a worker")
+    dying = guards.flavoured(Handler(Killed()))
+    record = standing(first)
+    if dies_in == "a worker":
+        handed = sealed(Handed(id, record.created_ms, record.nonce), first.desk.secret)
+        again = lambda: first.resume(handed, dying)  # noqa: E731
+    else:
+        again = lambda: first.rerun(id, dying, by="ada", why="who knows")  # noqa: E731
+    with pytest.raises(Killed):
+        guards.done(again())
+    engine = guards.engine(store, ask.policy, clock=clock, recover_every_s=EVERY_S)
+    engine.reconciler.know_requests(ask.policy)
+    engine.heart.beat()
+    for _ in range(2):
+        a_round(engine, clock)
+    assert [operation.label for operation in ask.operations] == ["POST /orders/17"]
+    assert standing(engine).state == COMPLETED
+
+
+def left_in(engine, label, clock, policy, *, is_in_doubt):
+    """The same in any store."""
+    memory = FindingStore()
+    id = left(memory, label, clock, policy)
+    record = memory.record
+    assert engine.desk._store.swap((Swap(id, 0, record),)) == [None]
+    if is_in_doubt:
+        assert engine.desk._store.swap((Swap(id, record.version, in_doubt(record)),)) == [None]
+    return id

@@ -89,7 +89,7 @@ def counts_no_attempts(monkeypatch):
 
 
 def answers_before_its_record_is_safe(monkeypatch):
-    def unsettled(_claim, _ending):
+    def unsettled(_claim, _ending, **_options):
         return None
         yield
 
@@ -266,8 +266,8 @@ def decides_about_what_is_alive(monkeypatch):
 def believes_whoever_executed(monkeypatch):
     """A zombie writes its own end over what a person has decided."""
 
-    def stubborn(claim, ending):
-        lost = yield from settle(claim, ending)
+    def stubborn(claim, ending, **options):
+        lost = yield from settle(claim, ending, **options)
         if lost is not None and lost.nonce == claim.nonce and ending.fate is Fate.KEEP:
             end = completed(claim, ending.response)._replace(version=lost.version + 1)
             lost = yield from Swap(claim.id, lost.version, end)

@@ -6,14 +6,17 @@ request. Durations are seconds, a `timedelta`, or text such as "90s", "72h", "7d
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from hashlib import blake2b
 from typing import Any, Literal, TypeAlias
 
 from coatcheck.core.fingerprint import Pointer, parse_pointer
 from coatcheck.core.not_awaited import refuse_async
+from coatcheck.core.record import mark_of
 from coatcheck.core.replay import Keep
 from coatcheck.errors import Misconfigured
 
@@ -118,6 +121,9 @@ class Policy:
     names_given: tuple[bytes, bytes] = field(init=False, repr=False, compare=False)
     # An attempt with an unclear end may simply be run again.
     reruns: bool = field(init=False, repr=False, compare=False)
+    # What becomes of an attempt that died, as a number that every attempt has in its nonce: so a
+    # service knows what was abandoned by another that shares its store.
+    mark: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -137,6 +143,7 @@ class Policy:
         set_(self, "reference_name", _header_name(self.reference_header))
         set_(self, "names_given", (self.replayed_name, self.reference_name))
         set_(self, "reruns", self.recovery == "retry")
+        set_(self, "mark", _mark(self.recovery, self.reconcile))
         for check in (_check_choices, _check_times, _check_recovery, _check_limits, _check_names):
             check(self)
 
@@ -206,6 +213,15 @@ def _ms(name: str, value: Duration) -> int:
     if milliseconds > DURATION_MS_MAX:
         raise Misconfigured(f"{name} is {value!r}; a duration is a hundred years at most")
     return milliseconds
+
+
+def _mark(recovery: str, reconcile: object) -> int:
+    """Names, and no more than these: the next release of a service must know what its last left."""
+    while isinstance(reconcile, functools.partial):
+        reconcile = reconcile.func
+    named: Any = reconcile if hasattr(reconcile, "__qualname__") else type(reconcile)
+    text = f"{recovery} {named.__module__} {named.__qualname__}"
+    return mark_of(int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big"))
 
 
 def _strings(name: str, values: Collection[str]) -> tuple[str, ...]:

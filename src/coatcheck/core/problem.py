@@ -81,7 +81,7 @@ KINDS: dict[Code, Kind] = {
         "the operation of key {key} happened once; {reason}",
     ),
     "key-expired": Kind(
-        *(409, "new-key", None, errors.KeyExpired),
+        *(409, "never", None, errors.KeyExpired),
         "Idempotency key expired",
         "key {key} is past its window and what it did is no longer replayed; check whether the "
         "action happened before using a new key",

@@ -54,7 +54,7 @@ class Record(NamedTuple):
     lease_until_ms: int  # how long the claim holds without renewal; in doubt: held; else 0
     window_until_ms: int  # retries before this are deduplicated
     expires_ms: int  # the sweep may take it from here on; set once for each life
-    nonce: int  # 63 random bits naming the attempt that holds or last held the claim
+    nonce: int  # 63 bits naming the attempt that holds or last held the claim; see `mark_of`
     label: str  # for people: "POST /orders"
     scope: str  # for people: the caller's digest
     key: str  # for people: what the client sent
@@ -124,6 +124,17 @@ MOVES = (
 
 # What a store answers to a swap that expected a record and found none.
 GONE = Record(b"", 0, FAILED, 0, b"", 0, 0, 0, 0, 0, "", "", "", None, None)
+
+
+# The last bits of a nonce are the mark of its policy, the others are drawn for the attempt alone.
+# 20: two marks are the same by chance once in a million times; and 43 are left, which is enough
+# that no two attempts of one operation are ever named alike.
+MARK_BITS = 20
+
+
+def mark_of(nonce: int) -> int:
+    """How the attempt of this *nonce* is to be recovered if it dies: the mark of its policy."""
+    return nonce & ((1 << MARK_BITS) - 1)
 
 
 def is_lease_over(record: Record, now_ms: int) -> bool:

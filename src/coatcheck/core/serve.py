@@ -136,10 +136,22 @@ class Wait(NamedTuple):
 
 
 class TakeOver(NamedTuple):
-    """Try for the next attempt; *asks* first what became of the one before."""
+    """
+    Try for the next attempt; *asks* first what became of the one before.
+
+    *is_fresh*: all attempts before were refused at the door, so the key belongs to nothing yet.
+    """
 
     claim: Record
     asks: bool
+    is_fresh: bool = False
+
+
+@dataclass(slots=True)
+class Claim(Swap):
+    """The swap that gets hold of what is to be executed; *took*: with a life that has begun."""
+
+    took: TakeOver | None = None
 
 
 class Park(NamedTuple):
@@ -155,12 +167,14 @@ Verdict: TypeAlias = Replay | Refuse | Wait | TakeOver | Park
 def serve(ticket: Ticket, policy: Policy, *, may_claim: bool = True) -> Flow[Answer]:
     """A guarded request, from claim to answer."""
     claim = first_attempt(ticket, policy, GONE, ticket.now_ms)
-    lost: Record | None = (yield Swap(ticket.id, 0, claim)) if may_claim else GONE
+    lost: Record | None = (yield Claim(ticket.id, 0, claim)) if may_claim else GONE
+    is_fresh = True
     if lost is not None:
         held = yield from contend(ticket, policy, lost)
         if not isinstance(held, TakeOver):
             return held
         claim = held.claim
+        is_fresh = claim.attempt == 1 or held.is_fresh
         if held.asks:
             told = yield from Reconcile(claim)
             if told.fate is not Fate.RELEASE:  # it happened, or nobody knows: nothing runs
@@ -173,13 +187,13 @@ def serve(ticket: Ticket, policy: Policy, *, may_claim: bool = True) -> Flow[Ans
         with suppress(StoreUnavailable):
             yield from settle(claim, Ending(fate_of_error(error, policy)))
         raise
-    lost = yield from settle(claim, ending)
+    lost = yield from settle(claim, ending, is_fresh=is_fresh)
     if lost is None or lost.version == 0:  # gone: its whole retention passed while it ran
         return Executed(claim)
     return superseded(lost, ticket, policy)
 
 
-def fate_of_error(error: Exception, policy: Policy) -> Fate:
+def fate_of_error(error: BaseException, policy: Policy) -> Fate:
     """What becomes of a claim whose handler raised: it goes by what is known of the effect."""
     if isinstance(error, StepInDoubt):
         return Fate.DOUBT
@@ -204,22 +218,32 @@ def contend(ticket: Ticket, policy: Policy, standing: Record) -> Flow[TakeOver |
                 return _refuse("too-many-waiting", ticket)
             standing, now_ms = seen
         else:
-            lost = yield from Swap(ticket.id, standing.version, decided.claim)
+            lost = yield from _swap_for(decided, standing.version)
             if lost is None and isinstance(decided, TakeOver):
                 return decided
             standing = decided.claim if lost is None else lost
 
 
-def settle(claim: Record, ending: Ending) -> Flow[Record | None]:
+def _swap_for(decided: TakeOver | Park, version: int) -> Swap:
+    claim = decided.claim
+    if isinstance(decided, Park):
+        return Swap(claim.id, version, claim)
+    return Claim(claim.id, version, claim, decided)
+
+
+def settle(claim: Record, ending: Ending, *, is_fresh: bool = False) -> Flow[Record | None]:
     """
     End *claim* as *ending* says. None: done; else the record of the attempt that came after.
+
+    *is_fresh*: nothing has run under this key in this life, but for what was refused at the door.
 
     A renewal of our own may have come between, or its answer may have been lost: the standing
     record then still names our attempt, and we go on from there. So it does where somebody has
     parked us in doubt, because our lease ran out; but who executed knows, and ends the doubt.
     """
     while True:
-        lost: Record | None = yield Swap(claim.id, claim.version, ended(claim, ending))
+        end = ended(claim, ending, is_fresh=is_fresh)
+        lost: Record | None = yield Swap(claim.id, claim.version, end)
         if lost is None or lost.nonce != claim.nonce or lost.state not in (RUNNING, IN_DOUBT):
             return lost
         if lost.state == IN_DOUBT and ending.fate is Fate.DOUBT:
@@ -254,8 +278,8 @@ def verdict(standing: Record, ticket: Ticket, policy: Policy, now_ms: int) -> Ve
         return _of_running(standing, ticket, policy, now_ms)
     if standing.state == IN_DOUBT and policy.recovery != "reconcile":
         return _refuse("outcome-unknown", ticket)
-    asks = standing.state == IN_DOUBT
-    return TakeOver(next_attempt(standing, ticket, policy, now_ms), asks=asks)
+    claim = next_attempt(standing, ticket, policy, now_ms)
+    return TakeOver(claim, asks=standing.state == IN_DOUBT, is_fresh=not standing.fingerprint)
 
 
 def of_completed(standing: Record, ticket: Ticket) -> Replay | Refuse:
@@ -311,17 +335,31 @@ def superseded(standing: Record, ticket: Ticket, policy: Policy) -> Replay | Ref
     return _still_running(standing, ticket, ticket.now_ms)
 
 
-def ended(claim: Record, ending: Ending) -> Record:
-    """The record that ends *claim*."""
+def ended(claim: Record, ending: Ending, *, is_fresh: bool = False) -> Record:
+    """The record that ends *claim*; *is_fresh*: see `settle`."""
     if ending.fate is KEEP:
         return completed(claim, ending.response)
     if ending.fate is Fate.DOUBT:
         return in_doubt(claim)
     released = failed(claim)
-    # Only the first attempt: one before this one may have had its effect, and that belongs to the
-    # request that asked for it.
-    is_forgotten = ending.fate is Fate.FORGET and claim.attempt == 1
+    # Only where nothing ran before: it may have had its effect, and that belongs to the request
+    # that asked for it.
+    is_forgotten = ending.fate is Fate.FORGET and is_fresh
     return released._replace(fingerprint=b"") if is_forgotten else released
+
+
+def given_back(claim: Claim) -> Swap:
+    """
+    What follows *claim*, once it holds, where nobody is left to execute it: nothing ran.
+
+    But what became of an attempt before it is still to be asked, where it was to be.
+    """
+    record = claim.record
+    assert record is not None
+    took = claim.took or TakeOver(record, asks=False)
+    ending = Ending(Fate.DOUBT if took.asks else Fate.FORGET)
+    is_fresh = took.is_fresh or record.attempt == 1
+    return Swap(record.id, record.version, ended(record, ending, is_fresh=is_fresh))
 
 
 def first_attempt(ticket: Ticket, policy: Policy, standing: Record, now_ms: int) -> Record:

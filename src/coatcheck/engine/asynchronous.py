@@ -19,7 +19,14 @@ from coatcheck.core.replay import Response
 from coatcheck.core.serve import Answer, Execute, Executed, Refuse, Replay, Seen, Ticket
 from coatcheck.engine.desk import ending_of_error, policy_of
 from coatcheck.engine.driver_async import AsyncDriver
-from coatcheck.engine.functions import checked, ending_of_result, has_run, key_of_call, name_of
+from coatcheck.engine.functions import (
+    checked,
+    ending_of_result,
+    has_run,
+    is_failure,
+    key_of_call,
+    name_of,
+)
 from coatcheck.engine.held import Held
 from coatcheck.engine.resolving import Case, id_among, query_of
 from coatcheck.engine.resuming import Work
@@ -68,7 +75,7 @@ class AsyncEngine(AsyncDriver):
             @functools.wraps(function)
             async def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
                 call = functools.partial(function, *args, **kwargs)
-                return await self._run(key_of_call(key(*args, **kwargs)), label, call, policy)
+                return await self._run(key(*args, **kwargs), label, call, policy)
 
             return guarded
 
@@ -76,7 +83,7 @@ class AsyncEngine(AsyncDriver):
 
     async def _run(
         self,
-        key: str,
+        key: object,
         label: str,
         call: functools.partial[Awaitable[T]],
         policy: Policy | None,
@@ -86,7 +93,7 @@ class AsyncEngine(AsyncDriver):
             await self.start()
         desk = self.desk
         policy = desk.policy if policy is None else policy_of(policy)
-        ticket = desk.ticket_of_call(key, label, call)
+        ticket = desk.ticket_of_call(key_of_call(key), label, call, policy)
         known = desk.recall(ticket, policy)
         if known is not None:
             value: T = desk.result_of(ticket, known, None, None)
@@ -146,7 +153,9 @@ class AsyncEngine(AsyncDriver):
             # A plain function has had its effect by now, and its result is as good as any.
             result: T = await made if hasattr(type(made), "__await__") else made
             return checked(operation, result, is_persons=is_persons), None
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            if not is_failure(error):
+                raise
             is_lost, standing = isinstance(error, ClaimLost), None
             if not is_lost:
                 self.desk.tell(ticket, None)

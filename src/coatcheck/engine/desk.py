@@ -23,6 +23,7 @@ from coatcheck.core.problem import problem
 from coatcheck.core.record import (
     COMPLETED,
     FAILED,
+    MARK_BITS,
     RUNNING,
     Record,
     Swap,
@@ -32,6 +33,7 @@ from coatcheck.core.replay import Fate, Response, decode_value, encode_response,
 from coatcheck.core.scope import SCOPE_CHARS, operation_id
 from coatcheck.core.serve import (
     Answer,
+    Claim,
     Ending,
     Executed,
     Refuse,
@@ -102,7 +104,8 @@ class Desk:
         # Counted from a random place, so that no two attempts anywhere share one. The place is
         # from the system's source, never from `random`: an application that seeds that one the
         # same way in two processes must not make their attempts look like one.
-        self._nonces = itertools.count(int.from_bytes(os.urandom(8), "big") >> 2)
+        first = int.from_bytes(os.urandom(8), "big") >> MARK_BITS + 2
+        self._nonces = itertools.count(first << MARK_BITS, 1 << MARK_BITS)
         self.heart = Heart(
             self._store,
             self.clock,
@@ -120,12 +123,20 @@ class Desk:
         self.heart.stop()
         self.doorbell.close()
 
-    def ticket(self, id: bytes, fingerprint: bytes, *, key: str, caller: str, route: str) -> Ticket:
-        """A request at the counter, now; *id* is its `operation_id`, made of all the rest."""
-        nonce = next(self._nonces)
+    def ticket(
+        self, id: bytes, fingerprint: bytes, *, key: str, caller: str, route: str, mark: int
+    ) -> Ticket:
+        """
+        A request at the counter, now; *id* is its `operation_id`.
+
+        *mark* is that of the policy by which it is recovered.
+        """
+        nonce = next(self._nonces) | mark
         return new_ticket((id, fingerprint, self.now_ms(), nonce, route, caller[:SCOPE_CHARS], key))
 
-    def ticket_of_call(self, key: str, scope: str, call: functools.partial[Any]) -> Ticket:
+    def ticket_of_call(
+        self, key: str, scope: str, call: functools.partial[Any], policy: Policy
+    ) -> Ticket:
         """The ticket of a guarded function's call."""
         if not 1 <= len(key) <= self.policy.key_chars_max:
             reason = f"a key has 1 to {self.policy.key_chars_max} characters, this has {len(key)}"
@@ -135,7 +146,7 @@ class Desk:
             args, kwargs, inner = (*inner.args, *args), inner.keywords | kwargs, inner.func
         id = operation_id(caller="", route=scope, key=key, secret=self.secret)
         fingerprint = fingerprint_of_call(args, kwargs)
-        return self.ticket(id, fingerprint, key=key, caller="", route=scope)
+        return self.ticket(id, fingerprint, key=key, caller="", route=scope, mark=policy.mark)
 
     def together(self, policy: Policy | None) -> Policy:
         """*policy*, else the default one, in transaction mode."""
@@ -211,8 +222,16 @@ class Desk:
             _leave_end(self.heart, effect)
 
     def interrupt(self, effect: Effect[Any] | None, interruption: BaseException) -> None:
-        """Whoever performs *effect* is cancelled, or ends; what it has executed stays executed."""
-        if not isinstance(interruption, Exception):
+        """
+        Whoever performs *effect* is cancelled, or ends.
+
+        What it has executed stays executed, and what it has not, others may.
+        """
+        if isinstance(interruption, Exception):
+            return
+        if isinstance(effect, Claim):
+            self.heart.give_back(effect)
+        else:
             _leave_end(self.heart, effect)
 
     def tell(self, ticket: Ticket, answer: Answer | None) -> None:
@@ -303,7 +322,7 @@ def judged(operation: Operation, ending: Ending, *, status: int = 200) -> Ending
     return ending
 
 
-def ending_of_error(operation: Operation, error: Exception, policy: Policy) -> Ending:
+def ending_of_error(operation: Operation, error: BaseException, policy: Policy) -> Ending:
     """What the *error* of a handler means for its claim."""
     return judged(operation, Ending(fate_of_error(error, policy)))
 

@@ -6,6 +6,7 @@ Differs from `engine/driver.py` in the words that wait, and in nothing else.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ParamSpec, Self, TypeVar
@@ -168,6 +169,7 @@ class AsyncDriver:
         """
         patience: Patience | None = None
         effect: Effect[Any] | None = None
+        began_s = None if ending is None else time.monotonic()
         try:
             effect = flow.send(ending) if error is None else flow.throw(error)
             while not isinstance(effect, Execute):
@@ -177,7 +179,7 @@ class AsyncDriver:
                     else:
                         result = await self._perform(effect, policy, within, as_value=as_value)
                 except Exception as failure:  # noqa: BLE001 - the flow decides what it means
-                    patience = patience or self._patience(policy, is_end=ending is not None)
+                    patience = patience or self._patience(policy, began_s)
                     pause_s = patience.pause_s(effect, failure)
                     if pause_s is None:
                         self.desk.give_up(effect, failure)
@@ -195,8 +197,9 @@ class AsyncDriver:
         return effect
 
     @staticmethod
-    def _patience(policy: Policy, *, is_end: bool) -> Patience:
-        return Patience(policy.patience_ms / 1_000 if is_end else 0)
+    def _patience(policy: Policy, began_s: float | None) -> Patience:
+        """With the end of an execution, which began to be written then; with a claim, none."""
+        return Patience(0 if began_s is None else policy.patience_ms / 1_000, began_s)
 
     async def _perform(
         self,

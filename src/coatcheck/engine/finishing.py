@@ -3,6 +3,9 @@
 Their clients have been told so. The heart tries them at every beat, because the work is done: if
 nobody wrote that down, it would be done again. Until then they stay held, so that their leases are
 renewed if the store takes that at least, and whoever asks for them in this process waits.
+
+And claims that nobody is left to execute. Whether such a claim was written is not known, and it may
+still be on its way; so it is made once more, which then makes no difference, and given back.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections.abc import Callable, Iterator
 
 from coatcheck.core.key import reference_of
 from coatcheck.core.record import IN_DOUBT, RUNNING, Record, Swap, is_same_write
+from coatcheck.core.serve import Claim, given_back
 from coatcheck.engine.apart import Apart, Outcome
 from coatcheck.engine.held import Held
 from coatcheck.errors import Unreadable
@@ -27,7 +31,8 @@ class Unfinished:
 
     def __init__(self, tell: Callable[[Record], None]) -> None:
         self._tell = tell
-        self._helds: dict[bytes, Held] = {}
+        # Several of one record, where the claims of duplicates are to be given back.
+        self._helds: dict[Held, None] = {}
 
     def __len__(self) -> int:
         return len(self._helds)
@@ -38,14 +43,15 @@ class Unfinished:
             logger.error("the end of %s is not tried any more", reference_of(end.id))
             return
         held.end = end
-        self._helds[end.id] = held
+        self._helds[held] = None
 
     def write(self, apart: Apart, now_ms: int) -> Iterator[Held]:
         """Write what can be written; what is over then: it was, or it is too late for that."""
-        helds = list(self._helds.values())
+        helds = list(self._helds)
         while helds:
-            again = []
-            asks = [(held, held.end) for held in helds if held.end is not None]
+            one_each = {held.claim.id: held for held in helds}
+            again = [held for held in helds if one_each[held.claim.id] is not held]
+            asks = [(held, held.end) for held in one_each.values() if held.end is not None]
             for held, swap, lost in apart.write(asks):
                 held.end = self._on_top_of(swap, lost)
                 if held.end is not None:
@@ -54,27 +60,30 @@ class Unfinished:
                     yield self._over(held)
             helds = again
         # After its window nobody asks for it any more; so nothing is held for ever.
-        for held in [h for h in list(self._helds.values()) if h.claim.window_until_ms <= now_ms]:
+        for held in [h for h in list(self._helds) if h.claim.window_until_ms <= now_ms]:
             logger.error("the end of %s is not tried any more", reference_of(held.claim.id))
             held.end = None
             yield self._over(held)
 
     def _over(self, held: Held) -> Held:
-        if self._helds.get(held.claim.id) is held:  # and no later attempt's
-            self._helds.pop(held.claim.id, None)
+        self._helds.pop(held, None)
         return held
 
     def _on_top_of(self, swap: Swap, lost: Outcome) -> Swap | None:
         """What is to be written after *swap* has *lost*; None: nothing."""
         record = swap.record
         assert record is not None
-        if lost is None or (isinstance(lost, Record) and is_same_write(lost, record)):
+        is_written = lost is None or (isinstance(lost, Record) and is_same_write(lost, record))
+        if isinstance(swap, Claim):
+            return given_back(swap) if is_written else None
+        if is_written:
             self._tell(record)
             logger.info("the end of %s is written after all", reference_of(swap.id))
             return None
         # Renewed meanwhile, or parked by who saw our lease run out; but who executed knows.
         if (
-            isinstance(lost, Unreadable)
+            lost is None
+            or isinstance(lost, Unreadable)
             or lost.nonce != record.nonce
             or lost.state not in (RUNNING, IN_DOUBT)
             or lost.state == record.state

@@ -5,6 +5,7 @@ Requests have a route, a header and a response for that; the engines' own side o
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 from collections.abc import Callable
@@ -36,8 +37,18 @@ def name_of(function: Callable[..., object]) -> str:
 
 
 def key_of_call(found: object) -> str:
-    """The key that a `key=` function has *found* in a call's arguments (K4); None is none."""
+    """
+    The key of a call, as text: what it was given, or what a `key=` function has *found* (K4).
+
+    None is none. What has no text of its own is refused: its address would be another key for
+    each retry, or one key for two calls.
+    """
+    if isinstance(found, str):
+        return found
     refuse_awaitable("key", found)
+    kind = type(found)
+    if kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__:
+        raise Misconfigured(f"a {kind.__name__} is no key: give text, or a number or an id")
     return "" if found is None else str(found)
 
 
@@ -62,6 +73,18 @@ def checked(operation: Operation, result: T, *, is_persons: bool) -> T:
         if doubt is not None:
             raise doubt
     return result
+
+
+def is_failure(error: BaseException) -> bool:
+    """
+    *error* is the handler's own, which is over then; nobody has ended it from outside.
+
+    What awaits a task that was cancelled raises the same as what is cancelled itself.
+    """
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is not None and not task.cancelling()
+    return isinstance(error, Exception)
 
 
 # What is returned where nothing has run yet.

@@ -22,6 +22,7 @@ from contextlib import suppress
 
 from coatcheck.core.key import reference_of
 from coatcheck.core.record import Record, Swap, is_same_attempt, is_same_write, renewed
+from coatcheck.core.serve import Claim
 from coatcheck.engine.apart import Apart, Outcome
 from coatcheck.engine.clock import StoreClock
 from coatcheck.engine.finishing import Unfinished
@@ -99,6 +100,13 @@ class Heart:
         self.wake()
         if self._thread is None:
             self._start()
+
+    def give_back(self, claim: Claim) -> None:
+        """Nobody is left to execute what *claim* was to get hold of; it may be on its way still."""
+        record = claim.record
+        assert record is not None
+        if claim.id not in self.held:  # else somebody here has it, and it never was ours
+            self.finish(Held(record, 0), claim)
 
     def wake(self) -> None:
         """Beat soon: the store may be back."""

@@ -22,19 +22,25 @@ PAUSE_LAST_S = 1.0
 
 class Patience:
     """
-    How often one effect is tried again; made when the first write has failed.
+    How often one effect is tried again.
 
     A store that is frozen takes its whole time-out to fail. So the tries count as the pauses do,
-    and whoever waits waits for *left_s*, and for the one that is under way then.
+    from the first on, and whoever waits waits for *left_s*, and for the one that is under way then.
 
     Args:
         left_s: how long may be waited in all.
+        began_s: when the first try began, on *clock*; it is made now, if that is not said.
     """
 
-    def __init__(self, left_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        left_s: float,
+        began_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._left_s = left_s
         self._clock = clock
-        self._until_s = clock() + left_s
+        self._until_s = (clock() if began_s is None else began_s) + left_s
         self._pause_s = PAUSE_FIRST_S
         self._is_second = False
 
@@ -42,10 +48,12 @@ class Patience:
         """How long to wait before *effect* is tried again; None: it is not."""
         if not isinstance(effect, Swap) or not isinstance(failure, StoreUnavailable):
             return None
+        if self._left_s > 0 and self._clock() >= self._until_s:
+            return None
         if failure.is_ambiguous and not self._is_second:
             self._is_second = True
             return 0.0
-        if self._left_s <= 0 or self._clock() >= self._until_s:
+        if self._left_s <= 0:
             return None
         jitter = random.uniform(0.8, 1.2)  # noqa: S311 - no secret
         pause_s = min(self._pause_s * jitter, self._left_s)

@@ -6,8 +6,9 @@ what runs and of what is in doubt, picks out what is abandoned, and drives `core
 each of them.
 
 Only operations whose policy is known in this process are touched: guarded functions by their
-scope, marked routes by method and template, all other requests by the middleware's own policy.
-Where no policy needs it, nothing is looked at.
+scope, marked routes by method and template. All other requests are the middleware's, if they were
+begun under a policy with the same mark as its own: other services may share the store, and a path
+does not say whose it is. Where no policy needs it, nothing is looked at.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 from coatcheck.core.flow import Effect, run
 from coatcheck.core.key import reference_of
 from coatcheck.core.policy import Policy
-from coatcheck.core.record import IN_DOUBT, RUNNING, Record, State, Swap, is_lease_over
+from coatcheck.core.record import IN_DOUBT, RUNNING, Record, State, Swap, is_lease_over, mark_of
 from coatcheck.core.recover import ask_from_ms, recover
 from coatcheck.core.replay import Fate
 from coatcheck.core.serve import Ending, Reconcile, Seen
@@ -114,11 +115,17 @@ class Reconciler:
         """How *record* is recovered, if that is known; a compact store does not say what it is."""
         if is_of_function(record):
             return self._functions.get(record.label)
-        method = record.label.partition(" ")[0]
-        others = self._requests
-        if others is not None and method not in others.methods:
-            others = None
-        return self._routes.get(record.label, others)
+        policy = self._routes.get(record.label)
+        if policy is None and self._is_ours(record):
+            policy = self._requests
+        return policy
+
+    def _is_ours(self, record: Record) -> bool:
+        """A request of this application's has begun *record*, or one that recovers as it does."""
+        policy, method = self._requests, record.label.partition(" ")[0]
+        if policy is None or method not in policy.methods:
+            return False
+        return mark_of(record.nonce) == policy.mark
 
     # --- when ---------------------------------------------------------------------------------
 
@@ -200,7 +207,12 @@ class Reconciler:
             if record is None:
                 return
             ticket = desk.ticket(
-                id, record.fingerprint, key=record.key, caller=record.scope, route=record.label
+                id,
+                record.fingerprint,
+                key=record.key,
+                caller=record.scope,
+                route=record.label,
+                mark=policy.mark,
             )
             flow = recover(Seen(desk.standing(record), ticket.now_ms), ticket, policy)
             as_value = is_of_function(record)

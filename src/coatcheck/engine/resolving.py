@@ -14,7 +14,7 @@ from coatcheck.core.flow import Flow
 from coatcheck.core.key import parse_reference, prefix_of, reference_of
 from coatcheck.core.policy import changed
 from coatcheck.core.progress import Resolution, progress_of
-from coatcheck.core.record import COMPLETED, RUNNING, Record, is_lease_over
+from coatcheck.core.record import COMPLETED, RUNNING, Record, is_lease_over, mark_of
 from coatcheck.core.replay import Fate, decode_value
 from coatcheck.core.resolve import Resolved, Stands, rerun, resolve
 from coatcheck.core.serve import Ending, Execute, Executed, Seen
@@ -78,6 +78,7 @@ class Case:
             key=record.key,
             caller=record.scope,
             route=record.label,
+            mark=mark_of(record.nonce),  # if this dies, its own service goes on with it
         )
 
     def resolve(self, outcome: object) -> Flow[Resolved | Stands]:

@@ -13,7 +13,7 @@ from coatcheck.core.flow import Effect, Flow, run, run_async
 from coatcheck.core.hand_over import Handed, ending_of_accepted, offer, opened, resume, sealed
 from coatcheck.core.policy import Policy
 from coatcheck.core.problem import problem
-from coatcheck.core.record import Record, Swap
+from coatcheck.core.record import Record, Swap, mark_of
 from coatcheck.core.replay import KEEP, Response, decode_response
 from coatcheck.core.serve import Answer, Ending, Execute, Refuse, Replay, Ticket
 from coatcheck.engine.desk import Desk, logger
@@ -78,6 +78,7 @@ class Work:
             key=standing.key,
             caller=standing.scope,
             route=standing.label,
+            mark=mark_of(standing.nonce),  # it is recovered as whoever handed it over would
         )
         return resume(self._handed, self.ticket, self._policy, standing)
 

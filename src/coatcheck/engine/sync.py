@@ -85,7 +85,7 @@ class Engine(Driver):
             @functools.wraps(function)
             def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
                 call = functools.partial(function, *args, **kwargs)
-                return self._run(key_of_call(key(*args, **kwargs)), label, call, policy)
+                return self._run(key(*args, **kwargs), label, call, policy)
 
             return guarded
 
@@ -93,7 +93,7 @@ class Engine(Driver):
 
     def _run(
         self,
-        key: str,
+        key: object,
         label: str,
         call: functools.partial[T],
         policy: Policy | None,
@@ -103,7 +103,7 @@ class Engine(Driver):
             self.start()
         desk = self.desk
         policy = desk.policy if policy is None else policy_of(policy)
-        ticket = desk.ticket_of_call(key, label, call)
+        ticket = desk.ticket_of_call(key_of_call(key), label, call, policy)
         known = desk.recall(ticket, policy)
         if known is not None:
             value: T = desk.result_of(ticket, known, None, None)

@@ -95,8 +95,9 @@ class TransactionVisit(Visit):
         finally:
             leave(entered)
 
-    async def _fail(self, error: Exception) -> bool:
+    async def _fail(self, error: BaseException) -> bool:
         """Undo all of it, if the application raised before it had answered."""
+        assert isinstance(error, Exception)  # all else undoes it by itself
         if not self._is_settled:
             self._is_settled = True
             engine = self.guard.engine

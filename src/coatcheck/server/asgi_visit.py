@@ -22,6 +22,7 @@ from coatcheck.core.record import Record
 from coatcheck.core.replay import Headers, Response, fate_of
 from coatcheck.core.serve import Answer, Ending, Execute, Executed, Refuse, Replay, Ticket
 from coatcheck.engine.desk import ending_of_error, judged, logger
+from coatcheck.engine.functions import is_failure
 from coatcheck.errors import ClaimLost
 from coatcheck.operation import Operation, enter, leave
 from coatcheck.server.answers import (
@@ -161,8 +162,8 @@ class Visit(ClientSide):
             await self.guard.app(asgi_scope, self.receive, self._take)
             if not self._is_settled:
                 raise RuntimeError("the application ended without a complete response")
-        except Exception as error:
-            if not await self._fail(error):
+        except (Exception, asyncio.CancelledError) as error:
+            if not is_failure(error) or not await self._fail(error):
                 raise
         finally:
             leave(entered)
@@ -171,7 +172,7 @@ class Visit(ClientSide):
             if not self._is_settled:  # else whoever settled it has let go of it, or will
                 engine.desk.heart.let_go(self._held)
 
-    async def _fail(self, error: Exception) -> bool:
+    async def _fail(self, error: BaseException) -> bool:
         """
         Give the claim back, if the application raised before it had answered.
 

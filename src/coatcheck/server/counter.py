@@ -99,7 +99,8 @@ class Counter:
             secret=desk.secret,
             is_retry=desk.cache.knows(id),
         )
-        return desk.ticket(id, fingerprint, key=key, caller=caller, route=route)
+        mark = policy.mark
+        return desk.ticket(id, fingerprint, key=key, caller=caller, route=route, mark=mark)
 
     def is_held_by(self, request: Request, ticket: Ticket) -> bool:
         """

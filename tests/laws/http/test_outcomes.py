@@ -69,6 +69,16 @@ def test_a_refusal_at_the_door_does_not_use_up_the_key(api: Api, status: int):
     assert api.post(body=b'{"item": 2}').is_replay
 
 
+def test_nor_do_several_of_them(api: Api):
+    """L4: nothing ran, however often it was refused."""
+    shut = (says(415), says(413), says(403))
+    api.shop.answers["/orders"] = in_turn(*shut, says(503), says(201))
+    told = [api.post(body=b'{"item": %d}' % number).status for number in range(4)]
+    assert told == [415, 413, 403, 503]
+    assert api.post(body=b'{"item": 9}').code == "key-reused"
+    assert api.post(body=b'{"item": 3}').status == 201
+
+
 def test_with_a_better_credential_the_same_key_runs(api: Api):
     """L4, S1: 401 first, then the right token."""
     api.shop.answers["/orders"] = in_turn(says(401), says(201))

@@ -86,7 +86,7 @@ def test_a_late_retry_can_be_refused_instead(open_api: OpenApi, clock, caplog, s
     clock.advance(HOUR_S)
     late = api.post()
     assert (late.status, late.code) == (status, "key-expired")
-    assert late.problem["retry"] == "new-key"
+    assert late.problem["retry"] == "never"
     assert late.reference == first.reference
     assert any(getattr(r, "code", "") == "key-expired" for r in caplog.records)
     assert open_api(shop=api.shop, policy=api.engine.desk.policy).post().code == "key-expired"
