@@ -30,6 +30,7 @@ from coatcheck.stores.declared import DYNAMODB
 from coatcheck.stores.dynamodb_flow import Flows, in_order, portions_of
 from coatcheck.stores.dynamodb_line import Line
 from coatcheck.stores.dynamodb_place import Place, place_of
+from coatcheck.stores.fates import results_of
 from coatcheck.stores.migration import Migration
 
 logger = logging.getLogger("coatcheck")
@@ -83,7 +84,7 @@ class DynamoStore:
 
     def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
         """Write each record if the version its caller saw still stands; all at the same time."""
-        return self._line.each(self._flows.swap, swaps)
+        return results_of(self._line.each(self._flows.swap, swaps))
 
     def get(self, ids: Sequence[bytes]) -> Sequence[Record | None]:
         """The records that stand, in the order of *ids*; never an older one than was written."""

@@ -24,7 +24,7 @@ from botocore.session import Session
 from coatcheck.core.flow import Effect, Flow, run
 from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.stores.dynamodb_faults import explained, note
-from coatcheck.stores.dynamodb_flow import Answer, Ask, Flows, Pause, Tell, together
+from coatcheck.stores.dynamodb_flow import Answer, Ask, Flows, Pause, Tell, each_of
 from coatcheck.stores.dynamodb_place import Place
 from coatcheck.stores.dynamodb_session import prepared, settings_of
 from coatcheck.stores.fork import renew_after_fork
@@ -58,8 +58,12 @@ class Line:
         """One request about the table, and its answer."""
         return self._run(self._flows.call(operation, **parameters))
 
-    def each(self, flow_of: Callable[[T], Flow[R]], things: Sequence[T]) -> list[R]:
-        """Run the flows of all *things* at once, one alone in this thread; done when all are."""
+    def each(self, flow_of: Callable[[T], Flow[R]], things: Sequence[T]) -> list[R | Exception]:
+        """
+        Run the flows of all *things* at once, one alone in this thread; done when all are.
+
+        One that fails is no reason for the others to: its error is in the place of its result.
+        """
         if len(things) <= 1:
             return [self._run(flow_of(thing)) for thing in things]
         futures: list[Future[R]] = []
@@ -73,7 +77,7 @@ class Line:
         finally:
             for future in futures:
                 future.cancel()  # only where we were interrupted is there anything to cancel
-        return together([future.exception() or future.result() for future in futures])
+        return each_of([future.exception() or future.result() for future in futures])
 
     def _run(self, flow: Flow[R]) -> R:
         return run(flow, self._perform)
