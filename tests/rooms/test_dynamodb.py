@@ -445,6 +445,24 @@ def test_a_global_table_is_warned_about_unless_it_is_consistent(store):
     assert not any("two regions" in finding.message for finding in store.check())
 
 
+@pytest.mark.parametrize("operation", ["PutItem", "DeleteItem", "BatchGetItem", "Scan"])
+def test_the_doctor_tries_what_needs_a_permission(store, operation):
+    """D3, O1: a role that may look at the table may yet not be able to use it."""
+    kept = claimed(store)
+    assert not [finding for finding in store.check() if finding.level == "error"]
+    why = f"not authorized to perform: dynamodb:{operation}"
+    on(
+        store,
+        f"before-send.dynamodb.{operation}",
+        lambda **_: refused(store, 400, "AccessDeniedException", why),
+    )
+    (error,) = [finding.message for finding in store.check() if finding.level == "error"]
+    assert error.startswith(operation)
+    assert why in error
+    with beside(store) as other:
+        assert other.find(Query()).records == [kept], "trying has changed nothing"
+
+
 def test_the_doctor_names_a_table_that_is_gone(store):
     """D3: who asks for a claim is told so, too, and nothing runs."""
     raw(store, "delete_table")

@@ -18,10 +18,11 @@ import heapq
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 
-from coatcheck.core.record import Record, Swap
+from coatcheck.core.record import RUNNING, Record, Swap
+from coatcheck.core.scope import ID_BYTES
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores import dynamodb_items as items
 from coatcheck.stores import dynamodb_table as table
@@ -38,6 +39,10 @@ logger = logging.getLogger("coatcheck")
 # A page of a scan is 1 MB of table. 4: half a thousand read units each time, which once a minute
 # comes to a few dollars in a month; the whole of a large table would be hundreds in a day.
 _SWEEP_PAGES = 4
+
+# What nobody has, so that every change of it loses, and changes nothing.
+_IDLE = Record(bytes(ID_BYTES), 2, RUNNING, 1, b"", 1, 1, 1, 1, 1, "", "", "", None, None)
+_IDLE_CHANGE, _IDLE_DELETION = Swap(_IDLE.id, 1, _IDLE), Swap(_IDLE.id, 1, None)
 
 
 class DynamoStore:
@@ -172,11 +177,28 @@ class DynamoStore:
         return taken, last if taken == count else None
 
     def check(self) -> Sequence[Finding]:
-        """Whether the table is there, forgets by itself, and can take what comes."""
+        """Whether the table is there, forgets by itself, can take what comes, and lets us."""
         try:
-            return list(table.findings_about(self._line))
+            findings = list(table.findings_about(self._line))
         except StoreUnavailable as error:
             return [Finding("error", str(error))]
+        if not any(finding.level == "error" for finding in findings):
+            findings += self._findings_about_rights()
+        return findings
+
+    def _findings_about_rights(self) -> Iterator[Finding]:
+        """Try what is needed, so that nothing is changed; each has a permission of its own."""
+        needed: dict[str, Callable[[], object]] = {
+            "PutItem": lambda: self.swap((_IDLE_CHANGE,)),
+            "DeleteItem": lambda: self.swap((_IDLE_DELETION,)),
+            "BatchGetItem": lambda: self.get((_IDLE.id,)),
+            "Scan": lambda: self._line.call("scan", Limit=1),
+        }
+        for operation, attempt in needed.items():
+            try:
+                attempt()
+            except StoreUnavailable as error:
+                yield Finding("error", f"{operation} does not work: {error}")
 
     def now_ms(self) -> int:
         """DynamoDB's clock, to the second, and this machine's within that; see `clock_ms`."""
