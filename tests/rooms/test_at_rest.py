@@ -339,6 +339,21 @@ def test_what_is_compressed_and_damaged_is_an_error_and_never_a_second_run(url):
     assert ran == []
 
 
+@pytest.mark.parametrize("left", [0, 1, 5])
+def test_an_answer_that_was_emptied_or_cut_is_an_error_and_never_a_second_run(url, left):
+    """X1, L1: also without a ring, for whom there is nothing to be opened."""
+    ran = []
+    run_once(url, None, ran)
+    with closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as connection:
+        cut = f"update coatcheck_records set response = substr(response, 1, {left})"
+        connection.execute(cut)
+        connection.commit()
+    for options in ({}, {"compress": True}, {"keyring": KeyRing(NEW)}):
+        with Engine(url, **options) as engine, pytest.raises(Unreadable):
+            engine.run("order-1", lambda: charge(ran), scope="charge")
+    assert ran == [1]
+
+
 def test_what_steps_remember_is_compressed_only_where_it_is_sealed():
     """X1: every engine must be able to go on where an attempt has died."""
     beneath = open_store("memory://")
