@@ -31,13 +31,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from servers.dynamodb import dynamodb
 
-from coatcheck import Engine
+from coatcheck import Engine, KeyRing
 from coatcheck.cli import main
 from coatcheck.core.record import GONE, RUNNING, Record, Swap, completed, is_same_write, renewed
 from coatcheck.errors import Misconfigured, ResultUnavailable, StoreUnavailable
 from coatcheck.stores import Batcher, Query, open_store
 from coatcheck.stores import dynamodb as module
 from coatcheck.stores import dynamodb_items as items
+from coatcheck.stores.at_rest import AtRest
 from coatcheck.stores.dynamodb import DynamoStore
 from coatcheck.stores.dynamodb_table import clock_ms
 
@@ -267,6 +268,24 @@ def test_a_writer_whose_answer_did_not_fit_knows_its_own_record_again(
     assert is_same_write(again, answer)
     other = answer._replace(nonce=99)
     assert swap(either, answer.id, answer.version - 1, other) == answer._replace(response=None)
+
+
+@pytest.mark.parametrize("rest", ["", "&compact=1"])
+def test_a_writer_knows_its_own_record_again_though_it_was_sealed_anew(rest):
+    """L12, X1: no two seals are the same, and what steps have noted is sealed, too."""
+    with closing(
+        AtRest(DynamoStore.from_url(fresh_url() + rest), KeyRing({"k": b"k" * 32}))
+    ) as store:
+        claim = claim_of(1)._replace(progress=b"noted")
+        answer = completed(claim, os.urandom(LARGE))
+        assert store.swap([Swap(claim.id, 0, claim)]) == [None]
+        assert store.swap([Swap(claim.id, claim.version, answer)]) == [None]
+        (again,) = store.swap([Swap(claim.id, claim.version, answer)])
+        assert again is not None
+        assert is_same_write(again, answer)
+        (standing,) = store.swap([Swap(claim.id, claim.version, answer._replace(nonce=99))])
+        assert standing is not None
+        assert (standing.nonce, standing.response) == (answer.nonce, None)
 
 
 def test_an_answer_that_just_fits_is_kept(either):

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 from coatcheck.core.flow import Effect, Flow
 from coatcheck.core.key import reference_of
-from coatcheck.core.record import GONE, Record, Swap
+from coatcheck.core.record import GONE, Record, Swap, is_same_write_cut
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores import dynamodb_items as items
 from coatcheck.stores.dynamodb_faults import CONFLICT, LOST, code_of, is_too_large, standing_of
@@ -101,7 +101,7 @@ class Flows:
                 yield from Tell(_dropped(record))
             return None
         standing = _standing(item)
-        if not is_whole and standing == items.record_of(written):
+        if not is_whole and is_same_write_cut(standing, record):
             return record  # our own, from a try whose answer was lost; so its writer will know it
         return standing
 
