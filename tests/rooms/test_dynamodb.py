@@ -39,6 +39,7 @@ from coatcheck.stores import Batcher, Query, open_store
 from coatcheck.stores import dynamodb as module
 from coatcheck.stores import dynamodb_items as items
 from coatcheck.stores.at_rest import AtRest
+from coatcheck.stores.batching import call_apart
 from coatcheck.stores.dynamodb import DynamoStore
 from coatcheck.stores.dynamodb_table import clock_ms
 
@@ -125,6 +126,32 @@ def test_a_batch_is_sent_by_a_few_threads_and_one_alone_by_its_caller():
         assert store.swap([Swap(c.id, 0, c) for c in claims]) == [None] * 30
     assert 2 <= most[0] <= 3
     assert len(threads) == 4
+
+
+def test_what_has_found_a_thread_is_written_where_there_are_no_more(store, monkeypatch):
+    """L1, D2: each is told of its own; the others may be tried again."""
+    start = threading.Thread.start
+    allowed = iter(range(2))
+    are_missed = threading.Event()
+
+    def start_two(thread: threading.Thread) -> None:
+        if next(allowed, None) is None:
+            are_missed.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def keep_busy(**_: Any) -> None:
+        assert are_missed.wait(TIMEOUT_S)
+
+    on(store, "before-send.dynamodb", keep_busy)
+    monkeypatch.setattr(threading.Thread, "start", start_two)
+    _, errors = call_apart(store.swap, claims(0, 6))
+    monkeypatch.undo()
+    assert [error is None for error in errors] == [True] * 2 + [False] * 4
+    assert {str(error).partition(": ")[2] for error in errors[2:]} == {"can't start new thread"}
+    results, errors = call_apart(store.swap, claims(0, 6))
+    assert not any(errors)
+    assert results[:2] == [claim_of(0), claim_of(1)]
 
 
 def test_records_are_read_by_the_hundred_and_what_was_not_answered_is_asked_again(either):

@@ -688,7 +688,7 @@ def test_the_largest_response_fits_into_what_the_doctor_asks_for(own, own_url, f
         with somebody_else(own_url) as lent:
             held = claim_of(MANY[3])
             for written in (*store.ledger.claim(Swap(held.id, 0, held), 1_000), None):
-                text, values = written or store.ledger.change(complete(held, body))
+                text, values, _ = written or store.ledger.change(complete(held, body))
                 with lent.cursor() as cursor:
                     assert cursor.execute(text, values) == 1
         assert store.get([MANY[3]]) == [completed(held, body)]

@@ -67,17 +67,25 @@ class Line:
         if len(things) <= 1:
             return [self._run(flow_of(thing)) for thing in things]
         futures: list[Future[R]] = []
+        left: list[StoreUnavailable] = []
         try:
-            threads = self._pool()
-            for thing in things:
-                futures.append(threads.submit(self._run, flow_of(thing)))  # noqa: PERF401 - to cancel what is there
+            try:
+                threads = self._pool()
+                for thing in things:
+                    futures.append(threads.submit(self._run, flow_of(thing)))  # noqa: PERF401 - to cancel what is there
+            except RuntimeError as error:  # closed meanwhile, or no more threads can be had
+                left = [self._without_thread(error)] * (len(things) - len(futures))
             wait(futures)
-        except RuntimeError as error:  # closed meanwhile, or no thread can be had
-            raise StoreUnavailable(f"{self.place}: {error}", is_ambiguous=True) from error
         finally:
             for future in futures:
                 future.cancel()  # only where we were interrupted is there anything to cancel
-        return each_of([future.exception() or future.result() for future in futures])
+        return [*each_of([f.exception() or f.result() for f in futures]), *left]
+
+    def _without_thread(self, error: RuntimeError) -> StoreUnavailable:
+        """It is ambiguous, because a thread that there is may yet find it."""
+        outage = StoreUnavailable(f"{self.place}: {error}", is_ambiguous=True)
+        outage.__cause__ = error
+        return outage
 
     def _run(self, flow: Flow[R]) -> R:
         return run(flow, self._perform)

@@ -28,10 +28,11 @@ class Divided(StoreUnavailable):
     """
 
     def __init__(self, fates: Sequence[Fate]) -> None:
-        outages = [fate for fate in fates if isinstance(fate, StoreUnavailable)]
+        errors = [fate for fate in fates if isinstance(fate, Exception)]
+        outages = [error for error in errors if isinstance(error, StoreUnavailable)]
         is_ambiguous = len(outages) < len(fates) or any(o.is_ambiguous for o in outages)
-        super().__init__(str(outages[0]), is_ambiguous=is_ambiguous)
-        self.__cause__ = outages[0].__cause__
+        super().__init__(str(errors[0]), is_ambiguous=is_ambiguous)
+        self.__cause__ = errors[0].__cause__
         self.fates = fates
 
 
@@ -40,6 +41,4 @@ def results_of(fates: Sequence[Fate]) -> list[Record | None]:
     errors = [fate for fate in fates if isinstance(fate, Exception)]
     if not errors:
         return list(fates)  # type: ignore[arg-type]  # there is no error among them
-    if len(fates) > 1 and any(isinstance(error, StoreUnavailable) for error in errors):
-        raise Divided(fates)
-    raise errors[0]  # of one member alone: whoever groups asks for each
+    raise Divided(fates) if len(fates) > 1 else errors[0]
