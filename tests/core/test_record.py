@@ -19,6 +19,7 @@ from coatcheck.core.record import (
     is_retention_over,
     is_same_attempt,
     is_same_write,
+    is_same_write_cut,
     is_window_over,
     legal_moves,
     next_version,
@@ -228,6 +229,16 @@ def test_a_write_is_recognised_also_in_a_store_that_drops_what_is_for_people():
     """L5."""
     assert is_same_write(CLAIM, CLAIM)
     assert is_same_write(CLAIM._replace(label="", scope="", key=""), CLAIM)
+
+
+def test_a_write_is_recognised_also_where_there_was_no_room_for_its_response():
+    """L12: by its version and its nonce; what it has noted may be sealed, each time anew."""
+    answer = completed(CLAIM, b"large")._replace(progress=b"sealed")
+    kept = answer._replace(label="", scope="", key="", progress=b"sealed before", response=None)
+    assert is_same_write_cut(kept, answer)
+    assert not is_same_write_cut(answer, answer)
+    assert not is_same_write_cut(kept._replace(nonce=8), answer)
+    assert not is_same_write_cut(CLAIM, answer)
 
 
 @pytest.mark.parametrize("name", sorted(set(Record._fields) - {"label", "scope", "key"}))

@@ -94,14 +94,21 @@ def test_stored_results_of_the_first_release_stay_readable():
     assert encode_value(b"\x00\xff") == b"\x03\x00\xff"
 
 
-@pytest.mark.parametrize("blob", [b"\x00", b"\x01\x00\xc8\x00", b"\x04"])
+@pytest.mark.parametrize("blob", [b"", b"\x00", b"\x01\x00\xc8\x00", b"\x04"])
 def test_a_kind_of_bytes_that_is_no_result_is_not_taken_for_one(blob):
     with pytest.raises(Unreadable):
         decode_value(blob)
 
 
+@pytest.mark.parametrize("blob", [b"\x02", b'\x02{"a":', b"\x02nul", b'\x02"\xff"'])
+def test_a_result_that_was_cut_or_changed_is_unreadable(blob):
+    """X1: and no error of whatever reads it."""
+    with pytest.raises(Unreadable, match="damaged"):
+        decode_value(blob)
+
+
 @pytest.mark.parametrize(
-    "blob", [b"\x02null", b"\x03", b"\x00", b"\x01\x00\xc8", b"\x01\x00\xc8\x01"]
+    "blob", [b"", b"\x02null", b"\x03", b"\x00", b"\x01\x00\xc8", b"\x01\x00\xc8\x01"]
 )
 def test_what_is_no_whole_response_is_not_taken_for_one(blob):
     with pytest.raises(Unreadable):
@@ -328,6 +335,12 @@ def test_operators_see_the_status_and_the_size_of_what_is_kept_and_nothing_else(
     assert outline_of(encode_response(response)) == (201, 6)
     assert outline_of(encode_value("secret") or b"") == (None, len('"secret"'))
     assert outline_of(encode_value(b"secret") or b"") == (None, 6)
+
+
+@pytest.mark.parametrize(("blob", "size"), [(b"", 0), (b"\x01\x00", 1), (b"\x01\x00\xc8\x01", 3)])
+def test_operators_see_also_what_is_damaged(blob, size):
+    """O1: as so many bytes; whoever looks for the trouble must be able to look at it."""
+    assert outline_of(blob) == (None, size)
 
 
 @pytest.mark.parametrize("bit", range(8))

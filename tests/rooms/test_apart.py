@@ -9,6 +9,7 @@ from coatcheck.engine.apart import FAILURES_MAX
 from coatcheck.engine.clock import StoreClock
 from coatcheck.engine.heart import Heart
 from coatcheck.errors import StoreUnavailable, Unreadable
+from coatcheck.stores.fates import results_of
 
 LEASE_MS = 60_000
 CLAIM = Record(
@@ -33,6 +34,16 @@ class Sharded(WatchedStore):
         if len(alive) < len(swaps):
             raise self.error
         return lost
+
+
+class Speaking(Sharded):
+    """The same, and it says what became of each."""
+
+    def swap(self, swaps):
+        try:
+            return super().swap(swaps)
+        except StoreUnavailable as error:
+            return results_of([error if swap.id in self.dead else None for swap in swaps])
 
 
 @pytest.fixture
@@ -84,6 +95,30 @@ def test_one_renewal_that_fails_does_not_stop_the_others(clock, error):
         assert not is_lease_over(store._records[held.claim.id], clock.now_ms)
         assert held.claim == store._records[held.claim.id]
         assert not held.is_lost
+    heart.stop()
+
+
+def test_a_store_that_says_what_became_of_each_is_asked_once(clock):
+    """L5: whoever has failed is known, and nobody is tried again for it."""
+    store = Speaking()
+    heart = hearted(store, clock)
+    bad, *others = [heart.hold(claim, LEASE_MS) for claim in claims(store, 20)]
+    store.dead = {bad.claim.id}
+    assert isinstance(beats(heart, clock, 1), StoreUnavailable)
+    assert len(store.asked) == 1
+    assert bad.failures == 1
+    assert {held.claim.lease_until_ms for held in others} == {clock.now_ms + LEASE_MS}
+    heart.stop()
+
+
+def test_a_store_that_is_away_as_a_whole_leaves_nobody_suspected_but_who_was_tried(clock):
+    """L5: when it is back, all are written in one call again."""
+    store = Speaking()
+    heart = hearted(store, clock)
+    helds = [heart.hold(claim, LEASE_MS) for claim in claims(store, 20)]
+    store.dead = {held.claim.id for held in helds}
+    assert isinstance(beats(heart, clock, 1), StoreUnavailable)
+    assert sum(held.failures for held in helds) == FAILURES_MAX
     heart.stop()
 
 

@@ -17,6 +17,7 @@ from coatcheck import (
     Misconfigured,
     Policy,
     ResultUnavailable,
+    StoreUnavailable,
     Unreadable,
     current_operation,
     open_store,
@@ -26,6 +27,9 @@ from coatcheck.server.asgi import IdempotencyMiddleware as AsgiGuard
 from coatcheck.server.wsgi import IdempotencyMiddleware as WsgiGuard
 from coatcheck.stores import Query
 from coatcheck.stores.at_rest import AtRest
+from coatcheck.stores.batching import call_apart
+from coatcheck.stores.fates import results_of
+from coatcheck.stores.memory import MemoryStore
 
 OLD, NEW, OTHER = {"old": b"o" * 32}, {"new": b"n" * 32}, {"new": b"x" * 32}
 SECRET = "the card ends in 4242"
@@ -58,6 +62,39 @@ def test_what_is_stored_cannot_be_read_and_a_retry_gets_it(url):
     assert run_once(url, NEW, ran) == run_once(url, NEW, ran) == {"answer": SECRET}
     assert len(ran) == 1
     assert SECRET.encode() not in stored_bytes(url)
+
+
+class Divides(MemoryStore):
+    """Of several, the last is on a shard that is away."""
+
+    def swap(self, swaps):
+        return results_of([*super().swap(swaps[:-1]), AWAY])
+
+    def get(self, ids):
+        return results_of([*super().get(ids[:-1]), AWAY])
+
+
+AWAY = StoreUnavailable("a shard is away")
+
+
+def test_what_a_store_says_of_each_is_opened_for_each():
+    """X1, D2: a shard that is away changes nothing for the others, not even for a lost key."""
+    beneath = Divides()
+    claims = [claim_of(id_of(number)) for number in range(4)]
+    written = [completed(claim, SECRET.encode()) for claim in claims]
+    MemoryStore.swap(beneath, [Swap(claim.id, 0, claim) for claim in claims])
+    for ring, record in zip((NEW, OTHER), written, strict=False):
+        with pytest.raises(StoreUnavailable):
+            AtRest(beneath, KeyRing(ring)).swap([Swap(record.id, record.version - 1, record)] * 2)
+    store = AtRest(beneath, KeyRing(NEW))
+    first, second, third, fourth = (claim.id for claim in claims)
+    swaps = [Swap(claim.id, 0, claim) for claim in claims]
+    for call, asks in ((store.swap, swaps), (store.get, (first, second, third, fourth))):
+        results, errors = call_apart(call, asks)
+        assert results == [written[0], None, claims[2], None]
+        assert [type(error) for error in errors] == [
+            *(type(None), Unreadable, type(None), StoreUnavailable)
+        ]
 
 
 def test_without_a_ring_it_can_be_read(url):
@@ -300,6 +337,21 @@ def test_what_is_compressed_and_damaged_is_an_error_and_never_a_second_run(url):
         ):
             engine.run("large", lambda: charge(ran), scope="s")
     assert ran == []
+
+
+@pytest.mark.parametrize("left", [0, 1, 5])
+def test_an_answer_that_was_emptied_or_cut_is_an_error_and_never_a_second_run(url, left):
+    """X1, L1: also without a ring, for whom there is nothing to be opened."""
+    ran = []
+    run_once(url, None, ran)
+    with closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as connection:
+        cut = f"update coatcheck_records set response = substr(response, 1, {left})"
+        connection.execute(cut)
+        connection.commit()
+    for options in ({}, {"compress": True}, {"keyring": KeyRing(NEW)}):
+        with Engine(url, **options) as engine, pytest.raises(Unreadable):
+            engine.run("order-1", lambda: charge(ran), scope="charge")
+    assert ran == [1]
 
 
 def test_what_steps_remember_is_compressed_only_where_it_is_sealed():

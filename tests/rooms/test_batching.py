@@ -19,6 +19,7 @@ from coatcheck.core.record import RUNNING, Record, Swap
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.batching import BATCH_MAX, Batcher, call_apart
 from coatcheck.stores.contract import Page, Query
+from coatcheck.stores.fates import results_of
 from coatcheck.stores.memory import MemoryStore
 from coatcheck.stores.threaded import ThreadedStore
 
@@ -222,6 +223,53 @@ def test_a_store_that_stops_answering_is_not_asked_for_the_rest(crowd: Crowd):
     together, *alone = crowd.store.batches[1:]
     assert len(together) == 6
     assert alone == [[id_of(1)], [id_of(2)], [id_of(3)]]
+
+
+def divided(store: ScriptedStore, bad: int) -> None:
+    """What is asked of *store* about *bad* fails by itself from now on, and nothing else does."""
+    swap, get = store.swap, store.get
+    error = StoreUnavailable("a shard is away")
+
+    def apart(call: Any, asks: Sequence[Any], ids: Sequence[bytes]) -> Any:
+        sound = iter(call([ask for ask, id in zip(asks, ids, strict=True) if id != id_of(bad)]))
+        return results_of([error if id == id_of(bad) else next(sound) for id in ids])
+
+    store.swap = lambda swaps: apart(swap, swaps, [s.id for s in swaps])  # type: ignore[method-assign]
+    store.get = lambda ids: apart(get, ids, ids)  # type: ignore[method-assign]
+
+
+def test_each_is_told_what_became_of_its_own_where_the_store_says_so(crowd: Crowd):
+    """D2, L1: and nobody is asked for again."""
+    crowd.store.swap((taken := claim(4, nonce=9),))
+    divided(crowd.store, 2)
+    crowd.batcher = Batcher(crowd.store)
+    with crowd.gathering(*(claim(number) for number in range(1, 6))) as waiting:
+        pass
+    told = answers(waiting)
+    assert str(told.pop(1)) == "a shard is away"
+    assert told == [None, None, taken.record, None]
+    assert len(crowd.store.batches) == 3
+    with crowd.gathering(*(id_of(number) for number in range(1, 4))) as waiting:
+        pass
+    told = answers(waiting)
+    assert str(told.pop(1)) == "a shard is away"
+    assert told == [claim(1).record, claim(3).record]
+
+
+def test_each_on_an_event_loop_is_told_what_became_of_its_own():
+    """D2, L1: by the thread that asks for all."""
+
+    async def story() -> None:
+        beneath = ScriptedStore()
+        divided(beneath, 2)
+        store = ThreadedStore(beneath)
+        asked = (store.swap([claim(number)]) for number in range(6))
+        told = await asyncio.gather(*asked, return_exceptions=True)
+        assert str(told.pop(2)) == "a shard is away"
+        assert told == [[None]] * 5
+        await store.close()
+
+    asyncio.run(story())
 
 
 def test_who_waits_is_told_when_the_thread_that_wrote_for_it_is_interrupted(crowd: Crowd):

@@ -31,13 +31,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from servers.dynamodb import dynamodb
 
-from coatcheck import Engine
+from coatcheck import Engine, KeyRing
 from coatcheck.cli import main
 from coatcheck.core.record import GONE, RUNNING, Record, Swap, completed, is_same_write, renewed
 from coatcheck.errors import Misconfigured, ResultUnavailable, StoreUnavailable
 from coatcheck.stores import Batcher, Query, open_store
 from coatcheck.stores import dynamodb as module
 from coatcheck.stores import dynamodb_items as items
+from coatcheck.stores.at_rest import AtRest
+from coatcheck.stores.batching import call_apart
 from coatcheck.stores.dynamodb import DynamoStore
 from coatcheck.stores.dynamodb_table import clock_ms
 
@@ -124,6 +126,32 @@ def test_a_batch_is_sent_by_a_few_threads_and_one_alone_by_its_caller():
         assert store.swap([Swap(c.id, 0, c) for c in claims]) == [None] * 30
     assert 2 <= most[0] <= 3
     assert len(threads) == 4
+
+
+def test_what_has_found_a_thread_is_written_where_there_are_no_more(store, monkeypatch):
+    """L1, D2: each is told of its own; the others may be tried again."""
+    start = threading.Thread.start
+    allowed = iter(range(2))
+    are_missed = threading.Event()
+
+    def start_two(thread: threading.Thread) -> None:
+        if next(allowed, None) is None:
+            are_missed.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def keep_busy(**_: Any) -> None:
+        assert are_missed.wait(TIMEOUT_S)
+
+    on(store, "before-send.dynamodb", keep_busy)
+    monkeypatch.setattr(threading.Thread, "start", start_two)
+    _, errors = call_apart(store.swap, claims(0, 6))
+    monkeypatch.undo()
+    assert [error is None for error in errors] == [True] * 2 + [False] * 4
+    assert {str(error).partition(": ")[2] for error in errors[2:]} == {"can't start new thread"}
+    results, errors = call_apart(store.swap, claims(0, 6))
+    assert not any(errors)
+    assert results[:2] == [claim_of(0), claim_of(1)]
 
 
 def test_records_are_read_by_the_hundred_and_what_was_not_answered_is_asked_again(either):
@@ -267,6 +295,24 @@ def test_a_writer_whose_answer_did_not_fit_knows_its_own_record_again(
     assert is_same_write(again, answer)
     other = answer._replace(nonce=99)
     assert swap(either, answer.id, answer.version - 1, other) == answer._replace(response=None)
+
+
+@pytest.mark.parametrize("rest", ["", "&compact=1"])
+def test_a_writer_knows_its_own_record_again_though_it_was_sealed_anew(rest):
+    """L12, X1: no two seals are the same, and what steps have noted is sealed, too."""
+    with closing(
+        AtRest(DynamoStore.from_url(fresh_url() + rest), KeyRing({"k": b"k" * 32}))
+    ) as store:
+        claim = claim_of(1)._replace(progress=b"noted")
+        answer = completed(claim, os.urandom(LARGE))
+        assert store.swap([Swap(claim.id, 0, claim)]) == [None]
+        assert store.swap([Swap(claim.id, claim.version, answer)]) == [None]
+        (again,) = store.swap([Swap(claim.id, claim.version, answer)])
+        assert again is not None
+        assert is_same_write(again, answer)
+        (standing,) = store.swap([Swap(claim.id, claim.version, answer._replace(nonce=99))])
+        assert standing is not None
+        assert (standing.nonce, standing.response) == (answer.nonce, None)
 
 
 def test_an_answer_that_just_fits_is_kept(either):
@@ -443,6 +489,24 @@ def test_a_global_table_is_warned_about_unless_it_is_consistent(store):
     assert any("two regions" in finding.message for finding in store.check())
     changes["MultiRegionConsistency"] = "STRONG"
     assert not any("two regions" in finding.message for finding in store.check())
+
+
+@pytest.mark.parametrize("operation", ["PutItem", "DeleteItem", "BatchGetItem", "Scan"])
+def test_the_doctor_tries_what_needs_a_permission(store, operation):
+    """D3, O1: a role that may look at the table may yet not be able to use it."""
+    kept = claimed(store)
+    assert not [finding for finding in store.check() if finding.level == "error"]
+    why = f"not authorized to perform: dynamodb:{operation}"
+    on(
+        store,
+        f"before-send.dynamodb.{operation}",
+        lambda **_: refused(store, 400, "AccessDeniedException", why),
+    )
+    (error,) = [finding.message for finding in store.check() if finding.level == "error"]
+    assert error.startswith(operation)
+    assert why in error
+    with beside(store) as other:
+        assert other.find(Query()).records == [kept], "trying has changed nothing"
 
 
 def test_the_doctor_names_a_table_that_is_gone(store):

@@ -7,6 +7,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from itertools import count
 from typing import Any
@@ -29,11 +30,14 @@ from dynamodb_scenes import (
     said,
     swap,
 )
+from servers import until
 from servers.dynamodb import Dynamodb
 
-from coatcheck.core.record import Swap
+from coatcheck import Engine, Policy
+from coatcheck.core.record import COMPLETED, Swap
 from coatcheck.errors import StoreUnavailable
-from coatcheck.stores import open_store
+from coatcheck.stores import Query, open_store
+from coatcheck.stores.batching import call_apart
 from coatcheck.stores.dynamodb import DynamoStore
 from coatcheck.stores.dynamodb_flow import CONFLICT_TRIES_MAX
 
@@ -138,19 +142,88 @@ def test_a_yes_that_is_not_from_dynamodb_is_none(store, page):
     assert caught.value.is_ambiguous
 
 
-def test_a_batch_of_which_some_took_effect_is_ambiguous_for_all(store):
-    """L1, D2: the others are told the same, so none of them may be told that nothing was written."""
-    asked = count()
+def refusing(store: Either, number: int) -> None:
+    """From now on, what is written about claim *number* is refused."""
+    name = f"order-{number}".encode()
 
-    def refuse_one(**_: Any) -> Any:
-        is_this = next(asked) == 3
+    def refuse_one(request: Any, **_: Any) -> Any:
+        is_this = name in request.body
         return refused(store, 400, "AccessDeniedException", "not this one") if is_this else None
 
-    on(store, "before-send.dynamodb", refuse_one)
+    on(store, "before-send.dynamodb.PutItem", refuse_one)
+
+
+def test_a_batch_of_which_some_took_effect_is_ambiguous_for_who_takes_it_as_one(store):
+    """L1, D2: it may not be told that nothing was written."""
+    refusing(store, 3)
     with pytest.raises(StoreUnavailable, match="not this one") as caught:
         store.swap(claims(0, 8))
     assert caught.value.is_ambiguous
     assert list(store.get([claim.id for claim in claims(0, 8)])).count(None) == 1
+
+
+def test_a_write_that_is_refused_takes_nobody_of_its_batch_with_it(store):
+    """L1, D2: each has a request of its own, and is told what became of that."""
+    refusing(store, 3)
+    standing = claim_of(5)
+    store.swap([Swap(standing.id, 0, standing._replace(nonce=1))])
+    results, errors = call_apart(store.swap, claims(0, 8))
+    assert [error is not None for error in errors] == [number == 3 for number in range(8)]
+    assert results == [None] * 5 + [standing._replace(nonce=1)] + [None] * 2
+    refusal = errors[3]
+    assert isinstance(refusal, StoreUnavailable)
+    assert not refusal.is_ambiguous
+    assert store.get([claim_of(3).id, claim_of(7).id]) == [None, claim_of(7)]
+
+
+def test_no_claim_stands_whose_caller_was_refused_for_another():
+    """L1: they came while a first claim was on its way, and left together."""
+    with Engine(fresh_url(), policy=Policy(wait=0, patience=0)) as engine:
+        store = engine.store
+        assert isinstance(store, DynamoStore)
+        gate = threading.Event()
+        on(store, "before-send.dynamodb.PutItem", lambda request, **_: held(request, gate))
+        refusing(store, 3)
+        with ThreadPoolExecutor(9) as threads:
+            keys = ("first", *(f"order-{number}" for number in range(8)))
+            asked = []
+            queue = engine._batcher._swaps
+            for key in keys:
+                asked.append(threads.submit(engine.run, key, lambda: "done", scope="s"))
+                until(lambda: queue._leader is not None and len(queue._waiting) == len(asked) - 1)
+            gate.set()
+        told = [one.exception() or one.result() for one in asked]
+        assert [str(one) for one in told].count("done") == 8
+        assert isinstance(told[4], StoreUnavailable)
+        assert {record.state for record in store.find(Query()).records} == {COMPLETED}
+
+
+def held(request: Any, gate: threading.Event) -> None:
+    """The first claim does not leave before all others are there."""
+    if b"first" in request.body:
+        assert gate.wait(TIMEOUT_S)
+
+
+def test_a_part_of_the_table_without_capacity_is_not_read_and_all_else_is(store, monkeypatch):
+    """D2: its error is about what lies there."""
+    pauses_of(store, monkeypatch)
+    written = claims(0, 120)
+    store.swap(written)
+    ids = [claim.id for claim in written]
+
+    def leave_out(parsed: Any, **_: Any) -> None:
+        for table, items in parsed.get("Responses", {}).items():
+            if left := [item for item in items if item["key"]["S"] == "order-7"]:
+                items[:] = [item for item in items if item not in left]
+                keys = [{"id": item["id"]} for item in left]
+                parsed["UnprocessedKeys"] = {table: {"Keys": keys}}
+
+    on(store, "after-call.dynamodb.BatchGetItem", leave_out)
+    found, errors = call_apart(store.get, ids)
+    assert [number for number, error in enumerate(errors) if error] == [7]
+    assert "throttled" in str(errors[7])
+    wanted = [claim.record for claim in written]
+    assert found == [*wanted[:7], None, *wanted[8:]]
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from coatcheck.errors import StoreUnavailable
 from coatcheck.stores import lanes
 from coatcheck.stores.batching import BATCH_MAX
 from coatcheck.stores.contract import Query, Wire
+from coatcheck.stores.fates import Divided
 from coatcheck.stores.looped import LoopedStore
 from coatcheck.stores.memory import MemoryStore
 from coatcheck.stores.prompt import Prompt
@@ -175,6 +176,24 @@ def test_what_gathers_on_a_loop_leaves_together_without_a_thread():
             assert await on.told(on.first, *rest) == [[None]] * 6 + [[None, None]]
             assert on.wire.batches == [[0], [1, 2, 3, 4, 5, 6, 7]]
             assert on.store.threads == {threading.current_thread()}
+
+    asyncio.run(scene())
+
+
+def test_each_is_told_what_became_of_its_own_where_the_wire_says_so():
+    """D2, L1: and nobody is asked for again."""
+    away = StoreUnavailable("a shard is away", is_ambiguous=True)
+
+    async def scene() -> None:
+        async with Scene() as on:
+            results = [None, away, claim(3).record, None]
+            on.store.failing[id_of(1)] = Divided(results)
+            asked = [on.looped.swap([claim(number)]) for number in range(1, 5)]
+            first, *told = await on.told(on.first, *asked)
+            error = told.pop(1)
+            assert (str(error), error.is_ambiguous) == ("a shard is away", True)
+            assert [first, *told] == [[None], [None], [claim(3).record], [None]]
+            assert on.wire.batches == [[0], [1, 2, 3, 4]]
 
     asyncio.run(scene())
 

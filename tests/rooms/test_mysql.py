@@ -2,6 +2,7 @@
 
 import asyncio
 import multiprocessing
+import random
 import signal
 import socket
 import subprocess
@@ -18,10 +19,11 @@ from laws.records import ID, LEASE_MS, NOW_MS, RETENTION_MS, claim_of, id_of
 from servers import START_S_MAX, free_port
 from servers.mariadb import Mariadb, mariadb
 
-from coatcheck import AsyncEngine, Engine, ResultUnavailable, current_operation
-from coatcheck.core.record import Swap, completed, failed, renewed
+from coatcheck import AsyncEngine, Engine, KeyRing, ResultUnavailable, current_operation
+from coatcheck.core.record import Swap, completed, failed, is_same_write, renewed
 from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.stores import Batcher, Query, mysql_schema, open_store
+from coatcheck.stores.at_rest import AtRest
 from coatcheck.stores.mysql_flow import reads
 from coatcheck.stores.mysql_line import Session
 from coatcheck.stores.mysql_own import LOCK_WAIT, Ours
@@ -605,6 +607,23 @@ def test_a_record_that_does_not_fit_fails_alone(own, own_url, said, caplog):
         assert any("max_allowed_packet" in f.message for f in store.check())
 
 
+@pytest.mark.parametrize("rest", ["", "&compact=1"])
+@pytest.mark.parametrize("keys", [None, {"k": b"k" * 32}])
+def test_a_writer_whose_answer_did_not_fit_knows_its_own_record_again(own_url, rest, keys):
+    """L12, X1: though texts for people are not kept, and no two seals are the same."""
+    with (
+        packets_of(own_url, 1_048_576),
+        closing(AtRest(open_store(own_url + rest), KeyRing(keys) if keys else None)) as store,
+    ):
+        held = claim_of()._replace(progress=b"noted", label="orders", scope="s", key="order-1")
+        answer = completed(held, random.Random(1).randbytes(1_100_000))
+        assert store.swap([Swap(ID, 0, held)]) == [None]
+        assert store.swap([Swap(ID, held.version, answer)]) == [None]
+        assert is_same_write(*store.swap([Swap(ID, held.version, answer)]), answer)
+        (standing,) = store.swap([Swap(ID, held.version, answer._replace(nonce=99))])
+        assert (standing.nonce, standing.response) == (answer.nonce, None)
+
+
 @contextmanager
 def packets_of(url, bytes_max):
     """A server that takes no larger ones."""
@@ -669,7 +688,7 @@ def test_the_largest_response_fits_into_what_the_doctor_asks_for(own, own_url, f
         with somebody_else(own_url) as lent:
             held = claim_of(MANY[3])
             for written in (*store.ledger.claim(Swap(held.id, 0, held), 1_000), None):
-                text, values = written or store.ledger.change(complete(held, body))
+                text, values, _ = written or store.ledger.change(complete(held, body))
                 with lent.cursor() as cursor:
                     assert cursor.execute(text, values) == 1
         assert store.get([MANY[3]]) == [completed(held, body)]

@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext
 from itertools import count
+from urllib.parse import quote
 from uuid import UUID
 
 import psycopg
@@ -23,7 +24,7 @@ from servers.postgres import Postgres, postgres
 
 from coatcheck import AsyncEngine, Engine, Misconfigured, StoreUnavailable
 from coatcheck.core.record import Swap, completed
-from coatcheck.stores import Query, open_async_store, open_store, postgres_link
+from coatcheck.stores import Query, open_async_store, open_store, postgres_link, postgres_schema
 from coatcheck.stores.looped import LoopedStore
 from coatcheck.stores.postgres_rows import MARKS, row_of
 
@@ -827,6 +828,94 @@ def test_nodes_that_start_together_make_the_schema_once(url):
     assert [results.get(timeout=START_S_MAX) for _ in nodes] == ["opened"] * 4
     for node in nodes:
         node.join()
+
+
+@pytest.mark.parametrize("level", ["read committed", "repeatable read", "serializable"])
+def test_who_has_waited_for_another_node_sees_what_it_made(url, level):
+    """D4: also where the role's transactions see nothing that is younger than they are."""
+    options = "-c default_transaction_isolation=" + level.replace(" ", "\\ ")
+    with (
+        psycopg.connect(postgres().url, autocommit=True) as other,
+        ThreadPoolExecutor(3) as threads,
+    ):
+        lock = (postgres_schema._LOCK,)
+        other.execute("select pg_advisory_lock(%s)", lock)
+        nodes = [threads.submit(open_store, f"{url}&options={quote(options)}") for _ in range(3)]
+        waiting = "select from pg_locks where locktype = 'advisory' and not granted"
+        eventually(lambda: other.execute(waiting).rowcount == 3)
+        other.execute("select pg_advisory_unlock(%s)", lock)
+        for node in nodes:
+            node.result(START_S_MAX).close()
+
+
+def drop_key(url):
+    with session(url) as other:
+        other.execute("alter table coatcheck_records drop constraint coatcheck_records_pkey")
+
+
+@pytest.mark.parametrize("rest", ["", "&compact=1"])
+@pytest.mark.parametrize("is_used", [False, True])
+def test_without_the_key_of_the_table_nobody_claims(url, rest, is_used):
+    """L1: as in a restore that is not over; the one could not be seen by the other."""
+    runs = []
+    with closing(Engine(url + rest)) as first, closing(Engine(url + rest)) as second:
+        if is_used:  # its statements are prepared, and planned
+            for number in range(10):
+                for way in (first.run, first.transaction):
+                    way(f"{way.__name__}-{number}", lambda: None, scope="orders")
+        drop_key(url)
+        for engine in (first, second):
+            with pytest.raises(StoreUnavailable, match="no primary key"):
+                engine.run("order-1", runs.append, 1, scope="orders")
+            with pytest.raises(StoreUnavailable, match="no unique or exclusion constraint"):
+                engine.transaction("order-2", runs.append, 1, scope="orders")
+            with pytest.raises(StoreUnavailable, match="no primary key") as caught:
+                engine.store.swap([claim(id) for id in MANY])
+            assert not caught.value.is_ambiguous
+        assert not runs
+        assert "no primary key" in the_error(first.store)
+        with session(url) as other:
+            other.execute("alter table coatcheck_records add primary key (id)")
+        assert first.run("order-1", runs.append, 1, scope="orders") is None
+        assert second.run("order-1", runs.append, 1, scope="orders") is None
+        assert first.transaction("order-2", runs.append, 2, scope="orders") is None
+        assert runs == [1, 2]
+        assert [finding.level for finding in first.store.check() if finding.level == "error"] == []
+
+
+def test_without_the_key_of_the_table_nobody_claims_from_a_loop(url):
+    """L1: the same over an event loop's own connections."""
+
+    async def story():
+        async with AsyncEngine(url) as engine:
+            assert isinstance(engine.store, LoopedStore)
+            drop_key(url)
+            with pytest.raises(StoreUnavailable, match="no primary key"):
+                await engine.run("order-1", lambda: None, scope="orders")
+
+    asyncio.run(story())
+
+
+def the_error(store):
+    """The one thing that the doctor calls an error."""
+    (told,) = [finding.message for finding in store.check() if finding.level == "error"]
+    return told
+
+
+@pytest.mark.parametrize(
+    ("hurt", "said"),
+    [
+        ("drop table coatcheck_records", "is gone"),
+        ("drop table coatcheck_records, coatcheck_schema", "is missing; run `coatcheck migrate"),
+        ("delete from coatcheck_schema", "is missing"),
+        ("insert into coatcheck_schema values (99)", "newer coatcheck"),
+    ],
+)
+def test_the_doctor_looks_for_the_table_and_who_made_it(store, url, hurt, said):
+    """D4, O1: what was there when the store was opened may be gone, or changed."""
+    with session(url) as other:
+        other.execute(hurt)
+    assert said in the_error(store)
 
 
 def test_a_schema_of_a_newer_release_is_refused(store, url):

@@ -25,6 +25,7 @@ from coatcheck.core.record import GONE, Record, Swap, completed, renewed
 from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.stores import Batcher, open_async_store, open_store
 from coatcheck.stores import redis_values as values
+from coatcheck.stores.batching import call_apart
 from coatcheck.stores.contract import Query, Store
 from coatcheck.stores.redis_cluster import slot_of
 from coatcheck.stores.redis_dangers import Watch
@@ -281,8 +282,14 @@ def told_in(url: str, *words: bytes | str) -> object:
     return redis_server().ask("EVAL", script, 0, *words)
 
 
-@pytest.mark.parametrize("spoil", [("SADD", b"not", b"ours"), ("SET", b"\x02from the future")])
-def test_what_cannot_be_read_fails_alone(opened, spoil):
+@pytest.mark.parametrize(
+    ("spoil", "raised"),
+    [
+        (("SADD", b"not", b"ours"), ValueError),  # the whole call is refused, so each asks alone
+        (("SET", b"\x02from the future"), StoreUnavailable),  # and says what became of each
+    ],
+)
+def test_what_cannot_be_read_fails_alone(opened, spoil, raised):
     """D2: whoever shares a batch with it is served."""
     url = redis_server().fresh_url()
     bad, *good = claims(0, 6)
@@ -291,7 +298,7 @@ def test_what_cannot_be_read_fails_alone(opened, spoil):
     with closing(opened(url)) as store:
         error = refused(store, [claim(bad)])
         assert not error.is_ambiguous
-        with pytest.raises(ValueError, match=r"WRONGTYPE|not a record"):
+        with pytest.raises(raised, match=r"WRONGTYPE|not a record"):
             store.swap([claim(bad), *(claim(record) for record in good)])
         batcher = Batcher(store)
         for record in good:
@@ -821,6 +828,36 @@ def test_a_replica_that_takes_the_place_of_its_master_is_found():
             for record in claims(100, 50):
                 until_written(store, record)
             assert store.get(ids) == records
+    finally:
+        cluster.remove()
+
+
+def test_a_master_that_is_away_takes_nobody_with_it_who_lives_elsewhere():
+    """L1, D2: each is told what became of its own, and no claim stands whose caller was refused."""
+    cluster = Cluster(down_after_ms=60_000)  # nobody takes its place
+    records = claims(0, 60)
+    ids = [record.id for record in records]
+    share = 16_384 // cluster.MASTERS + 1  # the first master's slots
+    try:
+        with closing(open_store(f"{cluster.url}?timeout=2s")) as store:
+            away = [slot_of(values.Keys("").key_of(id)) < share for id in ids]
+            assert 10 < sum(away) < 50
+            store.get(ids)  # all are connected, and find out by what they send
+            cluster.masters[0].kill(signal.SIGKILL)
+            _, errors = call_apart(store.swap, [claim(record) for record in records])
+            assert [error is not None for error in errors] == away
+            assert {type(error) for error in errors if error} == {StoreUnavailable}
+            assert len({id(error) for error in errors if error}) == sum(away)
+            found, errors = call_apart(store.get, ids)
+            assert [error is not None for error in errors] == away
+            wanted = [None if is_away else r for r, is_away in zip(records, away, strict=True)]
+            assert found == wanted
+            # Who is refused before anything was sent is in no doubt.
+            _, errors = call_apart(store.swap, [claim(record) for record in claims(60, 60)])
+            assert not any(error.is_ambiguous for error in errors if error)
+            with pytest.raises(StoreUnavailable) as caught:
+                store.swap([claim(record) for record in claims(120, 60)])
+            assert caught.value.is_ambiguous, "some of them have got there"
     finally:
         cluster.remove()
 

@@ -209,6 +209,15 @@ def is_same_write(standing: Record, record: Record) -> bool:
     return standing[:_FOR_PEOPLE] == record[:_FOR_PEOPLE] and standing[-2:] == record[-2:]
 
 
+def is_same_write_cut(standing: Record, record: Record) -> bool:
+    """
+    *standing* is *record* as a store keeps it that has no room for its response.
+
+    Such a store sees what was sealed, and never the same twice: so progress is not compared.
+    """
+    return standing[:_FOR_PEOPLE] == record[:_FOR_PEOPLE] and standing.response is None
+
+
 _FOR_PEOPLE = Record._fields.index("label")  # label, scope and key; then progress and response
 
 

@@ -159,10 +159,8 @@ def _encoded(name: bytes, value: bytes) -> bytes:
 
 def decode_response(blob: bytes) -> Response:
     """What `encode_response` made *blob* from, also where a store has compressed it since."""
-    if blob[0] == COMPRESSED:
-        blob = decompressed(blob)
     try:
-        return _decoded_response(blob)
+        return _decoded_response(decompressed(blob) if blob[0] == COMPRESSED else blob)
     except IndexError as error:
         raise Unreadable("what is kept ends in the middle") from error
 
@@ -203,10 +201,13 @@ def encode_value(value: Any) -> bytes | None:  # noqa: ANN401 - any result of a 
 
 def decode_value(blob: bytes) -> Any:  # noqa: ANN401 - any result of a user's function
     """What `encode_value` made *blob* from."""
-    kind = blob[0]
+    kind = blob[0] if blob else None
     if kind not in (_JSON, _BYTES):
         raise Unreadable("what is kept is no result of a function")
-    return blob[1:] if kind == _BYTES else _from_json(blob.decode(), 1)[0]
+    try:
+        return blob[1:] if kind == _BYTES else _from_json(blob.decode(), 1)[0]
+    except ValueError as error:
+        raise Unreadable(f"what is kept of a result is damaged: {error}") from error
 
 
 def decompressed(blob: bytes) -> bytes:
@@ -220,15 +221,15 @@ def decompressed(blob: bytes) -> bytes:
 
 def outline_of(blob: bytes) -> tuple[int | None, int]:
     """What operators may see of *blob*: its status, None for a value, and its size in bytes."""
-    if blob[0] == COMPRESSED:
-        try:
+    try:
+        if blob[:1] == b"%c" % COMPRESSED:
             blob = decompressed(blob)
-        except Unreadable:  # then how much of it there is
-            pass
-    if blob[0] != _RESPONSE:
-        return None, len(blob) - 1
-    response = decode_response(blob)
-    return response.status, len(response.body)
+        if blob[:1] == b"%c" % _RESPONSE:
+            response = decode_response(blob)
+            return response.status, len(response.body)
+    except Unreadable:  # then how much of it there is
+        pass
+    return None, max(0, len(blob) - 1)
 
 
 def _varint(number: int) -> bytes:

@@ -1,7 +1,8 @@
 """Apart: many swaps in one call, each with an outcome of its own.
 
 One record that cannot be written makes a whole call fail, and so does one dead shard of a cluster.
-What has failed together is tried apart; what has failed alone is left out of the next call, so
+Where the store says what became of each (`stores/fates.py`), that is it; what has failed together
+otherwise is tried apart. What has failed alone is left out of the next call, so
 that trouble that lasts costs the others nothing. And all of it is bounded: a store that is away
 is not asked once for each claim, with a time-out each.
 """
@@ -16,6 +17,7 @@ from coatcheck.core.record import Record, Swap
 from coatcheck.engine.held import Held
 from coatcheck.errors import StoreUnavailable, Unreadable
 from coatcheck.stores.contract import Store
+from coatcheck.stores.fates import Divided, Fate
 
 # 3, and none that was answered: then it is the store. If they were just those of a dead shard,
 # the next beat begins with others.
@@ -67,35 +69,46 @@ class Apart:
             raise self._failure
 
     def _together(self, asks: Sequence[tuple[Held, Swap]]) -> Iterator[Tried]:
-        if len(asks) > 1:
-            try:
-                results = self._store.swap([swap for _, swap in asks])
-            except Exception:  # noqa: BLE001 - of one of them, or of the store: each alone will tell
-                self._begin_to_count()
-            else:
-                self._is_answered = True
-                yield from (Tried(*ask, lost) for ask, lost in zip(asks, results, strict=True))
-                return
-        for ask in asks:
-            yield from self._alone(*ask)
+        fates = self._fates_of(asks) if len(asks) > 1 else None
+        if fates is None:
+            for ask in asks:
+                yield from self._alone(*ask)
+        else:
+            for ask, fate in zip(asks, fates, strict=True):
+                yield from self._noted(*ask, fate)
+
+    def _fates_of(self, asks: Sequence[tuple[Held, Swap]]) -> Sequence[Fate] | None:
+        """What became of each; None: all have failed, of one of them or of the store."""
+        try:
+            return self._store.swap([swap for _, swap in asks])
+        except Divided as error:
+            if not all(isinstance(fate, StoreUnavailable) for fate in error.fates):
+                return error.fates
+        except Exception:  # noqa: BLE001, S110 - each alone will tell
+            pass
+        self._begin_to_count()
+        return None
 
     def _alone(self, held: Held, swap: Swap) -> Iterator[Tried]:
         if self._is_over():
             return
-        lost: Outcome
+        fate: Fate
         try:
-            (lost,) = self._store.swap((swap,))
-        except Unreadable as error:
-            lost = error
+            (fate,) = self._store.swap((swap,))
         except Exception as error:  # noqa: BLE001 - of this one, or of the store
+            fate = error
+        yield from self._noted(held, swap, fate)
+
+    def _noted(self, held: Held, swap: Swap, fate: Fate) -> Iterator[Tried]:
+        if isinstance(fate, Exception) and not isinstance(fate, Unreadable):
             self._begin_to_count()
             held.failures += 1
-            self._unanswered += isinstance(error, StoreUnavailable)
-            self._failure = self._failure or error
+            self._unanswered += isinstance(fate, StoreUnavailable)
+            self._failure = self._failure or fate
             return
         held.failures = 0
         self._is_answered = True
-        yield Tried(held, swap, lost)
+        yield Tried(held, swap, fate)
 
     def _begin_to_count(self) -> None:
         if self._until_s is None:

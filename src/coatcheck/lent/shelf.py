@@ -48,7 +48,9 @@ class Shelf:
             raise StoreUnavailable(_ALL_OUT)
         connection = None
         try:
-            connection = self._idle.pop() if self._idle else self._connect()
+            connection = self._taken()
+            if connection is None:
+                connection = self._connect()
             yield connection
         except BaseException:
             if connection is not None:
@@ -62,8 +64,14 @@ class Shelf:
 
     def close(self) -> None:
         """Close what is on the shelf."""
-        while self._idle:
-            self._idle.pop().close()
+        while (connection := self._taken()) is not None:
+            connection.close()
+
+    def _taken(self) -> Any | None:  # noqa: ANN401 - of whatever driver
+        try:  # another thread may take the last one between a look and a hand
+            return self._idle.pop()
+        except IndexError:
+            return None
 
 
 class AsyncShelf:

@@ -1,7 +1,8 @@
 """Stores: where records live. One contract, one law-suite, every store chosen by URL.
 
 `contract` says what a store is; `batching` groups the calls of threads, `looped` and `threaded`
-those of event loops, for all of them; then one file each.
+those of event loops, for all of them, and `fates` tells each what became of its own; then one
+file each.
 Stores do not know each other, and nothing here knows what a request is.
 """
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from coatcheck.core.replay import COMPRESSED, KINDS, PACKED, SEALED, decompresse
 from coatcheck.errors import Misconfigured, MissingExtra, Unreadable
 from coatcheck.stores.contract import SWEEP_BATCH, Bell, Finding, Page, Query, Store, bell_of
 from coatcheck.stores.declared import Declaration
+from coatcheck.stores.fates import Divided, Fate
 from coatcheck.stores.ledger import Ledger
 
 # 1 KiB: below this there is little to save. An eighth must go, or it is not worth the unpacking.
@@ -101,7 +102,12 @@ class AtRest:
 
     def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
         """Write each record if the version its caller saw still stands."""
-        lost = self._store.swap([self._packed_swap(swap) for swap in swaps])
+        try:
+            lost = self._store.swap([self._packed_swap(swap) for swap in swaps])
+        except Divided as error:
+            wanted = zip(swaps, error.fates, strict=True)
+            fates = [_opened(fate, self._standing, swap.record) for swap, fate in wanted]
+            raise Divided(fates) from error.__cause__
         return [
             None if record is None else self._standing(record, swap.record)
             for swap, record in zip(swaps, lost, strict=True)
@@ -109,7 +115,11 @@ class AtRest:
 
     def get(self, ids: Sequence[bytes]) -> Sequence[Record | None]:
         """The records that stand, in the order of *ids*."""
-        found = self._store.get(ids)
+        try:
+            found = self._store.get(ids)
+        except Divided as error:
+            fates = [_opened(fate, self._unpacked) for fate in error.fates]
+            raise Divided(fates) from error.__cause__
         return [None if record is None else self._unpacked(record) for record in found]
 
     def find(self, query: Query) -> Page:
@@ -210,6 +220,16 @@ class AtRest:
             return self._unpacked(record)
         except Unreadable:
             return record
+
+
+def _opened(fate: Fate, open: Callable[..., Record], *about: Record | None) -> Fate:
+    """What *open* makes of it, where it is a record."""
+    if not isinstance(fate, Record):
+        return fate
+    try:
+        return open(fate, *about)
+    except Unreadable as error:
+        return error
 
 
 _PROGRESS = b"progress"

@@ -6,8 +6,9 @@ where the store can be asked from one, and else `threaded.py`. Whoever arrives h
 writes by itself, in its own thread, and those who arrive meanwhile wait; the first of them then
 writes for all. No hand-over when alone.
 
-Grouping must not tie fates together: when a batch fails, its members are tried one by one, so
-that a bad record fails alone. Trying again is safe, because a swap that took effect the first time
+Grouping must not tie fates together: where a store says what became of each (`fates.py`), each is
+told that; and when a batch fails otherwise, its members are tried one by one, so that a bad record
+fails alone. Trying again is safe, because a swap that took effect the first time
 finds exactly the record it wanted to write, and its caller recognises it (`core/serve.py`).
 """
 
@@ -22,6 +23,7 @@ from coatcheck.core.flow import Effect, Flow, run
 from coatcheck.core.record import Record, Swap
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.contract import Store
+from coatcheck.stores.fates import Divided, Fate
 from coatcheck.stores.fork import renew_after_fork
 
 T = TypeVar("T")
@@ -222,8 +224,10 @@ def apart(asks: Sequence[T]) -> Flow[Answers]:
         results = yield from Bulk(asks)
         assert len(results) == len(asks), f"{len(asks)} questions, {len(results)} answers"
         return results, [None] * len(asks)
+    except Divided as error:
+        return _told(error.fates)
     except StoreUnavailable as error:
-        return [None] * len(asks), [_copy_of(error) for _ in asks]
+        return _told([error] * len(asks))
     except Exception as error:  # noqa: BLE001 - handed to whoever asked
         if len(asks) == 1:
             return [None], [error]
@@ -244,6 +248,19 @@ def _each(asks: Sequence[T]) -> Flow[Answers]:
             error.is_ambiguous = True  # some of the batch may have been written before it failed
         results += one_result
         errors.append(error)
+    return results, errors
+
+
+def _told(fates: Sequence[Fate]) -> Answers:
+    results: list[Record | None] = []
+    errors: list[Exception | None] = []
+    for fate in fates:
+        if isinstance(fate, Exception):
+            results.append(None)
+            errors.append(_copy_of(fate) if isinstance(fate, StoreUnavailable) else fate)
+        else:
+            results.append(fate)
+            errors.append(None)
     return results, errors
 
 

@@ -80,6 +80,7 @@ class Store(Protocol):
         Returns None where the write took effect, else the record that stands now (`GONE` where a
         record was expected and there is none). Each swap is atomic on its own; a batch is one
         round trip and one commit, not one transaction of meaning. No id appears twice in a batch.
+        Where it is several requests, and some fail, what is raised has the fate of each (`fates`).
         """
         ...
 

@@ -18,10 +18,11 @@ import heapq
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 
-from coatcheck.core.record import Record, Swap
+from coatcheck.core.record import RUNNING, Record, Swap
+from coatcheck.core.scope import ID_BYTES
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores import dynamodb_items as items
 from coatcheck.stores import dynamodb_table as table
@@ -30,6 +31,7 @@ from coatcheck.stores.declared import DYNAMODB
 from coatcheck.stores.dynamodb_flow import Flows, in_order, portions_of
 from coatcheck.stores.dynamodb_line import Line
 from coatcheck.stores.dynamodb_place import Place, place_of
+from coatcheck.stores.fates import results_of
 from coatcheck.stores.migration import Migration
 
 logger = logging.getLogger("coatcheck")
@@ -37,6 +39,10 @@ logger = logging.getLogger("coatcheck")
 # A page of a scan is 1 MB of table. 4: half a thousand read units each time, which once a minute
 # comes to a few dollars in a month; the whole of a large table would be hundreds in a day.
 _SWEEP_PAGES = 4
+
+# What nobody has, so that every change of it loses, and changes nothing.
+_IDLE = Record(bytes(ID_BYTES), 2, RUNNING, 1, b"", 1, 1, 1, 1, 1, "", "", "", None, None)
+_IDLE_CHANGE, _IDLE_DELETION = Swap(_IDLE.id, 1, _IDLE), Swap(_IDLE.id, 1, None)
 
 
 class DynamoStore:
@@ -83,7 +89,7 @@ class DynamoStore:
 
     def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
         """Write each record if the version its caller saw still stands; all at the same time."""
-        return self._line.each(self._flows.swap, swaps)
+        return results_of(self._line.each(self._flows.swap, swaps))
 
     def get(self, ids: Sequence[bytes]) -> Sequence[Record | None]:
         """The records that stand, in the order of *ids*; never an older one than was written."""
@@ -171,11 +177,28 @@ class DynamoStore:
         return taken, last if taken == count else None
 
     def check(self) -> Sequence[Finding]:
-        """Whether the table is there, forgets by itself, and can take what comes."""
+        """Whether the table is there, forgets by itself, can take what comes, and lets us."""
         try:
-            return list(table.findings_about(self._line))
+            findings = list(table.findings_about(self._line))
         except StoreUnavailable as error:
             return [Finding("error", str(error))]
+        if not any(finding.level == "error" for finding in findings):
+            findings += self._findings_about_rights()
+        return findings
+
+    def _findings_about_rights(self) -> Iterator[Finding]:
+        """Try what is needed, so that nothing is changed; each has a permission of its own."""
+        needed: dict[str, Callable[[], object]] = {
+            "PutItem": lambda: self.swap((_IDLE_CHANGE,)),
+            "DeleteItem": lambda: self.swap((_IDLE_DELETION,)),
+            "BatchGetItem": lambda: self.get((_IDLE.id,)),
+            "Scan": lambda: self._line.call("scan", Limit=1),
+        }
+        for operation, attempt in needed.items():
+            try:
+                attempt()
+            except StoreUnavailable as error:
+                yield Finding("error", f"{operation} does not work: {error}")
 
     def now_ms(self) -> int:
         """DynamoDB's clock, to the second, and this machine's within that; see `clock_ms`."""

@@ -12,17 +12,18 @@ Invariant: a swap is one request, whether it wins or loses, unless something was
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar, cast
 
 from coatcheck.core.flow import Effect, Flow
 from coatcheck.core.key import reference_of
-from coatcheck.core.record import GONE, Record, Swap
+from coatcheck.core.record import GONE, Record, Swap, is_same_write_cut
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores import dynamodb_items as items
 from coatcheck.stores.dynamodb_faults import CONFLICT, LOST, code_of, is_too_large, standing_of
 from coatcheck.stores.dynamodb_place import Place
+from coatcheck.stores.fates import Fate, results_of
 
 R = TypeVar("R")
 Answer: TypeAlias = dict[str, Any]
@@ -100,7 +101,7 @@ class Flows:
                 yield from Tell(_dropped(record))
             return None
         standing = _standing(item)
-        if not is_whole and standing == items.record_of(written):
+        if not is_whole and is_same_write_cut(standing, record):
             return record  # our own, from a try whose answer was lost; so its writer will know it
         return standing
 
@@ -115,13 +116,14 @@ class Flows:
             raise
         return None
 
-    def read(self, ids: Sequence[bytes]) -> Flow[dict[bytes, Record]]:
+    def read(self, ids: Sequence[bytes]) -> Flow[dict[bytes, Fate]]:
         """
         What stands of at most a hundred *ids*, never older than what was written.
 
-        One request; more where the answer would be over 16 MB, or capacity runs short.
+        One request; more where the answer would be over 16 MB, or capacity runs short. Where there
+        is none for a part of the table, the error is about what lies there, and about nothing else.
         """
-        found: dict[bytes, Record] = {}
+        found: dict[bytes, Fate] = {}
         table = self.place.table
         keys = [{"id": {"B": id}} for id in ids]
         pause_s, paused_s = _PAUSE_S, 0.0
@@ -136,7 +138,8 @@ class Flows:
                 return found
             if len(left) == len(keys):  # nothing at all: there is no capacity
                 if paused_s > self.place.timeout_s:
-                    raise StoreUnavailable(f"{self.place}: throttled while reading")
+                    error = StoreUnavailable(f"{self.place}: throttled while reading")
+                    return found | {key["id"]["B"]: error for key in left}
                 yield from Pause(pause_s)
                 paused_s += pause_s
                 pause_s = min(2 * pause_s, _PAUSE_S_MAX)
@@ -176,24 +179,22 @@ def portions_of(ids: Sequence[bytes]) -> list[list[bytes]]:
     return [wanted[start : start + _READ_MAX] for start in range(0, len(wanted), _READ_MAX)]
 
 
-def in_order(ids: Sequence[bytes], found: Iterable[dict[bytes, Record]]) -> list[Record | None]:
+def in_order(
+    ids: Sequence[bytes], found: Sequence[dict[bytes, Fate] | Exception]
+) -> list[Record | None]:
     """The records for *ids*, from what was *found* of their portions."""
-    standing = {id: record for some in found for id, record in some.items()}
-    return [standing.get(id) for id in ids]
+    fates: dict[bytes, Fate] = {}
+    for portion, some in zip(portions_of(ids), found, strict=True):
+        fates |= dict.fromkeys(portion, some) if isinstance(some, Exception) else some
+    return results_of([fates.get(id) for id in ids])
 
 
-def together(outcomes: Sequence[R | BaseException]) -> list[R]:
-    """The results of flows that ran at the same time; or the one error that all are told."""
-    outages = [outcome for outcome in outcomes if isinstance(outcome, StoreUnavailable)]
-    if outages:
-        # They are told the same, whether their own write failed or took effect.
-        is_ambiguous = len(outages) < len(outcomes) or any(o.is_ambiguous for o in outages)
-        message = str(outages[0])
-        raise StoreUnavailable(message, is_ambiguous=is_ambiguous) from outages[0].__cause__
+def each_of(outcomes: Sequence[R | BaseException]) -> list[R | Exception]:
+    """What became of flows that ran at the same time; an interruption is none of theirs."""
     for outcome in outcomes:
-        if isinstance(outcome, BaseException):
+        if isinstance(outcome, BaseException) and not isinstance(outcome, Exception):
             raise outcome
-    return cast("list[R]", list(outcomes))
+    return cast("list[R | Exception]", list(outcomes))
 
 
 def _standing(item: items.Item) -> Record:

@@ -24,7 +24,7 @@ from botocore.session import Session
 from coatcheck.core.flow import Effect, Flow, run
 from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.stores.dynamodb_faults import explained, note
-from coatcheck.stores.dynamodb_flow import Answer, Ask, Flows, Pause, Tell, together
+from coatcheck.stores.dynamodb_flow import Answer, Ask, Flows, Pause, Tell, each_of
 from coatcheck.stores.dynamodb_place import Place
 from coatcheck.stores.dynamodb_session import prepared, settings_of
 from coatcheck.stores.fork import renew_after_fork
@@ -58,22 +58,34 @@ class Line:
         """One request about the table, and its answer."""
         return self._run(self._flows.call(operation, **parameters))
 
-    def each(self, flow_of: Callable[[T], Flow[R]], things: Sequence[T]) -> list[R]:
-        """Run the flows of all *things* at once, one alone in this thread; done when all are."""
+    def each(self, flow_of: Callable[[T], Flow[R]], things: Sequence[T]) -> list[R | Exception]:
+        """
+        Run the flows of all *things* at once, one alone in this thread; done when all are.
+
+        One that fails is no reason for the others to: its error is in the place of its result.
+        """
         if len(things) <= 1:
             return [self._run(flow_of(thing)) for thing in things]
         futures: list[Future[R]] = []
+        left: list[StoreUnavailable] = []
         try:
-            threads = self._pool()
-            for thing in things:
-                futures.append(threads.submit(self._run, flow_of(thing)))  # noqa: PERF401 - to cancel what is there
+            try:
+                threads = self._pool()
+                for thing in things:
+                    futures.append(threads.submit(self._run, flow_of(thing)))  # noqa: PERF401 - to cancel what is there
+            except RuntimeError as error:  # closed meanwhile, or no more threads can be had
+                left = [self._without_thread(error)] * (len(things) - len(futures))
             wait(futures)
-        except RuntimeError as error:  # closed meanwhile, or no thread can be had
-            raise StoreUnavailable(f"{self.place}: {error}", is_ambiguous=True) from error
         finally:
             for future in futures:
                 future.cancel()  # only where we were interrupted is there anything to cancel
-        return together([future.exception() or future.result() for future in futures])
+        return [*each_of([f.exception() or f.result() for f in futures]), *left]
+
+    def _without_thread(self, error: RuntimeError) -> StoreUnavailable:
+        """It is ambiguous, because a thread that there is may yet find it."""
+        outage = StoreUnavailable(f"{self.place}: {error}", is_ambiguous=True)
+        outage.__cause__ = error
+        return outage
 
     def _run(self, flow: Flow[R]) -> R:
         return run(flow, self._perform)

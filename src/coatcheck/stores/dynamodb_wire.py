@@ -31,11 +31,12 @@ from coatcheck.stores.dynamodb_flow import (
     Flows,
     Pause,
     Tell,
+    each_of,
     in_order,
     portions_of,
-    together,
 )
 from coatcheck.stores.dynamodb_session import prepared, settings_of
+from coatcheck.stores.fates import results_of
 
 logger = logging.getLogger("coatcheck")
 
@@ -58,17 +59,19 @@ class DynamoWire:
 
     async def swap(self, swaps: Sequence[Swap], /) -> Sequence[Record | None]:
         """Write each record if the version its caller saw still stands; all at the same time."""
-        return await self._each(self._flows.swap, swaps)
+        return results_of(await self._each(self._flows.swap, swaps))
 
     async def get(self, ids: Sequence[bytes], /) -> Sequence[Record | None]:
         """The records that stand, in the order of *ids*; never an older one than was written."""
         return in_order(ids, await self._each(self._flows.read, portions_of(ids)))
 
-    async def _each(self, flow_of: Callable[[T], Flow[R]], things: Sequence[T]) -> list[R]:
+    async def _each(
+        self, flow_of: Callable[[T], Flow[R]], things: Sequence[T]
+    ) -> list[R | Exception]:
         flows = [run_async(flow_of(thing), self._perform) for thing in things]
         if len(flows) == 1:
             return [await flows[0]]
-        return together(await asyncio.gather(*flows, return_exceptions=True))
+        return each_of(await asyncio.gather(*flows, return_exceptions=True))
 
     async def _perform(self, effect: Effect[Any]) -> Answer | None:
         match effect:

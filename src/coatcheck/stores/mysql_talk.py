@@ -17,7 +17,7 @@ from operator import attrgetter, is_
 from typing import TypeAlias
 
 from coatcheck.core.flow import Flow
-from coatcheck.core.record import GONE, Record, Swap
+from coatcheck.core.record import GONE, Record, Swap, is_same_write_cut
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores import mysql_values
 from coatcheck.stores.contract import Page, Query
@@ -187,7 +187,7 @@ def _told(swap: Swap, written: Swap, standing: Record | None) -> Record | None:
     assert swap.record is not None
     if standing is None:
         warn_of_dropped(swap.record)
-    elif standing == written.record:
+    elif is_same_write_cut(standing, swap.record):
         return swap.record  # its own, from a try whose answer was lost; so its writer will know it
     return standing
 

@@ -79,9 +79,9 @@ class _Writing:
         self._compact = compact
         self._timeout_s = timeout_s
         self._insert_at_once = (
-            f"{insert} where pg_try_advisory_xact_lock({name}) on conflict do nothing"
+            f"{insert} where pg_try_advisory_xact_lock({name}) on conflict (id) do nothing"
         )
-        self._insert = f"{limited}{insert} from locked on conflict do nothing{_UNLIMITED}"
+        self._insert = f"{limited}{insert} from locked on conflict (id) do nothing{_UNLIMITED}"
         self._replace = f"{limited}{change} and (select one from locked) = 1{_UNLIMITED}"
         where = change.partition(" where ")[2]
         self._end = f"update {table} set {_END} where {where} and {_OURS}"

@@ -26,6 +26,7 @@ from psycopg.pq.abc import PGresult
 from coatcheck.core.flow import Flow
 from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.stores.fork import renew_after_fork
+from coatcheck.stores.postgres_schema import NO_KEY
 from coatcheck.stores.postgres_talk import TRIES, Say
 
 T = TypeVar("T")
@@ -309,6 +310,10 @@ def outage_of(error: BaseException, *, writes: bool) -> BaseException:
         return error
     if isinstance(error, _ONCE_MORE):
         return StoreUnavailable(f"others were in the way {TRIES} times in a row")
+    if isinstance(error, errors.InvalidColumnReference):  # of the table, a claim names its key
+        outage = StoreUnavailable(f"the table {NO_KEY}")
+        outage.__cause__ = error
+        return outage
     is_ambiguous = writes and (error.sqlstate or "")[:2] not in _UNWRITTEN
     outage = StoreUnavailable(_sentence(error), is_ambiguous=is_ambiguous)
     outage.__cause__ = error

@@ -88,7 +88,7 @@ MARKS = {name: kept.format(_mark(type)) for name, type, kept in _COLUMNS}
 
 def _claim_one(table: str, marks: dict[str, str]) -> str:
     values = ", ".join(marks.values())
-    return f"insert into {table} ({_NAMES}) values ({values}) on conflict do nothing"
+    return f"insert into {table} ({_NAMES}) values ({values}) on conflict (id) do nothing"
 
 
 def _change_one(table: str, marks: dict[str, str]) -> str:

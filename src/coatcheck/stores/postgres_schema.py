@@ -56,6 +56,12 @@ create index coatcheck_records_expires on {records} ((expires_ms / 1000));
 """
 MIGRATIONS: tuple[str, ...] = (_FIRST,)
 
+# Two could claim one key, so nobody can.
+NO_KEY = (
+    "has no primary key, as in a restore that is not over: nothing is claimed there until "
+    "`alter table … add primary key (id)`"
+)
+
 # Any number that nobody else locks: the ASCII codes of "coatchk".
 _LOCK = 0x636F61746368
 
@@ -83,9 +89,11 @@ def prepare(connection: psycopg.Connection[Any], names: Names, *, create: bool) 
     if found == len(MIGRATIONS):
         return found
     if not create:
-        older = f"has schema {found}, older than {len(MIGRATIONS)} of this release"
-        raise Misconfigured(f"{names.records} {older if found else 'is missing'}; {HOW}")
+        raise Misconfigured(_outdated(names, found))
     with connection.transaction():
+        # What others have done while we wait for the lock is to be seen, whatever the role's
+        # default is: in a snapshot from before it, we would make their tables again.
+        _say(connection, "set transaction isolation level read committed")
         # Nodes that start together do it one after the other; the later ones find it done.
         connection.execute("select pg_advisory_xact_lock(%s)", (_LOCK,))
         if names.schema:
@@ -96,6 +104,11 @@ def prepare(connection: psycopg.Connection[Any], names: Names, *, create: bool) 
             _say(connection, migration.format(records=names.records))
             _say(connection, f"insert into {names.versions} values ({version})")
     return found
+
+
+def _outdated(names: Names, found: int) -> str:
+    older = f"has schema {found}, older than {len(MIGRATIONS)} of this release"
+    return f"{names.records} {older if found else 'is missing'}; {HOW}"
 
 
 def _make_schema(connection: psycopg.Connection[Any], schema: str) -> None:
@@ -153,19 +166,40 @@ def findings_of(connection: psycopg.Connection[Any], names: Names) -> list[Findi
 
 
 def _findings_of_table(connection: psycopg.Connection[Any], names: Names) -> Iterator[Finding]:
-    (may_write, persistence) = connection.execute(
-        "select bool_and(has_table_privilege(c.oid, said)), min(c.relpersistence::text)"
-        " from pg_class c, unnest(array['select', 'insert', 'update', 'delete']) as said"
-        " where c.oid = to_regclass(%s)",
-        (names.records,),
-    ).fetchone() or (None, None)
-    if may_write is False:
+    try:
+        version = known_version(connection, names)
+    except Misconfigured as error:
+        yield Finding("error", str(error))
+        return
+    if version < len(MIGRATIONS):
+        yield Finding("error", _outdated(names, version))
+        return
+    found = connection.execute(_TABLE, (names.records,)).fetchone()
+    if found is None:
+        gone = f"is gone, and {names.versions} is not: restore the one, or drop the other and {HOW}"
+        yield Finding("error", f"{names.records} {gone}")
+        return
+    may_write, persistence, has_key = found
+    if not may_write:
         needed = "select, insert, update and delete"
         yield Finding("error", f"this role may not write to {names.records}; grant {needed}")
+    if not has_key:
+        yield Finding("error", f"{names.records} {NO_KEY}")
     if persistence == "u":
         yield Finding("warning", f"{names.records} is unlogged: a crash empties it")
 
 
+# The key is what a claim names (`postgres_rows.py`): unique, at once, and for all rows.
+_TABLE = """
+select (select bool_and(has_table_privilege(c.oid, said))
+        from unnest(array['select', 'insert', 'update', 'delete']) as said),
+       c.relpersistence,
+       exists (select from pg_index i join pg_attribute a on a.attrelid = c.oid
+               where i.indrelid = c.oid and i.indnkeyatts = 1 and i.indkey[0] = a.attnum
+                 and a.attname = 'id' and i.indisunique and i.indimmediate and i.indisvalid
+                 and i.indpred is null)
+from pg_class c where c.oid = to_regclass(%s)
+"""
 _SETTINGS = {
     "fsync": "a power cut can lose or spoil everything",
     "full_page_writes": "a power cut can spoil pages",

@@ -18,7 +18,7 @@ from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.stores.contract import Wire
 from coatcheck.stores.fork import renew_after_fork
 from coatcheck.stores.redis_dangers import Watch
-from coatcheck.stores.redis_flow import Flows, Wait, in_doubt_if
+from coatcheck.stores.redis_flow import Flows, Wait
 from coatcheck.stores.redis_line import Ask, Line, connector, exchange
 from coatcheck.stores.redis_places import Single
 from coatcheck.stores.redis_replies import Refusal, Reply
@@ -45,9 +45,12 @@ class _Share(NamedTuple):
         words = [before + commands[number].packed for number in self.numbers]
         return Ask(line, b"".join(words), len(words) * (1 + self.is_asking))
 
-    def take(self, answers: Sequence[Reply], replies: list[Reply]) -> None:
-        """Put *answers* where they belong, without those to ASKING."""
-        own = answers[1::2] if self.is_asking else answers
+    def take(self, answers: Sequence[Reply] | StoreUnavailable, replies: list[Reply]) -> None:
+        """Put *answers* where they belong, without those to ASKING; or why there are none."""
+        if isinstance(answers, StoreUnavailable):
+            own: Sequence[Reply] = [answers] * len(self.numbers)
+        else:
+            own = answers[1::2] if self.is_asking else answers
         for number, answer in zip(self.numbers, own, strict=True):
             replies[number] = answer
 
@@ -85,17 +88,14 @@ class Cluster:
         left = list(range(len(commands)))
         moving: dict[int, Address] = {}  # whose slot is on its way, and where to
         for _ in range(_ROUNDS_MAX):
-            with in_doubt_if(is_write and len(left) < len(commands)):
+            try:
                 self._learn_if_outdated()
-                numbers_of: dict[Address, list[int]] = {}
+                shares = self._shares(commands, left, moving, replies)
+            except StoreUnavailable as error:  # nothing of this round was sent
                 for number in left:
-                    address = moving.get(number) or self._owner_of(commands[number].id)
-                    numbers_of.setdefault(address, []).append(number)
-                shares = [
-                    _Share(self._node(address), numbers, not moving.keys().isdisjoint(numbers))
-                    for address, numbers in sorted(numbers_of.items())
-                ]
-                told = self._told([share.ask(commands, is_write=is_write) for share in shares])
+                    replies[number] = error
+                break
+            told = exchange([share.ask(commands, is_write=is_write) for share in shares])
             for share, answers in zip(shares, told, strict=True):
                 share.take(answers, replies)
             left, moving = self._redirected(replies, left)
@@ -103,12 +103,27 @@ class Cluster:
                 break
         return replies
 
-    def _told(self, asks: Sequence[Ask]) -> list[list[Reply]]:
-        try:
-            return exchange(asks)
-        except StoreUnavailable:
-            self._is_outdated = True  # a replica may be the master by now
-            raise
+    def _shares(
+        self,
+        commands: Sequence[Command],
+        numbers: Sequence[int],
+        moving: dict[int, Address],
+        replies: list[Reply],
+    ) -> list[_Share]:
+        """Who is to be sent which of *numbers*; what nobody serves is answered here."""
+        numbers_of: dict[Address, list[int]] = {}
+        for number in numbers:
+            slot = slot_of(commands[number].id)
+            address = moving.get(number) or self._owners[slot]
+            if address is None:
+                message = f"{self._target.name}: nobody serves slot {slot}"
+                replies[number] = StoreUnavailable(message)
+            else:
+                numbers_of.setdefault(address, []).append(number)
+        return [
+            _Share(self._node(address), some, not moving.keys().isdisjoint(some))
+            for address, some in sorted(numbers_of.items())
+        ]
 
     def _redirected(
         self, replies: Sequence[Reply], numbers: Sequence[int]
@@ -118,6 +133,8 @@ class Cluster:
         moving: dict[int, Address] = {}
         for number in numbers:
             reply = replies[number]
+            if isinstance(reply, StoreUnavailable):
+                self._is_outdated = True  # a replica may be the master by now
             if type(reply) is not Refusal:
                 continue
             if reply.code in ("MOVED", "CLUSTERDOWN"):
@@ -128,13 +145,6 @@ class Cluster:
                 host, _, port = reply.text.rpartition(" ")[2].rpartition(":")
                 moving[number] = Address(host, int(port))
         return left, moving
-
-    def _owner_of(self, id: bytes) -> Address:
-        owner = self._owners[slot_of(id)]
-        if owner is None:
-            self._is_outdated = True
-            raise StoreUnavailable(f"{self._target.name}: nobody serves slot {slot_of(id)}")
-        return owner
 
     def _node(self, address: Address) -> Single:
         with self._mutex:

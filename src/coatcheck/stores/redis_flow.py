@@ -8,14 +8,14 @@ Invariant: an error is ambiguous if, and only if, something of what was sent may
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coatcheck.core.flow import Effect, Flow
 from coatcheck.core.record import GONE, RUNNING, Record, Swap
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores import redis_values as values
+from coatcheck.stores.fates import Fate, results_of
 from coatcheck.stores.redis_dangers import QUESTIONS, Watch
 from coatcheck.stores.redis_replies import Refusal, Reply
 
@@ -55,19 +55,22 @@ class Flows:
 
     def swap(self, swaps: Sequence[Swap]) -> Flow[list[Record | None]]:
         """Write each record if the version its caller saw still stands."""
-        results: list[Record | None] = [None] * len(swaps)
+        fates: list[Fate] = [None] * len(swaps)
         if not swaps:
-            return results
+            return []
         if self.watch.refused:
             yield from self._refuse_beginnings(swaps)
         calls = self.packer.calls_of(swaps)
         replies: list[Reply] = yield Send(calls)
-        if any(replies) or b"" in replies:  # that is a value, too, though none of ours
+        if any(replies):
             yield from self._repeated(calls, replies)
-            self._read(calls, replies, results)
-        if list in map(type, replies):
-            self.packer.has_run = True
-        return results
+        self._learn(replies)
+        for call, reply in zip(calls, replies, strict=True):
+            standing = self._values_of(reply, len(call.swaps))
+            for place, value in enumerate(standing, call.start):
+                if value is not None:
+                    fates[place] = self._fate(swaps[place].id, value) if value else GONE
+        return results_of(fates)
 
     def _repeated(self, calls: Sequence[values.Command], replies: list[Reply]) -> Flow[None]:
         """Call again, by the script's text, where the server did not know what was asked of it."""
@@ -76,32 +79,18 @@ class Flows:
             return
         if any(replies[number].code != "NOSCRIPT" for number in numbers):
             self.packer.is_old = True
-        with in_doubt_if(len(numbers) < len(calls)):
+        try:
             told = yield from Send([self.packer.by_text(calls[number]) for number in numbers])
+        except StoreUnavailable as error:  # the others are answered
+            told = [error] * len(numbers)
         for number, reply in zip(numbers, told, strict=True):
             replies[number] = reply
 
-    def _read(
-        self,
-        calls: Sequence[values.Command],
-        replies: Sequence[Reply],
-        results: list[Record | None],
-    ) -> None:
-        """Put into *results* what stands where somebody has lost."""
-        try:
-            refuse_refusals(self.name, replies)
-            for call, reply in zip(calls, replies, strict=True):
-                # A claim by the server's own command is answered by the value alone.
-                standing = reply if type(reply) is list else (reply,)
-                for place, value in enumerate(standing, call.start):
-                    if value is not None:
-                        id = call.swaps[place - call.start].id
-                        results[place] = values.record_of(id, value) if value else GONE
-        except values.UnreadableValue as error:
-            raise self._of_one(error, results) from error
-        except StoreUnavailable:
-            self.packer.has_run = False  # perhaps it may run no more
-            raise
+    def _learn(self, replies: Sequence[Reply]) -> None:
+        """Whether the script may run, which is answered by a list."""
+        kinds = set(map(type, replies))
+        if list in kinds or Refusal in kinds:
+            self.packer.has_run = Refusal not in kinds
 
     def _refuse_beginnings(self, swaps: Sequence[Swap]) -> Flow[None]:
         """Raise, if any of *swaps* is a claim and the danger is still there."""
@@ -120,19 +109,30 @@ class Flows:
         if not ids:
             return []
         replies = yield from Send(list(self.packer.reads_of(ids)))
-        try:
-            refuse_refusals(self.name, replies)
-            found = (value for reply in replies for value in reply)
-            return [
-                None if value is None else values.record_of(id, value)
-                for id, value in zip(ids, found, strict=True)
-            ]
-        except values.UnreadableValue as error:
-            raise self._of_one(error, ids) from error
+        fates: list[Fate] = []
+        for reply in replies:
+            some = ids[len(fates) : len(fates) + self.packer.read_max]
+            found = zip(some, self._values_of(reply, len(some)), strict=True)
+            fates += [None if value is None else self._fate(id, value) for id, value in found]
+        return results_of(fates)
 
-    def _of_one(self, error: values.UnreadableValue, asked: Sequence[object]) -> Exception:
-        """Whoever groups asks for each alone when this is raised, so that one fails alone."""
-        return StoreUnavailable(f"{self.name}: {error}") if len(asked) == 1 else error
+    def _values_of(self, reply: Reply, count: int) -> Sequence[Reply]:
+        """What a *reply* about *count* records has of each: a value, or an error of it alone."""
+        if type(reply) is Refusal:
+            if count > 1 and reply.code not in _OF_THE_SERVER:
+                # Of one of them: whoever groups asks for each alone when this is raised.
+                raise values.UnreadableValue(str(reply))
+            reply = StoreUnavailable(f"{self.name}: {reply}")
+        # A claim by the server's own command is answered by the value alone.
+        return reply if type(reply) is list else [reply] * count
+
+    def _fate(self, id: bytes, value: Reply) -> Fate:
+        if isinstance(value, StoreUnavailable):
+            return value
+        try:
+            return values.record_of(id, value)
+        except values.UnreadableValue as error:
+            return StoreUnavailable(f"{self.name}: {error}")
 
 
 def _begins(swap: Swap) -> bool:
@@ -152,16 +152,6 @@ def _is_unknown(reply: Reply) -> bool:
         return False
     # Its text is all that is said of the latter, and the driver takes the code off.
     return reply.code == "NOSCRIPT" or str(reply).endswith("syntax error")
-
-
-@contextmanager
-def in_doubt_if(is_done: bool) -> Iterator[None]:  # noqa: FBT001 - reads as a sentence
-    """Whatever fails in here is a doubt about a write of which another part *is_done*."""
-    try:
-        yield
-    except StoreUnavailable as error:
-        error.is_ambiguous = error.is_ambiguous or is_done
-        raise
 
 
 def refuse_refusals(name: str, replies: Sequence[Reply]) -> None:

@@ -26,7 +26,7 @@ from redis.sentinel import Sentinel
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.fork import renew_after_fork
 from coatcheck.stores.redis_dangers import QUESTIONS, Watch
-from coatcheck.stores.redis_flow import NO_WAIT, Wait, in_doubt_if
+from coatcheck.stores.redis_flow import NO_WAIT, Wait
 from coatcheck.stores.redis_replies import Refusal, Reply, refusal_of
 from coatcheck.stores.redis_url import Address, Target
 from coatcheck.stores.redis_values import Command, packed
@@ -177,28 +177,35 @@ class Ask(NamedTuple):
     replies: int
 
 
-def exchange(asks: Sequence[Ask]) -> list[list[Reply]]:
+def exchange(asks: Sequence[Ask]) -> list[list[Reply] | StoreUnavailable]:
     """
     Ask several servers at once: all have been sent to before any is waited for.
 
-    Who asks several must name them in an order that all agree on, or two could wait for each other.
+    One that is away is no reason to say nothing of the others: its error is in the place of its
+    replies. Who asks several must name them in an order that all agree on, or two could wait for
+    each other.
     """
-    waited_for: deque[Ask] = deque()
-    replies: list[list[Reply]] = []
+    told: list[list[Reply] | StoreUnavailable] = [[] for _ in asks]
+    waited_for: deque[int] = deque()
     try:
-        for ask in asks:
-            with in_doubt_if(bool(waited_for) and ask.line.is_writer):
+        for number, ask in enumerate(asks):
+            try:
                 ask.line.send(ask.commands)
-            waited_for.append(ask)
+            except StoreUnavailable as error:
+                told[number] = error
+            else:
+                waited_for.append(number)
         while waited_for:
-            ask = waited_for.popleft()
-            with in_doubt_if(len(asks) > 1 and ask.line.is_writer):
-                replies.append(ask.line.receive(ask.replies))
+            number = waited_for.popleft()
+            try:
+                told[number] = asks[number].line.receive(asks[number].replies)
+            except StoreUnavailable as error:
+                told[number] = error
     except BaseException:
-        for ask in waited_for:
-            ask.line.abandon()
+        for number in waited_for:
+            asks[number].line.abandon()
         raise
-    return replies
+    return told
 
 
 def connected(connect: Callable[[], Connection], name: str) -> Connection:

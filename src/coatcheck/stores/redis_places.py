@@ -27,11 +27,15 @@ class Place(Protocol):
         ...
 
     def write(self, commands: Sequence[Command]) -> list[Reply]:
-        """Send what may change something; an answer for each, a `Refusal` where it did not."""
+        """
+        Send what may change something; an answer for each, a `Refusal` where it did not.
+
+        Where one of several servers is away, its `StoreUnavailable` is the answer to its share.
+        """
         ...
 
     def read(self, commands: Sequence[Command]) -> list[Reply]:
-        """Send what changes nothing; an answer for each."""
+        """Send what changes nothing; an answer for each, as of `write`."""
         ...
 
     def servers(self) -> Iterable[Line]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, TypeAlias
 
-Reply: TypeAlias = Any  # bytes, int, None, a list of them, or a `Refusal`
+Reply: TypeAlias = Any  # bytes, int, None, a list of them, or a `Refusal`; see `Place.write`
 
 _ARRAY, _BULK, _NUMBER, _SIMPLE, _ERROR = b"*$:+-"
 # 64 KiB: longer than any line there is; a server that says more without an end speaks no Redis.

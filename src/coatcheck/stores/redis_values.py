@@ -185,7 +185,7 @@ class Packer:
         self._compact = compact
         # In a cluster every key may live elsewhere, so every command is about one.
         self._keys_max = 1 if is_spread else _KEYS_MAX
-        self._read_max = 1 if is_spread else READ_MAX
+        self.read_max = 1 if is_spread else READ_MAX
         self.has_run = False  # the script has
         self.is_old = False  # the server is: it has no such command (before Redis 7.0)
 
@@ -240,8 +240,8 @@ class Packer:
 
     def reads_of(self, ids: Sequence[bytes]) -> Iterator[Command]:
         """The commands that read *ids* in their order, each answered by a list."""
-        for start in range(0, len(ids), self._read_max):
-            some = ids[start : start + self._read_max]
+        for start in range(0, len(ids), self.read_max):
+            some = ids[start : start + self.read_max]
             head = b"*%d\r\n$4\r\nMGET\r\n" % (1 + len(some))
             yield Command(some[0], head + self._keys.spelt(some))
 
