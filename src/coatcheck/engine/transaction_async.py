@@ -14,6 +14,7 @@ from coatcheck.core.transact import Begin, Commit
 from coatcheck.engine.together import IS_LAST, Together, ended_by_handler
 from coatcheck.errors import CoatcheckError
 from coatcheck.lent import AsyncLent
+from coatcheck.lent.contract import InTransaction
 from coatcheck.lent.source import borrow
 from coatcheck.lent.trouble import Trouble
 
@@ -33,7 +34,7 @@ class AsyncTransaction(Together):
 
     async def abandon(self) -> None:
         """Undo what is not committed; nothing, where all is over."""
-        if self._lent is not None:
+        if self._claimed is not None:
             await self._undo()
             self._leave()
 
@@ -59,12 +60,14 @@ class AsyncTransaction(Together):
         for is_last in IS_LAST:
             try:
                 lent, self._manager = await borrow(self.lender.source)
+                statements = self._statements_of(begin, lent.dialect)
+                claim = next(statements)
                 self._lent = lent
-                statements = self._statements_of(begin)
-                is_won = await lent.begin(next(statements)) == 1
+                is_won = await lent.begin(claim) == 1
                 while not is_won and (statement := next(statements, None)):
                     is_won = await lent.write(statement) == 1
-            except CoatcheckError:
+            except CoatcheckError as error:
+                await self._undo(error)
                 raise
             except Exception as error:  # noqa: BLE001 - told what it means, or raised
                 await self._undo()
@@ -93,15 +96,17 @@ class AsyncTransaction(Together):
         await self._give_back(None)
         self._committed(swap)
 
-    async def _undo(self) -> None:
+    async def _undo(self, refusal: CoatcheckError | None = None) -> None:
         """Roll back, and give the connection back; one that does not even do that is dead."""
-        if self._lent is not None:
-            failure = None
+        failure: Exception | None = None
+        if self._lent is None or isinstance(refusal, InTransaction):
+            failure = refusal  # and what was done there is its owner's
+        else:
             try:
                 await self._lent.rollback()
             except Exception as error:  # noqa: BLE001 - its transaction died with it
                 failure = error
-            await self._give_back(failure)
+        await self._give_back(failure)
 
     async def _give_back(self, failure: Exception | None) -> None:
         manager, self._manager, self._lent = self._manager, None, None

@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from coatcheck.errors import Misconfigured
-from coatcheck.lent.contract import IN_TRANSACTION, AsyncOneByOne
+from coatcheck.lent.contract import AsyncOneByOne, InTransaction
 from coatcheck.stores.ledger import Dialect, Statement
 
 
@@ -28,7 +27,7 @@ class AiosqliteLent(AsyncOneByOne):
     async def start(self) -> None:
         """Begin by taking the right to write: who only reads at first cannot always get it."""
         if self.handle.in_transaction:
-            raise Misconfigured(IN_TRANSACTION)
+            raise InTransaction
         await self._say("begin immediate")
 
     async def write(self, statement: Statement) -> int:
@@ -62,7 +61,7 @@ class AsyncmyLent(AsyncOneByOne):
     async def start(self) -> None:
         """Begin."""
         if self.handle.get_transaction_status():
-            raise Misconfigured(IN_TRANSACTION)
+            raise InTransaction
         await self.handle.begin()
 
     async def write(self, statement: Statement) -> int:

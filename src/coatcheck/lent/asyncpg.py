@@ -16,9 +16,8 @@ from weakref import WeakKeyDictionary
 from asyncpg import Connection, InvalidSQLStatementNameError  # type: ignore[import-untyped]  # ships no types
 from asyncpg.transaction import Transaction, TransactionState  # type: ignore[import-untyped]  # as above
 
-from coatcheck.errors import Misconfigured
 from coatcheck.lent.asynchronous import with_dollars
-from coatcheck.lent.contract import IN_TRANSACTION, AsyncOneByOne
+from coatcheck.lent.contract import AsyncOneByOne, InTransaction
 from coatcheck.stores.ledger import Dialect, Statement
 
 # What we have to know of the driver, so that its `transaction()` nests in what we have begun.
@@ -43,7 +42,7 @@ class AsyncpgLent(AsyncOneByOne):
         """Begin a transaction, and execute *claim* in it; how many rows it affected."""
         handle = self.handle
         if handle.is_in_transaction():
-            raise Misconfigured(IN_TRANSACTION)
+            raise InTransaction
         self._transaction = transaction = handle.transaction()
         session: Any = transaction._connection if _IS_KNOWN else None  # noqa: SLF001 - see `_IS_KNOWN`
         kept = _kept_by(session)

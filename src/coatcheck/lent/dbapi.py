@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from coatcheck.errors import Misconfigured
-from coatcheck.lent.contract import IN_TRANSACTION, OneByOne
+from coatcheck.lent.contract import InTransaction, OneByOne
 from coatcheck.stores.ledger import Dialect, Statement
 
 _MYSQL_IN_TRANSACTION = 1  # SERVER_STATUS_IN_TRANS
@@ -56,7 +55,7 @@ class SqliteLent(_Dbapi):
     def start(self) -> None:
         """Begin by taking the right to write: who only reads at first cannot always get it."""
         if self.handle.in_transaction:
-            raise Misconfigured(IN_TRANSACTION)
+            raise InTransaction
         self._say("begin immediate")
 
     def commit(self) -> None:
@@ -77,5 +76,5 @@ class PymysqlLent(_Dbapi):
     def start(self) -> None:
         """Begin."""
         if getattr(self.handle, "server_status", 0) & _MYSQL_IN_TRANSACTION:
-            raise Misconfigured(IN_TRANSACTION)
+            raise InTransaction
         self._say("begin")

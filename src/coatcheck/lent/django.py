@@ -9,8 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, cast
 
-from coatcheck.errors import Misconfigured, NotCommitted
-from coatcheck.lent.contract import IN_TRANSACTION, OneByOne
+from coatcheck.errors import NotCommitted
+from coatcheck.lent.contract import InTransaction, OneByOne
 from coatcheck.stores.ledger import Dialect, Statement
 
 
@@ -25,7 +25,7 @@ class DjangoLent(OneByOne):
     def start(self) -> None:
         """Begin."""
         if self.handle.in_atomic_block or not self.handle.get_autocommit():
-            raise Misconfigured(IN_TRANSACTION)
+            raise InTransaction
         atomic = import_module("django.db.transaction").atomic(using=self.handle.alias)
         atomic.__enter__()
         self._atomic = atomic
