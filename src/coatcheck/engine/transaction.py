@@ -39,8 +39,10 @@ class Transaction(Together):
     def abandon(self) -> None:
         """Undo what is not committed; nothing, where all is over."""
         if self._claimed is not None:
-            self._undo()
-            self._leave()
+            try:
+                self._undo()
+            finally:
+                self._leave()
 
     def _begin(self, begin: Begin) -> Record | None:
         swap, lost, is_won = begin.swap, None, False
@@ -55,8 +57,10 @@ class Transaction(Together):
                     lost = self._rival_of(begin, trouble, self._look(swap.id))
         finally:
             if not is_won:
-                self._undo()
-                self._leave(lost)
+                try:
+                    self._undo()
+                finally:
+                    self._leave(lost)
         return lost
 
     def _claim(self, begin: Begin) -> Trouble | None:
@@ -98,8 +102,10 @@ class Transaction(Together):
             if unsure is None:
                 raise
             raise unsure from error
-        self._give_back(None)
-        self._committed(swap)
+        try:
+            self._give_back(None)
+        finally:
+            self._committed(swap)
 
     def _undo(self, refusal: CoatcheckError | None = None) -> None:
         """Roll back, and give the connection back; one that does not even do that is dead."""

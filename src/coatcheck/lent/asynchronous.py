@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from functools import lru_cache
 from typing import Any
 
@@ -45,9 +46,17 @@ class AiosqliteLent(AsyncOneByOne):
         await self._say("commit")
 
     async def rollback(self) -> None:
-        """Undo; SQLite may have done so by itself."""
-        if self.handle.in_transaction:
+        """
+        Undo; SQLite may have done so by itself.
+
+        What its thread still does for somebody who was cancelled comes first, so it is no use to
+        ask before whether there is a transaction.
+        """
+        try:
             await self._say("rollback")
+        except sqlite3.OperationalError:
+            if self.handle.in_transaction:
+                raise
 
 
 class AsyncmyLent(AsyncOneByOne):

@@ -26,7 +26,7 @@ from psycopg.pq.abc import PGresult
 
 from coatcheck.lent.asynchronous import with_dollars
 from coatcheck.lent.contract import AsyncOneByOne, InTransaction, OneByOne
-from coatcheck.lent.psycopg_answers import answered
+from coatcheck.lent.psycopg_answers import answered, heard_out
 from coatcheck.stores.ledger import Dialect, Statement
 from coatcheck.stores.postgres_ledger import OwnAsyncConnection, OwnConnection
 
@@ -279,4 +279,5 @@ class PsycopgAsyncLent(_Psycopg, AsyncOneByOne):
 
     async def rollback(self) -> None:
         """Undo."""
+        await heard_out(self.handle)
         await self.handle.rollback()
