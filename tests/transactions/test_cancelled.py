@@ -370,3 +370,47 @@ def test_a_connection_that_comes_too_late_goes_back_at_once(tmp_path):
     asyncio.run(story())
     assert pool.is_back()
     pool.kept.close()
+
+
+class Pondering(pymysql.Connection):
+    """A connection that takes its time to say whether it is in a transaction."""
+
+    asked, may_say = threading.Event(), threading.Event()
+    is_pondering = False
+    _status = 0
+
+    @property
+    def server_status(self):
+        if self.is_pondering:
+            self.asked.set()
+            assert self.may_say.wait(WAIT_S_MAX)
+        return self._status
+
+    @server_status.setter
+    def server_status(self, status):
+        self._status = status
+
+
+def test_who_is_cancelled_while_it_is_refused_undoes_nothing(tmp_path):
+    """L9: the transaction is its owner's, also for somebody who was not told so any more."""
+    shop = SHOPS["mysql"](tmp_path)
+    connection = Pondering(**shop.place)
+
+    async def story():
+        async with AsyncEngine(shop.store, transactions=connection) as engine:
+            await engine.transaction("a", seven, scope="s")
+            insert(connection, 1)
+            connection.is_pondering = True
+            task = asyncio.ensure_future(engine.transaction("b", seven, scope="s"))
+            await asyncio.to_thread(connection.asked.wait, WAIT_S_MAX)
+            task.cancel()
+            await asyncio.sleep(0)
+            connection.is_pondering = False
+            connection.may_say.set()
+            await asyncio.wait([task])
+            assert task.cancelled()
+
+    asyncio.run(story())
+    connection.commit()
+    connection.close()
+    assert shop.orders() == [1]

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, suppress
 from contextvars import copy_context
 from typing import Any, TypeVar
 
-from coatcheck.lent.contract import Lent
+from coatcheck.lent.contract import InTransaction, Lent
 from coatcheck.stores.ledger import Dialect, Statement
 
 T = TypeVar("T")
@@ -59,11 +59,20 @@ class Threads:
         self.handle = lent.handle
         self.dialect: Dialect = lent.dialect
         self._lent = lent
+        self._has_begun = False
         self._last: Future[Any] | None = None
 
     async def begin(self, claim: Statement) -> int:
         """Begin a transaction, and execute *claim* in it; how many rows it affected."""
-        return await self._done(_CLAIMING, self._lent.begin, claim)
+        return await self._done(_CLAIMING, self._begin, claim)
+
+    def _begin(self, claim: Statement) -> int:
+        self._has_begun = True
+        try:
+            return self._lent.begin(claim)
+        except InTransaction:  # who is told so may have been cancelled
+            self._has_begun = False
+            raise
 
     async def write(self, statement: Statement) -> int:
         """Execute *statement*; how many rows it affected."""
@@ -74,8 +83,12 @@ class Threads:
         return await self._done(_ENDING, self._lent.end, statement)
 
     async def rollback(self) -> None:
-        """Undo."""
-        await self._done(_ENDING, self._lent.rollback)
+        """Undo what was begun."""
+        await self._done(_ENDING, self._rollback)
+
+    def _rollback(self) -> None:
+        if self._has_begun:
+            self._lent.rollback()
 
     async def __aexit__(self, *failure: object) -> None:
         await self._done(_ENDING, self.manager.__exit__, *failure)
