@@ -6,6 +6,7 @@ import threading
 from contextlib import asynccontextmanager, closing, contextmanager
 
 import aiosqlite
+import asyncmy
 import asyncpg
 import psycopg
 import pymysql
@@ -15,6 +16,7 @@ from servers import until
 
 from coatcheck import AsyncEngine, Policy, current_operation
 from coatcheck.engine import transaction_async
+from coatcheck.errors import StoreUnavailable
 
 WAIT_S_MAX = 20.0
 
@@ -116,7 +118,7 @@ async def asyncpg_unprepared(shop):
     return await asyncpg.connect(shop.place, statement_cache_size=0)
 
 
-# Not asyncmy, which closes a connection on which it is cancelled.
+# Not asyncmy: see below.
 KEPT = {
     "psycopg": ("postgres", psycopg_connected),
     "psycopg-unprepared": ("postgres", psycopg_unprepared),
@@ -174,6 +176,31 @@ def test_a_connection_that_stays_its_owners_is_idle_afterwards(driver, again, tm
     at = asyncio.run(story())
     assert shop.orders() == [*range(-at, 0), *range(1, at + 1)]
     assert shop.records() == 2 * at
+
+
+def test_a_connection_that_its_driver_has_closed_is_not_said_to_be_in_a_transaction(tmp_path):
+    """D2: asyncmy closes one on which it is cancelled, and that is an outage."""
+    shop = SHOPS["mysql"](tmp_path)
+    place = dict(shop.place)
+    place["db"] = place.pop("database")
+
+    async def story():
+        async with AsyncEngine(shop.store) as engine:
+            at, is_cancelled, lost = 0, True, 0
+            while is_cancelled:
+                at += 1
+                connection = await asyncmy.connect(**place)
+                work = engine.transaction(f"k{at}", seven, scope="s", connection=connection)
+                is_cancelled = await cancelled(work, at, again=False)
+                try:
+                    again = engine.transaction(f"p{at}", seven, scope="s", connection=connection)
+                    assert await again == 7
+                except StoreUnavailable:
+                    lost += 1
+                connection.close()
+            return lost
+
+    assert asyncio.run(story()) > 0
 
 
 def test_who_is_cancelled_while_it_waits_for_a_file_does_not_take_it_later(tmp_path):

@@ -68,8 +68,8 @@ class AsyncmyLent(AsyncOneByOne):
         self.handle = handle
 
     async def start(self) -> None:
-        """Begin."""
-        if self.handle.get_transaction_status():
+        """Begin; a connection that is closed still says what its status was."""
+        if getattr(self.handle, "connected", True) and self.handle.get_transaction_status():
             raise InTransaction
         await self.handle.begin()
 
