@@ -13,11 +13,12 @@ import asyncpg
 import psycopg
 import pytest
 import sqlalchemy as sa
-from idioms import SHOPS, Order, Shop, Till, alchemy_url, idiom_called
+from idioms import SHOPS, Order, Shop, Till, alchemy_url, async_engine, idiom_called
 from psycopg_pool import ConnectionPool
 from servers.pgbouncer import Pgbouncer
 from servers.postgres import Postgres, postgres
 from sqlalchemy import orm
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from coatcheck import AsyncEngine, Engine, KeyRing, Policy, current_operation
 from coatcheck.core.record import GONE, STATE_NAMES
@@ -63,6 +64,10 @@ def place(number):
     cursor.execute(f"insert into orders values ({number:d})")
     cursor.close()
     return number
+
+
+async def nothing():
+    pass
 
 
 def until(condition):
@@ -667,9 +672,74 @@ def test_a_connection_in_a_transaction_already_is_refused(anywhere, open_engine)
         cursor.execute("insert into orders values (1)")
         with pytest.raises(Misconfigured, match="in a transaction already"):
             engine.transaction("a", place, 2, connection=connection)
-        connection.rollback()
+        connection.commit()
         assert engine.transaction("a", place, 2, connection=connection) == 2
-    assert anywhere.orders() == [2]
+    assert anywhere.orders() == [1, 2]
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+def test_who_is_refused_on_an_event_loop_keeps_its_earlier_work(shop, driver):
+    """L9: a session of SQLAlchemy's, and the driver's connection under it."""
+
+    async def main():
+        alchemy = async_engine(shop, driver)
+        async with AsyncEngine(shop.store) as engine, AsyncSession(alchemy) as session:
+            await session.execute(sa.text("insert into orders values (1)"))
+            with pytest.raises(Misconfigured, match="in a transaction already"):
+                await engine.transaction("a", nothing, connection=session)
+            raw = await (await session.connection()).get_raw_connection()
+            with pytest.raises(Misconfigured, match="in a transaction already"):
+                await engine.transaction("a", nothing, connection=raw.driver_connection)
+            await session.commit()
+        await alchemy.dispose()
+
+    asyncio.run(main())
+    assert shop.orders() == [1]
+
+
+def test_a_session_that_is_refused_keeps_its_earlier_work(anywhere, open_engine):
+    """L9: the same where SQLAlchemy knows of the transaction."""
+    drivers = {"sqlite": "pysqlite", "postgres": "psycopg", "mysql": "pymysql"}
+    alchemy = sa.create_engine(alchemy_url(anywhere, drivers[anywhere.kind]))
+    engine = open_engine(anywhere)
+    with orm.Session(alchemy) as session:
+        session.execute(sa.text("insert into orders values (1)"))
+        with pytest.raises(Misconfigured, match="in a transaction already"):
+            engine.transaction("a", place, 2, connection=session)
+        session.commit()
+    alchemy.dispose()
+    assert anywhere.orders() == [1]
+
+
+def test_an_operation_within_another_on_its_connection_is_refused_and_undoes_nothing(
+    anywhere, open_engine
+):
+    """L9: the outer one goes on, and commits all that it has done, once."""
+    engine = open_engine(anywhere)
+    with closing(anywhere.connect()) as connection:
+
+        def outer(number):
+            place(number)
+            with pytest.raises(Misconfigured, match="in a transaction already"):
+                engine.transaction("inner", place, 7, connection=connection)
+            return place(number + 1)
+
+        for _ in range(2):
+            assert engine.transaction("outer", outer, 1, connection=connection) == 2
+    assert (anywhere.orders(), anywhere.records()) == ([1, 2], 1)
+
+
+def test_who_lends_a_connection_to_another_database_keeps_its_earlier_work(
+    shop, tmp_path, open_engine
+):
+    """L9: it is refused before anything is begun on it."""
+    other = SHOPS["sqlite"](tmp_path)
+    with closing(other.connect()) as connection:
+        connection.execute("insert into orders values (1)")
+        with pytest.raises(Misconfigured, match="the store is in postgresql"):
+            open_engine(shop).transaction("a", place, 2, connection=connection)
+        connection.commit()
+    assert other.orders() == [1]
 
 
 def test_one_connection_may_be_lent_again_and_again(anywhere, open_engine):

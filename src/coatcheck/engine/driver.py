@@ -26,7 +26,7 @@ from coatcheck.engine.together import Lender
 from coatcheck.engine.transaction import Transaction
 from coatcheck.engine.waiting import Waiter, has_changed
 from coatcheck.lent.shelf import Shelf
-from coatcheck.lent.source import source_of
+from coatcheck.lent.source import Source, source_of
 from coatcheck.operation import Operation
 from coatcheck.stores import Batcher, Store, open_store
 from coatcheck.stores.at_rest import AtRest, KeyRing
@@ -115,7 +115,7 @@ class Driver:
             ledger, source = ledger_of(self.store), self._transactions
             if source is None:
                 self._shelf = Shelf(ledger.connect) if ledger.is_shelved else None
-                source = self._shelf or ledger.connect
+                source = Source(self._shelf or ledger.connect, is_async=False)
             self._lender = Lender(source, ledger)
         return self._lender
 

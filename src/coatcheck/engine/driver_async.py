@@ -33,7 +33,7 @@ from coatcheck.engine.together import Lender
 from coatcheck.engine.transaction_async import AsyncTransaction
 from coatcheck.engine.waiting import AsyncWaiter, has_changed
 from coatcheck.lent.shelf import AsyncShelf
-from coatcheck.lent.source import source_of
+from coatcheck.lent.source import Source, source_of
 from coatcheck.operation import Operation
 from coatcheck.stores import AsyncStore, ThreadedStore, open_async_store
 from coatcheck.stores.at_rest import AtRest, KeyRing
@@ -124,7 +124,7 @@ class AsyncDriver:
             ledger, source = ledger_of(self.store.blocking), self._transactions
             if source is None:
                 self._shelf = AsyncShelf(ledger.connect_async) if ledger.is_shelved else None
-                source = self._shelf or ledger.connect_async
+                source = Source(self._shelf or ledger.connect_async, is_async=True)
             self._lender = Lender(source, ledger)
         return self._lender
 

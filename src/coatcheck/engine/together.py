@@ -44,7 +44,7 @@ class Together:
         self._look = look  # finds the record that stands; awaited in async code, like the others
         self._claimed: Record | None = None
         self._ghosts = 0
-        self._lent: Any = None
+        self._lent: Any = None  # on which we have begun
         self._manager: Any = None  # what has lent it
 
     @property
@@ -86,9 +86,8 @@ class Together:
 
     # --- what is written, and what it means when that fails -----------------------------------
 
-    def _statements_of(self, begin: Begin) -> Iterator[Statement]:
+    def _statements_of(self, begin: Begin, dialect: Dialect) -> Iterator[Statement]:
         ledger = self.lender.ledger
-        dialect: Dialect = self._lent.dialect
         if dialect != ledger.dialect:
             raise Misconfigured(
                 f"the store is in {ledger.dialect}, and the connection that was lent leads to "

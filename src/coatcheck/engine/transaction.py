@@ -16,6 +16,7 @@ from coatcheck.core.transact import Begin, Commit
 from coatcheck.engine.together import IS_LAST, Together, ended_by_handler
 from coatcheck.errors import CoatcheckError
 from coatcheck.lent import Lent
+from coatcheck.lent.contract import InTransaction
 from coatcheck.lent.source import borrowed
 from coatcheck.lent.trouble import Trouble
 
@@ -37,9 +38,11 @@ class Transaction(Together):
 
     def abandon(self) -> None:
         """Undo what is not committed; nothing, where all is over."""
-        if self._lent is not None:
-            self._undo()
-            self._leave()
+        if self._claimed is not None:
+            try:
+                self._undo()
+            finally:
+                self._leave()
 
     def _begin(self, begin: Begin) -> Record | None:
         swap, lost, is_won = begin.swap, None, False
@@ -54,8 +57,10 @@ class Transaction(Together):
                     lost = self._rival_of(begin, trouble, self._look(swap.id))
         finally:
             if not is_won:
-                self._undo()
-                self._leave(lost)
+                try:
+                    self._undo()
+                finally:
+                    self._leave(lost)
         return lost
 
     def _claim(self, begin: Begin) -> Trouble | None:
@@ -64,11 +69,14 @@ class Transaction(Together):
             try:
                 manager = borrowed(self.lender.source)
                 lent = manager.__enter__()
-                self._manager, self._lent = manager, lent
-                statements = self._statements_of(begin)
-                is_won = lent.begin(next(statements)) == 1
+                self._manager = manager
+                statements = self._statements_of(begin, lent.dialect)
+                claim = next(statements)
+                self._lent = lent
+                is_won = lent.begin(claim) == 1
                 is_won = is_won or any(lent.write(statement) == 1 for statement in statements)
-            except CoatcheckError:
+            except CoatcheckError as error:
+                self._undo(error)
                 raise
             except Exception as error:  # noqa: BLE001 - told what it means, or raised
                 self._undo()
@@ -94,18 +102,22 @@ class Transaction(Together):
             if unsure is None:
                 raise
             raise unsure from error
-        self._give_back(None)
-        self._committed(swap)
+        try:
+            self._give_back(None)
+        finally:
+            self._committed(swap)
 
-    def _undo(self) -> None:
+    def _undo(self, refusal: CoatcheckError | None = None) -> None:
         """Roll back, and give the connection back; one that does not even do that is dead."""
-        if self._lent is not None:
-            failure = None
+        failure: Exception | None = None
+        if self._lent is None or isinstance(refusal, InTransaction):
+            failure = refusal  # and what was done there is its owner's
+        else:
             try:
                 self._lent.rollback()
             except Exception as error:  # noqa: BLE001 - its transaction died with it
                 failure = error
-            self._give_back(failure)
+        self._give_back(failure)
 
     def _give_back(self, failure: Exception | None) -> None:
         manager, self._manager, self._lent = self._manager, None, None

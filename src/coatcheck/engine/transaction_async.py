@@ -1,10 +1,12 @@
 """One operation in one transaction of a lent connection, for async code (L9).
 
-Differs from `engine/transaction.py` in the words that wait, and in nothing else.
+Differs from `engine/transaction.py` in the words that wait, and in that whoever waits may be
+cancelled: then the transaction is ended all the same, before anybody hears of it.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable
 from typing import Any
 
@@ -14,14 +16,20 @@ from coatcheck.core.transact import Begin, Commit
 from coatcheck.engine.together import IS_LAST, Together, ended_by_handler
 from coatcheck.errors import CoatcheckError
 from coatcheck.lent import AsyncLent
+from coatcheck.lent.contract import InTransaction
+from coatcheck.lent.ending import to_the_end
 from coatcheck.lent.source import borrow
 from coatcheck.lent.trouble import Trouble
+
+# 5 s: as long as a store waits for its database. What is not over then ends by itself.
+END_S_MAX = 5.0
 
 
 class AsyncTransaction(Together):
     """The transaction of one operation, and the connection it is on."""
 
     _lent: AsyncLent | None
+    _until_ms = 0  # until when its claim may wait for a row
 
     def perform(self, effect: Effect[Any]) -> Awaitable[Record | None]:
         """Perform an effect of `core/transact.py`."""
@@ -33,13 +41,16 @@ class AsyncTransaction(Together):
 
     async def abandon(self) -> None:
         """Undo what is not committed; nothing, where all is over."""
-        if self._lent is not None:
-            await self._undo()
-            self._leave()
+        if self._claimed is not None:
+            try:
+                await self._undo()
+            finally:
+                self._leave()
 
     async def _begin(self, begin: Begin) -> Record | None:
         swap, lost, is_won = begin.swap, None, False
         assert swap.record is not None
+        self._until_ms = begin.until_ms
         if (standing := self._enter(swap.record)) is not None:
             return standing
         try:
@@ -50,8 +61,10 @@ class AsyncTransaction(Together):
                     lost = self._rival_of(begin, trouble, await self._look(swap.id))
         finally:
             if not is_won:
-                await self._undo()
-                self._leave(lost)
+                try:
+                    await self._undo()
+                finally:
+                    self._leave(lost)
         return lost
 
     async def _claim(self, begin: Begin) -> Trouble | None:
@@ -59,12 +72,14 @@ class AsyncTransaction(Together):
         for is_last in IS_LAST:
             try:
                 lent, self._manager = await borrow(self.lender.source)
+                statements = self._statements_of(begin, lent.dialect)
+                claim = next(statements)
                 self._lent = lent
-                statements = self._statements_of(begin)
-                is_won = await lent.begin(next(statements)) == 1
+                is_won = await lent.begin(claim) == 1
                 while not is_won and (statement := next(statements, None)):
                     is_won = await lent.write(statement) == 1
-            except CoatcheckError:
+            except CoatcheckError as error:
+                await self._undo(error)
                 raise
             except Exception as error:  # noqa: BLE001 - told what it means, or raised
                 await self._undo()
@@ -90,23 +105,39 @@ class AsyncTransaction(Together):
             if unsure is None:
                 raise
             raise unsure from error
-        await self._give_back(None)
-        self._committed(swap)
+        try:
+            await self._give_back()
+        finally:
+            self._committed(swap)
 
-    async def _undo(self) -> None:
-        """Roll back, and give the connection back; one that does not even do that is dead."""
-        if self._lent is not None:
-            failure = None
-            try:
-                await self._lent.rollback()
-            except Exception as error:  # noqa: BLE001 - its transaction died with it
-                failure = error
-            await self._give_back(failure)
+    async def _undo(self, refusal: CoatcheckError | None = None) -> None:
+        """Roll back, and give the connection back; a cancellation does not keep us from it."""
+        lent, manager, self._lent, self._manager = self._lent, self._manager, None, None
+        if isinstance(refusal, InTransaction):
+            lent = None  # what was done there is its owner's
+        if lent is not None or manager is not None:
+            wait_s = max(0, self._until_ms - self._desk.now_ms()) / 1_000
+            await to_the_end(_undone(lent, manager, refusal), wait_s + END_S_MAX)
 
-    async def _give_back(self, failure: Exception | None) -> None:
+    async def _give_back(self) -> None:
         manager, self._manager, self._lent = self._manager, None, None
-        if manager is not None:
-            try:
-                await manager.__aexit__(type(failure) if failure else None, failure, None)
-            except Exception:  # noqa: BLE001, S110 - its owner's trouble, and no news to whoever asked
-                pass
+        await _left(manager, None)
+
+
+async def _undone(lent: AsyncLent | None, manager: Any, failure: BaseException | None) -> None:  # noqa: ANN401 - of whoever lends
+    """Roll back, and leave *manager*; a connection that does not even do that is dead."""
+    if lent is not None:
+        try:
+            await lent.rollback()
+            failure = None
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - its transaction died with it, or the event loop ends
+            failure = error
+    await _left(manager, failure)
+
+
+async def _left(manager: Any, failure: BaseException | None) -> None:  # noqa: ANN401 - as above
+    if manager is not None:
+        try:
+            await manager.__aexit__(type(failure) if failure else None, failure, None)
+        except Exception:  # noqa: BLE001, S110 - its owner's trouble, and no news to whoever asked
+            pass

@@ -2,7 +2,8 @@
 
 Known by their types' names, so that no driver is imported before somebody uses it. `contract` says
 what is done with one; then one file for each family of drivers; `source` says where they come
-from, `trouble` what their errors mean.
+from, `threads` how an event loop uses those for sync code, `ending` that what was begun is ended,
+`trouble` what their errors mean.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from coatcheck.errors import Misconfigured
 from coatcheck.lent.contract import AsyncLent, Lent
 
-__all__ = ["AsyncLent", "Lent", "is_async", "is_connection", "lent_by"]
+__all__ = ["AsyncLent", "Lent", "is_async", "is_connection", "is_of_async_driver", "lent_by"]
 
 # Where a type comes from, whether its name says that it is async, and what it is to us.
 _KINDS = {
@@ -77,8 +78,18 @@ def is_async(handle: Any) -> bool:  # noqa: ANN401 - of whatever driver
 
 def _kind_of(type_: type[Any]) -> tuple[str, bool] | None:
     for ancestor in type_.__mro__:  # an application may have a type of its own
-        driver = ancestor.__module__.partition(".")[0].removeprefix("_")
-        is_async = driver in _ALWAYS_ASYNC or ancestor.__name__.lower().startswith("async")
-        if ancestor.__name__ in _NAMES and (driver, is_async) in _KINDS:
-            return driver, is_async
+        kind = _driver_of(ancestor)
+        if ancestor.__name__ in _NAMES and kind in _KINDS:
+            return kind
     return None
+
+
+def is_of_async_driver(type_: type[Any]) -> bool:
+    """*type_* is of a driver for async code, or called so: its pools, say."""
+    return any(_driver_of(ancestor)[1] for ancestor in type_.__mro__)
+
+
+def _driver_of(type_: type[Any]) -> tuple[str, bool]:
+    """Where *type_* comes from, and whether it is for async code."""
+    driver = type_.__module__.partition(".")[0].removeprefix("_")
+    return driver, driver in _ALWAYS_ASYNC or type_.__name__.lower().startswith("async")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import sqlite3
 from functools import lru_cache
 from typing import Any
 
-from coatcheck.errors import Misconfigured
-from coatcheck.lent.contract import IN_TRANSACTION, AsyncOneByOne
+from coatcheck.lent.contract import AsyncOneByOne, InTransaction
 from coatcheck.stores.ledger import Dialect, Statement
 
 
@@ -28,7 +28,7 @@ class AiosqliteLent(AsyncOneByOne):
     async def start(self) -> None:
         """Begin by taking the right to write: who only reads at first cannot always get it."""
         if self.handle.in_transaction:
-            raise Misconfigured(IN_TRANSACTION)
+            raise InTransaction
         await self._say("begin immediate")
 
     async def write(self, statement: Statement) -> int:
@@ -46,9 +46,17 @@ class AiosqliteLent(AsyncOneByOne):
         await self._say("commit")
 
     async def rollback(self) -> None:
-        """Undo; SQLite may have done so by itself."""
-        if self.handle.in_transaction:
+        """
+        Undo; SQLite may have done so by itself.
+
+        What its thread still does for somebody who was cancelled comes first, so it is no use to
+        ask before whether there is a transaction.
+        """
+        try:
             await self._say("rollback")
+        except sqlite3.OperationalError:
+            if self.handle.in_transaction:
+                raise
 
 
 class AsyncmyLent(AsyncOneByOne):
@@ -60,9 +68,9 @@ class AsyncmyLent(AsyncOneByOne):
         self.handle = handle
 
     async def start(self) -> None:
-        """Begin."""
-        if self.handle.get_transaction_status():
-            raise Misconfigured(IN_TRANSACTION)
+        """Begin; a connection that is closed still says what its status was."""
+        if getattr(self.handle, "connected", True) and self.handle.get_transaction_status():
+            raise InTransaction
         await self.handle.begin()
 
     async def write(self, statement: Statement) -> int:

@@ -9,6 +9,7 @@ not made as we know it, the driver does it all.
 
 from __future__ import annotations
 
+import asyncio
 from secrets import token_hex
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,9 +17,8 @@ from weakref import WeakKeyDictionary
 from asyncpg import Connection, InvalidSQLStatementNameError  # type: ignore[import-untyped]  # ships no types
 from asyncpg.transaction import Transaction, TransactionState  # type: ignore[import-untyped]  # as above
 
-from coatcheck.errors import Misconfigured
 from coatcheck.lent.asynchronous import with_dollars
-from coatcheck.lent.contract import IN_TRANSACTION, AsyncOneByOne
+from coatcheck.lent.contract import AsyncOneByOne, InTransaction
 from coatcheck.stores.ledger import Dialect, Statement
 
 # What we have to know of the driver, so that its `transaction()` nests in what we have begun.
@@ -43,19 +43,24 @@ class AsyncpgLent(AsyncOneByOne):
         """Begin a transaction, and execute *claim* in it; how many rows it affected."""
         handle = self.handle
         if handle.is_in_transaction():
-            raise Misconfigured(IN_TRANSACTION)
+            raise InTransaction
         self._transaction = transaction = handle.transaction()
         session: Any = transaction._connection if _IS_KNOWN else None  # noqa: SLF001 - see `_IS_KNOWN`
         kept = _kept_by(session)
         if kept is None:
             return await super().begin(claim)
         session._top_xact, transaction._state = transaction, TransactionState.STARTED  # noqa: SLF001 - as above
+        is_new = claim.text not in kept
         try:
             return _affected(await handle.execute(_begun(kept, claim)))
         except InvalidSQLStatementNameError:
             # It was told to forget, or it is another one each time: that may happen once.
             _KEPT[session] = None
-            await transaction.rollback()
+            await self.rollback()
+        except asyncio.CancelledError:
+            if is_new:  # the session may not have heard of it
+                kept.pop(claim.text, None)
+            raise
         self._transaction = handle.transaction()
         return await super().begin(claim)
 
@@ -72,8 +77,19 @@ class AsyncpgLent(AsyncOneByOne):
         await self._transaction.commit()
 
     async def rollback(self) -> None:
-        """Undo."""
-        await self._transaction.rollback()
+        """
+        Undo, whether or not a transaction was begun.
+
+        The driver would do nothing where it was cancelled while it began or ended one.
+        """
+        transaction = self._transaction
+        if not _IS_KNOWN:
+            await transaction.rollback()
+            return
+        session = transaction._connection  # noqa: SLF001 - as above
+        if session._top_xact is transaction:  # noqa: SLF001 - as above
+            session._top_xact = None  # noqa: SLF001 - as above
+        await self.handle.execute("rollback")
 
 
 def _kept_by(session: Any) -> dict[str, str] | None:  # noqa: ANN401 - of a driver without types

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from coatcheck.errors import Misconfigured
 from coatcheck.lent.trouble import is_over
 from coatcheck.stores.ledger import Dialect, Statement
 
@@ -11,6 +12,16 @@ from coatcheck.stores.ledger import Dialect, Statement
 # it away. On PostgreSQL the end itself finds only what its own transaction has claimed.
 _MARK = Statement("savepoint coatcheck_claim", ())
 _RELEASE = Statement("release savepoint coatcheck_claim", ())
+
+
+class InTransaction(Misconfigured):
+    """A connection that was lent is in a transaction of its owner's; nothing was done there."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the connection that was lent is in a transaction already; lend one that is idle, "
+            "because losing against a duplicate rolls back"
+        )
 
 
 class Lent(Protocol):
@@ -23,7 +34,7 @@ class Lent(Protocol):
         """
         Begin a transaction, and execute *claim* in it; how many rows it affected.
 
-        `Misconfigured` where one is open already.
+        `InTransaction` where one is open already, which is its owner's.
         """
         ...
 
@@ -50,7 +61,7 @@ class AsyncLent(Protocol):
         """
         Begin a transaction, and execute *claim* in it; how many rows it affected.
 
-        `Misconfigured` where one is open already.
+        `InTransaction` where one is open already, which is its owner's.
         """
         ...
 
@@ -73,7 +84,7 @@ class OneByOne(Protocol):
     dialect: Dialect
 
     def start(self) -> None:
-        """Begin a transaction; `Misconfigured` where one is open already."""
+        """Begin a transaction; `InTransaction` where one is open already."""
         ...
 
     def write(self, statement: Statement, /) -> int:
@@ -118,7 +129,7 @@ class AsyncOneByOne(Protocol):
     dialect: Dialect
 
     async def start(self) -> None:
-        """Begin a transaction; `Misconfigured` where one is open already."""
+        """Begin a transaction; `InTransaction` where one is open already."""
         ...
 
     async def write(self, statement: Statement, /) -> int:
@@ -155,9 +166,3 @@ class AsyncOneByOne(Protocol):
                 return False
             raise
         return True
-
-
-IN_TRANSACTION = (
-    "the connection that was lent is in a transaction already; lend one that is idle, because "
-    "losing against a duplicate rolls back"
-)

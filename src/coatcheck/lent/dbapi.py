@@ -9,7 +9,7 @@ import sqlite3
 from typing import Any
 
 from coatcheck.errors import Misconfigured
-from coatcheck.lent.contract import IN_TRANSACTION, OneByOne
+from coatcheck.lent.contract import InTransaction, OneByOne
 from coatcheck.stores.ledger import Dialect, Statement
 
 _OF_A_THREAD = (
@@ -61,7 +61,7 @@ class SqliteLent(_Dbapi):
     def start(self) -> None:
         """Begin by taking the right to write: who only reads at first cannot always get it."""
         if self.handle.in_transaction:
-            raise Misconfigured(IN_TRANSACTION)
+            raise InTransaction
         try:
             self._say("begin immediate")
         except sqlite3.ProgrammingError as error:
@@ -87,5 +87,5 @@ class PymysqlLent(_Dbapi):
     def start(self) -> None:
         """Begin."""
         if getattr(self.handle, "server_status", 0) & _MYSQL_IN_TRANSACTION:
-            raise Misconfigured(IN_TRANSACTION)
+            raise InTransaction
         self._say("begin")

@@ -11,8 +11,8 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any, cast
 
-from coatcheck.errors import Misconfigured, NotCommitted
-from coatcheck.lent.contract import IN_TRANSACTION, OneByOne
+from coatcheck.errors import NotCommitted
+from coatcheck.lent.contract import InTransaction, OneByOne
 from coatcheck.stores.ledger import Dialect, Statement
 
 logger = logging.getLogger("coatcheck")
@@ -32,7 +32,7 @@ class DjangoLent(OneByOne):
         handle = self.handle
         self._is_ours = handle.connection is None
         if handle.in_atomic_block or not handle.get_autocommit():
-            raise Misconfigured(IN_TRANSACTION)
+            raise InTransaction
         atomic = import_module("django.db.transaction").atomic(using=handle.alias)
         atomic.__enter__()
         self._atomic = atomic

@@ -24,10 +24,9 @@ from psycopg.generators import execute, fetch, send
 from psycopg.pq import ExecStatus, Format, PipelineStatus, TransactionStatus
 from psycopg.pq.abc import PGresult
 
-from coatcheck.errors import Misconfigured
 from coatcheck.lent.asynchronous import with_dollars
-from coatcheck.lent.contract import IN_TRANSACTION, AsyncOneByOne, OneByOne
-from coatcheck.lent.psycopg_answers import answered
+from coatcheck.lent.contract import AsyncOneByOne, InTransaction, OneByOne
+from coatcheck.lent.psycopg_answers import answered, heard_out
 from coatcheck.stores.ledger import Dialect, Statement
 from coatcheck.stores.postgres_ledger import OwnAsyncConnection, OwnConnection
 
@@ -73,7 +72,7 @@ class _Psycopg:
         """We may begin in the driver's place, which would say no more than that."""
         handle = self.handle
         if handle.pgconn.transaction_status:
-            raise Misconfigured(IN_TRANSACTION)
+            raise InTransaction
         levels = (handle.isolation_level, handle.read_only, handle.deferrable)
         return self._may_keep() and (handle.autocommit or levels == (None, None, None))
 
@@ -298,4 +297,5 @@ class PsycopgAsyncLent(_Psycopg, AsyncOneByOne):
 
     async def rollback(self) -> None:
         """Undo."""
+        await heard_out(self.handle)
         await self.handle.rollback()

@@ -13,10 +13,12 @@ from typing import Any, TypeVar
 from psycopg import AsyncConnection
 from psycopg.abc import PQGen
 from psycopg.errors import Error
+from psycopg.generators import fetch_many
 from psycopg.pq import TransactionStatus
 from psycopg.waiting import Ready, Wait
 
 from coatcheck.errors import StoreUnavailable
+from coatcheck.lent.ending import to_the_end
 from coatcheck.stores.postgres_ledger import OwnAsyncConnection, in_time
 
 T = TypeVar("T")
@@ -41,7 +43,7 @@ async def answered(connection: AsyncConnection[Any], gen: PQGen[T]) -> T:
         value: T = done.value
         return value
     except asyncio.CancelledError:
-        await _cancel(connection, gen)
+        await to_the_end(_cancel(connection, gen), 2 * _CANCEL_S)
         raise
 
 
@@ -70,6 +72,14 @@ def _resumed(gen: PQGen[T], wanted: Wait) -> PQGen[T]:
     except StopIteration as done:
         value: T = done.value
         return value
+
+
+async def heard_out(connection: AsyncConnection[Any]) -> None:
+    """Wait for the end of what somebody has left who was cancelled again while it was stopped."""
+    if connection.pgconn.transaction_status == TransactionStatus.ACTIVE:
+        with suppress(Error):
+            await connection.cancel_safe(timeout=_CANCEL_S)
+        await connection.wait(in_time(connection, fetch_many(connection.pgconn), _CANCEL_S))
 
 
 async def _cancel(connection: AsyncConnection[Any], gen: PQGen[T]) -> None:

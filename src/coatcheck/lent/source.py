@@ -3,56 +3,74 @@
 A source is what the application has: a pool, an engine or a session maker, one connection, or a
 function that gives a connection or a context manager for one. An async engine takes the sync ones,
 too: what would block is done in a thread.
+
+What may block can be told from no call that was made already, so it has to be known before. On the
+event loop is called what is async by its type or its declaration: coroutine functions, functions
+under `asynccontextmanager`, classes of async context managers, and what belongs to an async driver
+or is called "async…". Anything else is called in a thread, with the caller's context. Where it
+gives something async there, or misses the event loop, it is called on the event loop from then on.
 """
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import sqlite3
-import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from functools import partial
 from types import CoroutineType
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, cast
 
 from coatcheck.errors import Misconfigured
-from coatcheck.lent import AsyncLent, Lent, is_async, is_connection, lent_by
+from coatcheck.lent import AsyncLent, Lent, is_async, is_connection, is_of_async_driver, lent_by
 from coatcheck.lent.django import DjangoLent
-from coatcheck.stores.ledger import Dialect, Statement
-
-T = TypeVar("T")
-Source: TypeAlias = Callable[[], Any]
-
-# 40: as many as a web framework's own threads, each of which may have lent us a connection. Who
-# waits for a connection is in the way of nobody who has one, and who waits there for a row in the
-# way of nobody who has claimed it.
-_BORROWING = ThreadPoolExecutor(max_workers=40, thread_name_prefix="coatcheck-lent")
-_CLAIMING = ThreadPoolExecutor(max_workers=40, thread_name_prefix="coatcheck-claim")
-# All others wait for what ends here, so nothing ever stands in line: there are never more threads
-# than transactions that are ending.
-_ENDING = ThreadPoolExecutor(max_workers=sys.maxsize, thread_name_prefix="coatcheck-end")
+from coatcheck.lent.threads import Threads, borrowed_in_thread
 
 # What leads to a connection: of asyncpg's and MySQL's pools, psycopg's, and SQLAlchemy's engines.
 _WAYS = ("acquire", "connection", "connect")
 
 
+class Source:
+    """A function that lends, and whether it is to be called on the event loop."""
+
+    __slots__ = ("is_async", "lend")
+
+    def __init__(self, lend: Callable[[], Any], *, is_async: bool) -> None:
+        self.lend = lend
+        self.is_async = is_async
+
+
 def source_of(given: object) -> Source:
-    """What the application has *given*, as a function that lends."""
+    """What the application has *given*, as a source."""
     if is_connection(given):
         kept = _AsyncKept(given) if is_async(given) else _Kept(given)
-        return lambda: kept
-    if not callable(given):
-        for way in _WAYS:
-            lend: Source | None = getattr(given, way, None)
-            if lend is not None:
-                return lend
-        raise Misconfigured(
-            f"{given!r} lends no connections; give a pool, an engine, a session maker, a "
-            "connection, or a function that makes one"
-        )
-    return given
+        return Source(lambda: kept, is_async=is_async(given))
+    if callable(given):
+        return Source(given, is_async=_is_for_loops(given))
+    for way in _WAYS:
+        lend = getattr(given, way, None)
+        if lend is not None:
+            return Source(lend, is_async=_is_for_loops(lend))
+    raise Misconfigured(
+        f"{given!r} lends no connections; give a pool, an engine, a session maker, a connection, "
+        "or a function that makes one"
+    )
+
+
+def _is_for_loops(lend: Any) -> bool:  # noqa: ANN401 - whatever can be called
+    """*lend* is known to be for event loops, before it is called."""
+    while isinstance(lend, partial):
+        lend = lend.func
+    owner = getattr(lend, "__self__", lend)
+    kind = owner if isinstance(owner, type) else type(owner)
+    is_function = isinstance(lend, type) or inspect.isroutine(lend)
+    function = inspect.unwrap(lend if is_function else lend.__call__)
+    return (
+        inspect.iscoroutinefunction(function)
+        or inspect.isasyncgenfunction(function)  # under `asynccontextmanager`
+        or hasattr(kind, "__aenter__")
+        or is_of_async_driver(kind)
+    )
 
 
 class _Kept:
@@ -78,14 +96,24 @@ class _AsyncKept(_Kept):
         pass
 
 
-@contextmanager
-def borrowed(source: Source) -> Iterator[Lent]:
+def borrowed(source: Source) -> AbstractContextManager[Lent]:
     """A connection from *source*, which is given back at the end."""
-    made = source()
-    if inspect.isawaitable(made) or hasattr(type(made), "__aenter__"):
+    made = source.lend()
+    if _is_awaited(made):
         if inspect.iscoroutine(made):
             made.close()
-        raise Misconfigured(f"{source!r} lends async connections; use them with an AsyncEngine")
+        raise Misconfigured(
+            f"{source.lend!r} lends async connections; use them with an AsyncEngine"
+        )
+    return _managed(made)
+
+
+def _is_awaited(made: object) -> bool:
+    return inspect.isawaitable(made) or hasattr(type(made), "__aenter__")
+
+
+@contextmanager
+def _managed(made: Any) -> Iterator[Lent]:  # noqa: ANN401 - of whatever driver
     if isinstance(made, sqlite3.Connection):  # it is a context manager that does not close
         made = closing(made)
     elif not hasattr(type(made), "__enter__"):
@@ -102,59 +130,49 @@ def _sync(handle: Any) -> Lent:  # noqa: ANN401 - of whatever driver
 
 async def borrow(source: Source) -> tuple[AsyncLent, Any]:
     """A connection from *source*, and the context manager to be left for it, or None."""
-    made: Any = source()
+    made: Any = source.lend() if source.is_async else await _lent_in_thread(source)
     if isinstance(made, CoroutineType):
         made = await made
     if hasattr(type(made), "__aenter__"):
-        lent: Any = lent_by(await made.__aenter__())
+        handle = await made.__aenter__()
+        try:
+            lent: Any = lent_by(handle)
+        except Misconfigured as error:
+            await made.__aexit__(type(error), error, None)
+            raise
         return lent, made
     if is_async(made):
         lent = lent_by(made)
         return lent, None
-    manager = _Threads(borrowed(lambda: made))
-    return await manager.__aenter__(), manager
+    if not isinstance(made, Threads):
+        made = await borrowed_in_thread(_entered, lambda: made)
+    return made, made
 
 
-class _Threads:
-    """A context manager for sync code, in threads."""
-
-    def __init__(self, manager: AbstractContextManager[Lent]) -> None:
-        self._manager = manager
-
-    async def __aenter__(self) -> AsyncLent:
-        return Threaded(await _done(_BORROWING, self._manager.__enter__))
-
-    async def __aexit__(self, *failure: object) -> None:
-        await _done(_ENDING, self._manager.__exit__, *failure)
+async def _lent_in_thread(source: Source) -> Any:  # noqa: ANN401 - of whatever driver
+    """What *source* lends: `Threads`, or what is for event loops, which then is known of it."""
+    made = await borrowed_in_thread(_entered, source.lend)
+    source.is_async = not isinstance(made, Threads)
+    return source.lend() if made is _ON_LOOP else made
 
 
-async def _done(threads: ThreadPoolExecutor, call: Callable[..., T], *args: object) -> T:
-    """What *call* returns, from a thread of ours: the default ones may all wait for each other."""
-    return await asyncio.get_running_loop().run_in_executor(threads, call, *args)
+# In place of what a function would give that has to be called on the event loop.
+_ON_LOOP = object()
 
 
-class Threaded:
-    """A lent connection for sync code, as async code uses it."""
-
-    def __init__(self, lent: Lent) -> None:
-        if isinstance(lent, DjangoLent):
-            raise Misconfigured("a connection of Django's belongs to its thread; use an Engine")
-        self._lent = lent
-        self.handle = lent.handle
-        self.dialect: Dialect = lent.dialect
-
-    async def begin(self, claim: Statement) -> int:
-        """Begin a transaction, and execute *claim* in it; how many rows it affected."""
-        return await _done(_CLAIMING, self._lent.begin, claim)
-
-    async def write(self, statement: Statement) -> int:
-        """Execute *statement*; how many rows it affected."""
-        return await _done(_CLAIMING, self._lent.write, statement)
-
-    async def end(self, statement: Statement) -> bool:
-        """Execute *statement*, and commit where it affected one row; whether it did."""
-        return await _done(_ENDING, self._lent.end, statement)
-
-    async def rollback(self) -> None:
-        """Undo."""
-        await _done(_ENDING, self._lent.rollback)
+def _entered(lend: Callable[[], Any]) -> Any:  # noqa: ANN401 - of whatever driver
+    """What *lend* gives; where that is for sync code, the connection and what has lent it."""
+    try:
+        made = lend()
+    except RuntimeError as error:
+        if "event loop" in str(error):  # asyncio misses the one that runs
+            return _ON_LOOP
+        raise
+    if _is_awaited(made) or is_async(made):
+        return made
+    manager = _managed(made)
+    lent = manager.__enter__()
+    if isinstance(lent, DjangoLent):
+        manager.__exit__(None, None, None)
+        raise Misconfigured("a connection of Django's belongs to its thread; use an Engine")
+    return Threads(manager, lent)

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from coatcheck.errors import Misconfigured
 from coatcheck.lent.asynchronous import with_dollars
-from coatcheck.lent.contract import IN_TRANSACTION, AsyncOneByOne, OneByOne
+from coatcheck.lent.contract import AsyncOneByOne, InTransaction, OneByOne
 from coatcheck.stores.ledger import Dialect, Statement
 
 _BY_ITSELF = "the connection that was lent commits by itself (AUTOCOMMIT); lend one that does not"
@@ -48,7 +48,7 @@ class _Alchemy:
 
     def _check_idle(self) -> None:
         if self.handle.in_transaction():
-            raise Misconfigured(IN_TRANSACTION)
+            raise InTransaction
 
     def _must_begin(self, lent: Any) -> bool:  # noqa: ANN401 - see above
         """We begin on *lent*, what the pool has given: only SQLite, unless that is done already."""

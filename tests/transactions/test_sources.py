@@ -1,0 +1,274 @@
+"""L9 for who lends to an async engine: what may block is called in a thread, and nothing else."""
+
+import asyncio
+import threading
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
+from functools import partial
+
+import aiosqlite
+import asyncmy
+import asyncpg
+import psycopg
+import pytest
+import sqlalchemy as sa
+from idioms import SHOPS, alchemy_url, async_engine
+from psycopg_pool import AsyncConnectionPool
+from sqlalchemy import orm
+from sqlalchemy.ext.asyncio import async_sessionmaker
+
+from coatcheck import AsyncEngine
+from coatcheck.errors import Misconfigured, StoreUnavailable
+from coatcheck.lent.source import source_of
+
+WHO = ContextVar("WHO", default="nobody")
+
+
+@pytest.fixture
+def shop(tmp_path):
+    """A shop on PostgreSQL."""
+    return SHOPS["postgres"](tmp_path)
+
+
+async def seven():
+    return 7
+
+
+async def served(shop, source, times=2):
+    """Serve that often with what *source* lends."""
+    async with AsyncEngine(shop.store, transactions=source) as engine:
+        for number in range(times):
+            assert await engine.transaction(f"{number}", seven, scope="s") == 7
+
+
+class Calls:
+    """Remembers which threads are in it."""
+
+    def __init__(self):
+        self.threads = []
+
+    def note(self, *_):
+        self.threads.append(threading.current_thread())
+
+    def on_loop(self):
+        return [thread is threading.main_thread() for thread in self.threads]
+
+
+# --- sync -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_manager", [False, True])
+def test_a_function_that_connects_is_called_in_a_thread(shop, is_manager):
+    """D2: a far server holds up nobody else."""
+    calls = Calls()
+
+    def lend():
+        calls.note()
+        return shop.connect()
+
+    @contextmanager
+    def lending():
+        with lend() as connection:
+            yield connection
+
+    asyncio.run(served(shop, lending if is_manager else lend))
+    assert calls.on_loop() == [False, False]
+
+
+@pytest.mark.parametrize("make", [lambda engine: engine, orm.sessionmaker, orm.Session])
+def test_an_engine_of_sqlalchemys_is_asked_in_a_thread(shop, make):
+    """D2: where its pool is empty it waits for a connection."""
+    calls = Calls()
+    alchemy = sa.create_engine(alchemy_url(shop, "psycopg"), pool_size=1, max_overflow=0)
+    sa.event.listen(alchemy, "checkout", calls.note)
+    asyncio.run(served(shop, make(alchemy)))
+    assert calls.on_loop() == [False, False]
+    alchemy.dispose()
+
+
+def test_an_empty_pool_does_not_hold_up_the_event_loop(shop):
+    """D2: who has the connection can go on, and gives it back."""
+    url = alchemy_url(shop, "psycopg")
+    alchemy = sa.create_engine(url, pool_size=1, max_overflow=0, pool_timeout=60)
+
+    async def slow():
+        for _ in range(100):  # the other one stands before the pool by then
+            await asyncio.sleep(0)
+        return 7
+
+    async def main():
+        async with AsyncEngine(shop.store, transactions=alchemy) as engine:
+            both = (engine.transaction(key, slow, scope="s") for key in "ab")
+            assert await asyncio.gather(*both) == [7, 7]
+
+    asyncio.run(main())
+    alchemy.dispose()
+
+
+def test_who_lends_knows_who_asks(shop):
+    """L9: a connection of the request's, say, which is in its context."""
+    seen = []
+
+    def lend():
+        seen.append(WHO.get())
+        return shop.connect()
+
+    async def main():
+        WHO.set("Ada")
+        await served(shop, lend)
+
+    asyncio.run(main())
+    assert seen == ["Ada", "Ada"]
+
+
+def test_who_cannot_lend_says_so_from_its_thread(shop):
+    """D2: an error is an error, and not taken for something else."""
+
+    def lend():
+        raise RuntimeError("the pool is closed")
+
+    with pytest.raises(StoreUnavailable, match="the pool is closed"):
+        asyncio.run(served(shop, lend))
+    with pytest.raises(Misconfigured, match="no connection that is known here"):
+        asyncio.run(served(shop, lambda: "a string"))
+
+
+# --- async ------------------------------------------------------------------------------------
+
+
+async def lend_later():
+    """A coroutine function."""
+
+
+@asynccontextmanager
+async def lend_managed():
+    """The same with an end."""
+    yield
+
+
+class Lending:
+    """A context manager."""
+
+    async def __aenter__(self):
+        """Enter."""
+
+    async def __aexit__(self, *_):
+        """Leave."""
+
+
+class Lender:
+    """A pool as somebody has written it, and something that can be called."""
+
+    async def acquire(self):
+        """Lend."""
+
+
+class Callee:
+    """Can be called."""
+
+    async def __call__(self):
+        """Lend."""
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *(lend_later, lend_managed, Lending, Lender(), Callee(), Lender().acquire),
+        *(partial(lend_later), partial(lend_managed), psycopg.AsyncConnection.connect),
+        *(partial(asyncpg.connect, "somewhere"), async_sessionmaker()),
+    ],
+)
+def test_what_is_async_by_its_declaration_is_called_on_the_event_loop(given):
+    """L9: it is known before it is called."""
+    assert source_of(given).is_async
+
+
+def test_pools_of_async_drivers_are_called_on_the_event_loop(shop, tmp_path):
+    """L9: by their types, also where only their method is given."""
+    other = SHOPS["mysql"](tmp_path)
+
+    async def main():
+        place = dict(other.place)
+        pools = [
+            await asyncpg.create_pool(shop.place, min_size=0),
+            AsyncConnectionPool(shop.place, min_size=0, max_size=1, open=False),
+            async_engine(shop, "asyncpg"),
+            await asyncmy.create_pool(**{**place, "db": place.pop("database")}, minsize=0),
+        ]
+        assert [source_of(pool).is_async for pool in pools] == [True] * 4
+        assert source_of(pools[0].acquire).is_async
+        assert source_of(pools[1].connection).is_async
+        await pools[0].close()
+        pools[3].close()
+        await pools[3].wait_closed()
+
+    asyncio.run(main())
+
+
+def test_a_plain_function_that_gives_something_async_is_then_called_on_the_event_loop(shop):
+    """L9: what it is nobody knows before; from then on it costs no thread."""
+    calls = Calls()
+
+    async def main():
+        async with asyncpg.create_pool(shop.place, min_size=1, max_size=1) as pool:
+
+            def lend():
+                calls.note()
+                return pool.acquire()
+
+            await served(shop, lend, times=3)
+
+    asyncio.run(main())
+    assert calls.on_loop() == [False, True, True]
+
+
+def test_a_plain_function_that_asks_for_the_event_loop_has_it(shop):
+    """L9: an application with a pool for each of them."""
+    calls = Calls()
+
+    async def main():
+        async with asyncpg.create_pool(shop.place, min_size=1, max_size=1) as pool:
+            pools = {asyncio.get_running_loop(): pool}
+
+            def lend():
+                calls.note()
+                return pools[asyncio.get_running_loop()].acquire()
+
+            await served(shop, lend)
+
+    asyncio.run(main())
+    assert calls.on_loop() == [False, True, True]
+
+
+def test_what_an_async_function_makes_may_be_sync(tmp_path):
+    """L9: it is used in threads, like any other."""
+    shop = SHOPS["sqlite"](tmp_path)
+
+    async def lend():
+        return shop.connect()
+
+    asyncio.run(served(shop, lend))
+    assert shop.records() == 2
+
+
+def test_a_connection_of_no_known_kind_goes_back(shop):
+    """L9: who lends something else is told so, and gets it back."""
+    left = []
+
+    @asynccontextmanager
+    async def lend():
+        try:
+            yield "a string"
+        finally:
+            left.append(1)
+
+    with pytest.raises(Misconfigured, match="no connection that is known here"):
+        asyncio.run(served(shop, lend))
+    assert left == [1]
+
+
+def test_a_connection_that_is_not_open_yet_is_opened(tmp_path):
+    """L9: aiosqlite gives it at once, and opens it when it is awaited."""
+    shop = SHOPS["sqlite"](tmp_path)
+    asyncio.run(served(shop, partial(aiosqlite.connect, shop.place)))
+    assert shop.records() == 2
