@@ -105,8 +105,9 @@ class AsyncTransaction(Together):
             if unsure is None:
                 raise
             raise unsure from error
+        manager, self._manager, self._lent = self._manager, None, None
         try:
-            await self._give_back()
+            await _left(manager, None)
         finally:
             self._committed(swap)
 
@@ -118,10 +119,6 @@ class AsyncTransaction(Together):
         if lent is not None or manager is not None:
             wait_s = max(0, self._until_ms - self._desk.now_ms()) / 1_000
             await to_the_end(_undone(lent, manager, refusal), wait_s + END_S_MAX)
-
-    async def _give_back(self) -> None:
-        manager, self._manager, self._lent = self._manager, None, None
-        await _left(manager, None)
 
 
 async def _undone(lent: AsyncLent | None, manager: Any, failure: BaseException | None) -> None:  # noqa: ANN401 - of whoever lends
