@@ -78,8 +78,7 @@ def _meaning_of(effect: Effect[Any], until_ms: int, *, is_open: bool) -> Effect[
     """What *effect* of `serve` is in a transaction, of which one may be open."""
     if isinstance(effect, Swap):
         record = effect.record
-        if record is None:
-            return effect
+        assert record is not None  # a request deletes nothing
         if record.state == RUNNING:
             return Begin(effect, until_ms)
         if not is_open:  # somebody else's attempt that is parked: a write of its own
