@@ -1,5 +1,6 @@
 """Policies: refused when they make no sense, with a sentence that helps."""
 
+import functools
 from datetime import timedelta
 
 import pytest
@@ -282,3 +283,14 @@ def test_what_could_never_work_is_refused_when_it_is_made(fields):
     """T1, T2: a time that no store or calendar can hold, a refusal for no time, a name twice."""
     with pytest.raises(Misconfigured):
         Policy(**fields)
+
+
+def test_a_reconcile_function_is_known_by_its_name_through_partials():
+    """L5: a service knows by it what its last release has left."""
+
+    def ask(_operation: object, _where: object = None) -> None: ...
+
+    plain = Policy(recovery="reconcile", reconcile=ask)
+    bound = Policy(recovery="reconcile", reconcile=functools.partial(functools.partial(ask), 1))
+    assert plain.mark == bound.mark
+    assert len({plain.mark, Policy().mark, Policy(recovery="manual").mark}) == 3
