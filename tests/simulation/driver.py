@@ -180,11 +180,12 @@ class Visit:
         patience: Patience | None = None
         try:
             effect = next(flow)
+            began_s = self.process.local_s()
             for _ in range(EFFECTS_MAX):
                 try:
                     result: Any = yield from self._perform(effect)
                 except (StoreUnavailable, HandlerError) as failure:
-                    patience = patience or self._patience()
+                    patience = patience or self._patience(began_s)
                     pause_s = patience.pause_s(effect, failure)
                     if pause_s is not None:
                         yield pause_s * 1_000
@@ -193,15 +194,15 @@ class Visit:
                     effect = flow.throw(failure)
                 else:
                     effect = flow.send(result)
-                patience = None
+                patience, began_s = None, self.process.local_s()
         except StopIteration as done:
             value: R = done.value
             return value
         self.process.world.broken("every visit comes to its end")
 
-    def _patience(self) -> Patience:
+    def _patience(self, began_s: float) -> Patience:
         left_s = self.policy.patience_ms / 1_000 if self.ending is not None else 0
-        return Patience(left_s, self.process.local_s)
+        return Patience(left_s, began_s, self.process.local_s)
 
     def _perform(self, effect: Effect[Any]) -> Generator[Pause, Any, Any]:
         if isinstance(effect, Swap):

@@ -66,7 +66,7 @@ class SimulatedHand(AsyncHand):
 
     async def _swap_async(self, effect: Effect[Any]) -> Record | None:
         assert isinstance(effect, Swap)
-        patience = Patience(PATIENCE_S, self._local_s)
+        patience = Patience(PATIENCE_S, clock=self._local_s)
         while True:
             try:
                 return self._noticed(effect, await self._write_async(effect))
