@@ -241,7 +241,8 @@ class PsycopgLent(_Psycopg, OneByOne):
         """Execute *statement*; how many rows it affected."""
         self._be_patient(statement)
         with Cursor(self.handle) as cursor:  # the application's own may have other marks
-            cursor.execute(*_in_ascii(statement.text, statement.values))
+            text, values = _in_ascii(statement.text, statement.values)
+            cursor.execute(text.encode(), values)
             return cursor.rowcount
 
     def end(self, statement: Statement) -> bool:
@@ -281,7 +282,8 @@ class PsycopgAsyncLent(_Psycopg, AsyncOneByOne):
         """Execute *statement*; how many rows it affected."""
         self._be_patient(statement)
         async with AsyncCursor(self.handle) as cursor:  # as above
-            await cursor.execute(*_in_ascii(statement.text, statement.values))
+            text, values = _in_ascii(statement.text, statement.values)
+            await cursor.execute(text.encode(), values)
             return cursor.rowcount
 
     async def end(self, statement: Statement) -> bool:
