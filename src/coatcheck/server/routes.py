@@ -103,7 +103,14 @@ class _Match(NamedTuple):
     mark: Mapping[str, Any] | None
 
 
+class _Router(NamedTuple):
+    """Whoever has routes, as far as it concerns us."""
+
+    routes: Sequence[Any]
+
+
 _NO_ROUTES: Sequence[Any] = ()
+_NOBODY = _Router(_NO_ROUTES)
 # Of a route that does not say which methods it takes.
 _UNSAFE = ("POST", "PUT", "PATCH", "DELETE")
 
@@ -121,7 +128,7 @@ class Routes:
         self._app = app
         self._know = know  # told of each route that has a policy of its own
         self._matches: dict[tuple[str, ...], _Match] = {}
-        self._router: Any = None  # whoever has the routes; not known before the first request
+        self._router: Any = _NOBODY  # whoever has the routes; not known before the first request
         self._known: Sequence[Any] | None = None  # the routes that were looked through …
         self._count = 0  # … and how many they were
         self._has_marks = False
@@ -140,7 +147,7 @@ class Routes:
     def policy_for(self, asgi_scope: MutableMapping[str, Any]) -> tuple[Policy | None, str | None]:
         """The policy for this request and its route's template; None: it is not guarded."""
         method = asgi_scope["method"].upper()  # some servers pass on what Django takes for PATCH
-        routes = _routes_of(self._router)
+        routes: Sequence[Any] = self._router.routes
         if routes is not self._known or len(routes) != self._count:
             routes = self._look(asgi_scope)
         if not self._has_marks:
@@ -163,9 +170,10 @@ class Routes:
 
     def _look(self, asgi_scope: MutableMapping[str, Any]) -> Sequence[Any]:
         """The application's routes; looked through, where they are others than before."""
-        if self._router is None:
-            self._router = _router_in(self._app) or _router_in(asgi_scope.get("app")) or self._app
-        routes = _routes_of(self._router)
+        if self._router is _NOBODY:
+            found = _router_in(self._app) or _router_in(asgi_scope.get("app"))
+            self._router = found or _Router(_NO_ROUTES)
+        routes: Sequence[Any] = self._router.routes
         if routes is not self._known or len(routes) != self._count:
             self._look_through(routes)
         return routes
@@ -209,16 +217,11 @@ def _router_in(app: object) -> object | None:
     """Whoever has the routes: *app*, its router, or one that middlewares have between them."""
     while app is not None:
         for found in (getattr(app, "router", None), app):
-            if _routes_of(found) is not _NO_ROUTES:
+            # In other frameworks than Starlette's they may be anything that we cannot read.
+            if isinstance(getattr(found, "routes", None), (list, tuple)):
                 return found
         app = getattr(app, "app", None)
     return None
-
-
-def _routes_of(router: object) -> Sequence[Any]:
-    routes: Any = getattr(router, "routes", _NO_ROUTES)
-    # In other frameworks than Starlette's that may be anything, and nothing that we can read.
-    return routes if isinstance(routes, (list, tuple)) else _NO_ROUTES
 
 
 def _mark_of(route: object) -> Mapping[str, Any] | None:
