@@ -7,15 +7,17 @@ import threading
 import pytest
 from engines import Handler, WatchedStore, eventually, held_up, wait_for
 
-from coatcheck import AsyncEngine, KeyBusy, LimitExceeded, Policy
+from coatcheck import AsyncEngine, Engine, KeyBusy, LimitExceeded, Policy
 from coatcheck.core.policy import duration_ms
 from coatcheck.core.record import GONE, RUNNING
+from coatcheck.core.serve import Watch
 from coatcheck.engine.waiting import (
     POLL_FIRST_S,
     POLL_LAST_S,
     Line,
     poll_pauses_s,
 )
+from coatcheck.stores import Query
 from coatcheck.stores.memory import AsyncMemoryStore
 
 PATIENT = Policy(wait="20s")
@@ -249,3 +251,17 @@ def test_a_waiter_whose_event_loop_is_gone_hurts_nobody():
     task.get_coro().close()
     task._log_destroy_pending = False  # it is what this test is about
     asyncio.run(engine.close())
+
+
+def test_who_stands_in_line_after_the_end_is_told_at_once():
+    """L3: it was woken too early to be told, and nobody would wake it again."""
+    with Engine("memory://") as engine:
+        engine.run("k", lambda: "done", scope="s")
+        (record,) = engine.store.find(Query(key="k")).records
+        assert engine.desk.ended_since(Watch(record.id, record.version - 1, 0)) == record
+        # Of what it has seen itself, and of a life before, it is told nothing.
+        assert engine.desk.ended_since(Watch(record.id, record.version, 0)) is None
+        assert engine.desk.ended_since(Watch(record.id, record.version + 1, 0)) is None
+        seen = engine._watch(Watch(record.id, record.version - 1, record.window_until_ms), 1)
+        assert seen is not None
+        assert (seen.record, engine.desk.line.waiting) == (record, {})

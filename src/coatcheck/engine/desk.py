@@ -39,6 +39,7 @@ from coatcheck.core.serve import (
     Refuse,
     Replay,
     Ticket,
+    Watch,
     fate_of_error,
     new_ticket,
     verdict,
@@ -163,6 +164,11 @@ class Desk:
             return None
         decided = verdict(record, ticket, policy, ticket.now_ms)
         return decided if isinstance(decided, (Replay, Refuse)) else None
+
+    def ended_since(self, watch: Watch) -> Record | None:
+        """What is waited for, if it ended here before whoever waits stood in line."""
+        record = self.cache.get(watch.id)
+        return record if record is not None and record.version > watch.version else None
 
     def may_claim(self, ticket: Ticket, policy: Policy) -> bool:
         """The caller may use this key, of as many as *policy* allows it."""

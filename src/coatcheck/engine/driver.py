@@ -205,6 +205,8 @@ class Driver:
         if not self.desk.line.join(watch.id, waiter.wake, waiters_max):
             return None
         try:
+            if (ended := self.desk.ended_since(watch)) is not None:
+                return Seen(ended, now_ms())
             for pause_s in self.desk.doorbell.pauses_s(watch.id):
                 left_s = max(0.0, (watch.until_ms - now_ms()) / 1_000)
                 waiter.wait(min(pause_s, left_s))
