@@ -327,6 +327,7 @@ def test_a_loop_drops_a_server_that_became_a_replica(own, own_url):
         try:
             with pytest.raises(StoreUnavailable, match="it is read-only; is it a replica"):
                 loop.get(ID)
+            until(lambda: len(sessions_in(ask)) == len(loop.sessions))  # what was dropped is gone
             for session in loop.sessions:
                 ask(f"kill connection {sessions_in(ask)[0]}")
                 until(session.is_stale)
