@@ -6,11 +6,12 @@ import os
 import sqlite3
 import subprocess
 import sys
+from base64 import b64encode
 
 import pytest
 
 import coatcheck
-from coatcheck.cli import main
+from coatcheck.cli import finding, main
 from coatcheck.core.facts import iso
 from coatcheck.core.key import reference_of
 from coatcheck.core.progress import NOTHING, Note, Resolution, Step, encoded, progress_of
@@ -23,6 +24,7 @@ from coatcheck.core.replay import (
     encode_response,
     encode_value,
 )
+from coatcheck.stores.memory import MemoryStore
 
 COMMANDS = ("demo", "lookup", "list", "resolve", "sweep", "migrate", "doctor")
 
@@ -119,6 +121,26 @@ def test_an_operation_is_found_by_its_key(shelf, capsys):
 def test_a_key_that_looks_like_a_reference_is_found_as_well(shelf, capsys):
     shelf.put(1, key="7D3F92AB1C4E")
     assert asked(capsys, "lookup", "7D3F92AB1C4E", "--store", shelf.url)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("postgresql://shop:hunter2@db/shop", "postgresql://…@db/shop"),
+        ("mysql://shop:hunter2@ho/me?x@db:3306/shop", "mysql://…@db:3306/shop"),
+        ("redis://cache:6379/0?password=hunter2", "redis://cache:6379/0"),
+        ("sqlite:///orders.db", "sqlite:///orders.db"),
+    ],
+)
+def test_no_password_of_a_store_is_printed(url, told, monkeypatch, capsys):
+    """X3, O3: neither in a help, which shows the default, nor where nothing is found."""
+    monkeypatch.setenv("COATCHECK_STORE", url)
+    monkeypatch.setattr(finding, "open_store", lambda _url, *, create: MemoryStore())
+    with pytest.raises(SystemExit):
+        main(["list", "--help"])
+    printed = [capsys.readouterr().out, asked(capsys, "lookup", "nothing")[2]]
+    assert all(told in text.replace("\n", "") for text in printed)
+    assert "hunter2" not in "".join(printed)
 
 
 def test_a_body_is_never_shown(shelf, capsys):
@@ -368,6 +390,7 @@ def test_an_executor_that_is_known_to_be_dead_is_decided_about(shelf, capsys):
         (("--failed", "--status", "201"), "leave out --status"),
         (("--completed", "--status", "201", "--value", "1"), "--value is for functions"),
         (("--completed", "--value", "{"), "--value is not JSON"),
+        (("--completed", "--value", "[" * 50_000), "--value is not JSON"),
         (("--completed", "--value", "1"), "is a request"),
         (("--completed", "--body", "no/such/file"), "no/such/file"),
         (("--failed", "--by", " "), "by is ' '"),
@@ -386,7 +409,7 @@ def test_a_decision_that_makes_no_sense_is_one_clear_line(shelf, capsys, words, 
 
 def test_an_answer_that_nobody_would_keep_is_refused(shelf, capsys, tmp_path, monkeypatch):
     """X2."""
-    monkeypatch.setattr("coatcheck.cli.BODY_BYTES_MAX", 10)
+    monkeypatch.setattr("coatcheck.cli.resolving.BODY_BYTES_MAX", 10)
     body = tmp_path / "answer.json"
     body.write_bytes(BODY)
     reference = shelf.put(1, state=IN_DOUBT)
@@ -398,8 +421,40 @@ def test_what_is_sealed_is_left_to_whoever_has_the_keys(shelf, capsys):
     """X1."""
     reference = shelf.put(1, state=IN_DOUBT, progress=bytes([SEALED]) + b"whatever")
     code, _out, err = resolved(capsys, shelf, reference, "--failed")
-    assert (code, "where the key ring is" in err) == (2, True)
+    assert (code, "give --keyring FILE" in err) == (2, True)
     assert "sealed" in asked(capsys, "lookup", reference, "--store", shelf.url)[1]
+
+
+def test_a_person_with_the_keys_resolves_what_is_sealed(shelf, capsys, tmp_path):
+    """X1: and nothing is written in clear beside what others seal."""
+    key, file = os.urandom(32), tmp_path / "keys.json"
+    file.write_text(json.dumps({"2026": b64encode(key).decode()}))
+    with coatcheck.Engine(shelf.url, keyring=coatcheck.KeyRing({"2026": key})) as engine:
+        assert engine.run("k", lambda: "sealed", scope="s") == "sealed"
+    reference = shelf.put(1, state=IN_DOUBT)
+    (tmp_path / "answer.json").write_bytes(BODY)
+    answer = ("--completed", "--body", str(tmp_path / "answer.json"))
+    code, _out, err = resolved(capsys, shelf, reference, *answer)
+    assert (code, "give --keyring" in err) == (2, True)
+    assert resolved(capsys, shelf, reference, *answer, "--keyring", str(file))[::2] == (0, "")
+    written = sqlite3.connect(shelf.path).execute(
+        "select progress, response from coatcheck_records"
+    )
+    assert not [blob for row in written for blob in row if blob and blob[0] != SEALED]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"a": 1}', '{"a": "c2hvcnQ="}', '{"a": "not base64"}'])
+def test_a_file_without_keys_is_told_to_be_none_and_not_shown(shelf, capsys, tmp_path, text):
+    """X1, O3."""
+    file = tmp_path / "keys.json"
+    file.write_text(text)
+    code, _out, err = resolved(
+        capsys, shelf, shelf.put(1, state=IN_DOUBT), "--failed", "--keyring", str(file)
+    )
+    assert (code, err.count("\n")) == (2, 1)
+    assert "not base64" not in err
+    nowhere = resolved(capsys, shelf, "7D3F-92AB-1C4E", "--failed", "--keyring", "/nowhere")
+    assert (nowhere[0], "--keyring" in nowhere[2]) == (2, True)
 
 
 # ------------------------------------------------------------------------------ sweep and doctor
@@ -479,6 +534,7 @@ def test_a_file_that_is_no_database_is_one_clear_line(tmp_path, capsys):
         ["lookup"],
         ["list", "--state", "asleep"],
         ["list", "--older-than", "soon"],
+        ["list", "--older-than", "9999999999999999d"],
         ["list", "--limit", "0"],
         ["resolve", "7D3F-92AB-1C4E", *BY_ADA],
         ["resolve", "7D3F-92AB-1C4E", "--failed", "--completed", *BY_ADA],
@@ -487,6 +543,7 @@ def test_a_file_that_is_no_database_is_one_clear_line(tmp_path, capsys):
         ["resolve", "7D3F-92AB-1C4E", "--completed", "--status", "99", *BY_ADA],
         ["resolve", "7D3F-92AB-1C4E", "--completed", "--header", "x", *BY_ADA],
         ["resolve", "7D3F-92AB-1C4E", "--completed", "--header", "x: a\nb: c", *BY_ADA],
+        ["migrate", "sqlite:///a.db", "--store", "sqlite:///b.db"],
         ["unheard-of"],
     ],
 )
@@ -495,6 +552,22 @@ def test_a_wrong_word_is_a_usage_error(words, capsys):
         main(words)
     assert ended.value.code == 2
     assert "usage: coatcheck" in capsys.readouterr().err
+
+
+def test_an_unknown_option_is_told_with_the_usage_of_its_command(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["sweep", "--bogus"])
+    err = capsys.readouterr().err
+    assert (ended.value.code, "usage: coatcheck sweep" in err, "--bogus" in err) == (2, True, True)
+
+
+def test_a_program_is_told_that_a_list_goes_on(shelf, capsys):
+    """O1: what is cut off looks whole in JSON."""
+    for number in (1, 2):
+        shelf.put(number)
+    _code, out, err = asked(capsys, "list", "--json", "--limit", "1", "--store", shelf.url)
+    assert (len(json.loads(out)), "there are more" in err) == (1, True)
+    assert asked(capsys, "list", "--json", "--limit", "2", "--store", shelf.url)[2] == ""
 
 
 def test_no_command_at_all_shows_what_there_is(capsys):
