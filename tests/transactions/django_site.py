@@ -9,6 +9,7 @@ import io
 import json
 import logging
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import django
@@ -16,6 +17,7 @@ from django.conf import settings
 from django.core.wsgi import get_wsgi_application
 from django.db import connection, transaction
 from django.http import HttpRequest, JsonResponse
+from django.test.utils import CaptureQueriesContext
 from django.urls import path
 
 from coatcheck import Policy
@@ -74,6 +76,7 @@ def post(site: Any, where: str, number: int) -> int:
 def main(scene: dict[str, Any]) -> None:
     """Play *scene*: post each of its orders, every other time to another node."""
     settings.configure(
+        DEBUG=scene.get("debug", False),
         DATABASES={"default": scene["database"]},
         ROOT_URLCONF=__name__,
         ALLOWED_HOSTS=["*"],
@@ -90,12 +93,16 @@ def main(scene: dict[str, Any]) -> None:
         for _ in range(2)
     ]
     answers, is_open = [], []
-    for turn, (where, number) in enumerate(scene["orders"]):
-        answers.append(post(sites[turn % 2], where, number))
-        is_open.append(connection.connection is not None)
+    queries = CaptureQueriesContext(connection) if "is_captured" in scene else nullcontext([])
+    with queries as captured:
+        for turn, (where, number) in enumerate(scene["orders"]):
+            answers.append(post(sites[turn % 2], where, number))
+            is_open.append(connection.connection is not None)
+        seen = {"queries": [query["sql"] for query in captured]}
     for site in sites:
         site.engine.close()
-    print(json.dumps({"answers": answers, "runs": RUNS, "hooks": HOOKS, "is_open": is_open}))
+    seen |= {"answers": answers, "runs": RUNS, "hooks": HOOKS, "is_open": is_open}
+    print(json.dumps(seen))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ from contextlib import asynccontextmanager, closing
 import asyncpg
 import psycopg
 import pytest
-from idioms import SHOPS
+from idioms import SHOPS, async_engine
 from servers import until
+from sqlalchemy.ext.asyncio import async_sessionmaker
 
 import coatcheck.lent.asyncpg
 from coatcheck import AsyncEngine, Policy, current_operation
@@ -232,6 +233,85 @@ def test_a_handler_that_ends_the_transaction_by_itself_is_not_taken_for_done(sho
 
     asyncio.run(main())
     assert shop.orders() == [2]
+
+
+LEFT = []  # because an event loop forgets a task that nobody else knows of
+
+
+def leaving(text):
+    """A handler that leaves *text* running on its connection."""
+
+    async def leave(number):
+        connection = current_operation().connection
+        await insert(number)
+        LEFT.append(asyncio.create_task(connection.execute(text)))
+        await asyncio.sleep(0)  # it is sent
+        return number
+
+    return leave
+
+
+async def left():
+    """What became of the statements that were left."""
+    ends = await asyncio.gather(*LEFT, return_exceptions=True)
+    LEFT.clear()
+    return ends
+
+
+def test_a_statement_that_the_handler_leaves_running_is_waited_for_and_undone(shop):
+    """L9: the answer came before its work was done, and its transaction must not stay open."""
+
+    async def main():
+        async with lending(shop) as (connection, engine):
+            with pytest.raises(NotCommitted, match="left a statement running"):
+                await order(engine, 1, leaving("select pg_sleep(0.2)"))
+            assert not connection.is_in_transaction()
+            assert await left() == ["SELECT 1"]
+            assert await order(engine, 1) == 1
+
+    asyncio.run(main())
+    assert (shop.orders(), shop.records()) == ([1], 1)
+
+
+def test_a_statement_that_does_not_end_is_ended_with_its_connection(shop, monkeypatch):
+    """L9: its claim would be held for as long as it runs, and nobody could use the connection."""
+    monkeypatch.setattr(coatcheck.lent.asyncpg, "_BUSY_S_MAX", 0.1)
+
+    async def main():
+        async with lending(shop) as (connection, engine):
+            with closing(psycopg.connect(shop.place)) as other:
+                other.execute("select pg_advisory_lock(7)")
+                with pytest.raises(NotCommitted, match="left a statement running"):
+                    await order(engine, 1, leaving("select pg_advisory_xact_lock(7)"))
+                assert connection.is_closed()
+                assert isinstance((await left())[0], asyncpg.PostgresError | OSError)
+        async with lending(shop) as (_, engine):
+            assert await order(engine, 1) == 1
+
+    asyncio.run(main())
+    assert (shop.orders(), shop.records()) == ([1], 1)
+
+
+def test_a_session_of_sqlalchemys_may_leave_no_statement_running_either(shop):
+    """L9: it is told in the same words."""
+
+    async def leave(number):
+        session = current_operation().connection
+        raw = await (await session.connection()).get_raw_connection()
+        LEFT.append(asyncio.create_task(raw.driver_connection.execute("select pg_sleep(0.2)")))
+        await asyncio.sleep(0)
+        return number
+
+    async def main():
+        engine = async_engine(shop, "asyncpg")
+        async with AsyncEngine(shop.store, transactions=async_sessionmaker(engine)) as door:
+            with pytest.raises(NotCommitted, match="left a statement running"):
+                await door.transaction("a", leave, 1, scope="orders")
+            await left()
+        await engine.dispose()
+
+    asyncio.run(main())
+    assert shop.records() == 0
 
 
 def test_who_is_cancelled_at_its_claim_gives_its_connection_back_in_order(shop):

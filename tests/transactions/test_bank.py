@@ -29,7 +29,7 @@ from bank_processes import (
 )
 from idioms import SHOPS, Shop
 from psycopg_pool import PoolTimeout
-from servers import START_S_MAX
+from servers import START_S_MAX, until
 from servers.postgres import Postgres
 
 from coatcheck import AsyncEngine, Engine, Policy, StoreUnavailable
@@ -37,14 +37,6 @@ from coatcheck.lent.shelf import SIZE
 from coatcheck.server.asgi import IdempotencyMiddleware
 
 NOWHERE = Stop("")
-
-
-def eventually(ask):
-    deadline = time.monotonic() + START_S_MAX
-    while not (found := ask()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return found
 
 
 # -------------------------------------------------------------------------------- step by step
@@ -137,7 +129,7 @@ def test_a_duplicate_in_another_process_waits_for_the_row_and_replays(bank):
     first = bank.teller(Stop("written", pause))
     assert pause.is_reached.wait(START_S_MAX)
     second = bank.teller()
-    eventually(bank.is_waited_in)
+    until(bank.is_waited_in)
     assert bank.books() == UNTOUCHED
     pause.may_go_on.set()
     assert first.reply() == FIRST
@@ -152,7 +144,7 @@ def test_a_duplicate_goes_on_where_the_one_it_waits_for_is_killed(bank):
     first = bank.teller(Stop("completed", pause))
     assert pause.is_reached.wait(START_S_MAX)
     second = bank.teller()
-    eventually(bank.is_waited_in)
+    until(bank.is_waited_in)
     first.process.kill()
     assert second.reply() == FIRST
     assert bank.books() == MOVED
@@ -278,12 +270,12 @@ class City:
         branch.kill()
         branch.start()
 
-    def kill_database(self, until):
+    def kill_database(self, is_noticed):
         """And a branch, which comes back when it does."""
         branch = random.choice(self._branches)
         self.database.kill()
         branch.kill()
-        eventually(until)
+        until(is_noticed)
         self.database.restart()
         branch.start()
 
@@ -324,7 +316,7 @@ class Crowd:
     def _kill_database(self):
         """And let it be dead until everybody has seen that."""
         noticed = self.failures + CLIENTS
-        self._city.kill_database(until=lambda: self.failures >= noticed)
+        self._city.kill_database(is_noticed=lambda: self.failures >= noticed)
 
     def _be_client(self, killer):
         killed = []

@@ -19,11 +19,11 @@ def shop(request, tmp_path):
     return SHOPS[request.param](tmp_path)
 
 
-def play(shop, *orders, is_atomic=False, age_s=0):
+def play(shop, *orders, is_atomic=False, age_s=0, **watch):
     """What comes of posting *orders* to two nodes in turn."""
     database = django_settings(shop)
     database |= {"ATOMIC_REQUESTS": is_atomic, "CONN_MAX_AGE": age_s}
-    scene = {"database": database, "store": shop.store, "orders": orders}
+    scene = {"database": database, "store": shop.store, "orders": orders, **watch}
     run = subprocess.run(
         [sys.executable, SITE, json.dumps(scene)],
         capture_output=True,
@@ -60,6 +60,19 @@ def test_a_view_that_fails_leaves_nothing_and_the_site_goes_on(shop, is_atomic, 
     assert seen["hooks"] == [False]
     assert (shop.orders(), shop.records()) == ([2], 1)
     assert seen["is_open"] == [age_s > 0] * 3
+
+
+@pytest.mark.parametrize("watch", ["debug", "is_captured"])
+def test_a_site_may_log_its_queries(shop, watch):
+    """L9: with DEBUG, or in its tests, Django spells each query out with its values."""
+    first, second = ("/place", 1), ("/place", 2)
+    seen = play(shop, first, first, ("/fail", 2), second, **{watch: True})
+    assert seen["answers"] == [201, 201, 500, 201]
+    assert (shop.orders(), shop.records()) == ([1, 2], 2)
+    if watch == "is_captured":
+        ours = [query for query in seen["queries"] if "coatcheck_records" in query]
+        assert len([query for query in ours if query.lower().startswith("update")]) == 2
+        assert any("order-1" in query for query in ours)
 
 
 @IS_ATOMIC

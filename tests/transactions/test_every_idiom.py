@@ -3,9 +3,15 @@
 import inspect
 
 import pytest
+from idioms import IDIOMS
 
 from coatcheck import current_operation
-from coatcheck.errors import KeyReused, NotCommitted
+from coatcheck.errors import KeyReused, NotCommitted, OutcomeUnknown
+
+# Django itself refuses to commit in an atomic block.
+COMMITTED = [idiom for idiom in IDIOMS if not idiom.name.startswith("django")]
+# A site closes its scoped session in a teardown, so that stays open until our end.
+CLOSED = [idiom for idiom in IDIOMS if not idiom.name.startswith("scoped")]
 
 
 def test_record_and_effect_are_committed_together_and_replayed(till):
@@ -66,6 +72,43 @@ def test_a_handler_that_rolls_back_is_not_taken_for_done(till):
         till.done(till.engine.transaction("a", till.handler(undo), 3, scope="orders"))
     assert till.shop.orders() == []
     assert till.shop.records() == 0
+
+
+@pytest.mark.parametrize("idiom", CLOSED, ids=lambda idiom: idiom.name)
+def test_a_handler_that_closes_its_connection_is_no_outage(till):
+    """L9: nothing was sent of the end, so nothing is in doubt, and a retry would do the same."""
+
+    def close(number):
+        closed = current_operation().connection.close()
+        return closed if inspect.isawaitable(closed) else number
+
+    with pytest.raises(NotCommitted):
+        till.done(till.engine.transaction("a", till.handler(close), 3, scope="orders"))
+    assert (till.shop.orders(), till.shop.records()) == ([], 0)
+    assert till.place("a", 3) == {"number": 3}
+
+
+@pytest.mark.parametrize("idiom", COMMITTED, ids=lambda idiom: idiom.name)
+def test_a_handler_that_commits_and_then_fails_does_not_run_again_by_itself(till):
+    """L9: an error leaves nothing, but what was committed before it is there."""
+
+    def fail(number):
+        connection = current_operation().connection
+        is_asyncpg = till.idiom.name == "asyncpg"
+        ended = connection.execute("commit") if is_asyncpg else connection.commit()
+        if inspect.isawaitable(ended):
+            return fail_after(ended)
+        raise ValueError("no")
+
+    async def fail_after(ended):
+        await ended
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        till.done(till.engine.transaction("a", till.handler(fail), 3, scope="orders"))
+    with pytest.raises(OutcomeUnknown):
+        till.place("a", 3)
+    assert till.runs == till.shop.orders() == [3]
 
 
 @pytest.mark.parametrize("goes_on", [False, True])

@@ -11,11 +11,13 @@ from servers import until
 from coatcheck import AsyncEngine, Engine, Policy, current_operation
 from coatcheck.core.record import GONE, Swap, completed
 from coatcheck.core.serve import Ticket, first_attempt
-from coatcheck.errors import NotCommitted
+from coatcheck.errors import Misconfigured, NotCommitted
 from coatcheck.lent import lent_by
 from coatcheck.stores import open_store
 from coatcheck.stores.ledger import ledger_of
 
+# As an application may connect, with or without what a session keeps.
+THRESHOLDS = pytest.mark.parametrize("threshold", [5, None])
 KEPT = "select count(*) from pg_prepared_statements where name like 'coatcheck%'"
 
 
@@ -145,6 +147,23 @@ def test_a_session_may_forget_what_it_kept_between_two_transactions(
     assert kept_by(connection) > 0
 
 
+OURS = (
+    "select name from pg_prepared_statements where name like 'coatcheck%' and statement like '{}'"
+)
+
+
+@pytest.mark.parametrize("what", ["begin", "insert%", "with ended%", "commit"])
+def test_a_session_may_forget_a_part_of_what_it_kept(shop, connection, engine, what):
+    """L9: also where it has begun already, and only then finds that it knows the claim no more."""
+    engine.transaction("first", insert, 1, scope="orders")
+    ((name,),) = connection.execute(OURS.format(what)).fetchall()
+    connection.execute(f"deallocate {name}")
+    connection.commit()
+    for number in (2, 3):
+        assert engine.transaction(f"{number}", insert, number, scope="orders") == number
+    assert shop.orders() == [1, 2, 3]
+
+
 def test_a_handler_may_roll_back_a_savepoint_though_the_session_then_forgets(
     shop, connection, engine
 ):
@@ -252,6 +271,87 @@ def test_what_divides_by_zero_at_the_commit_is_not_taken_for_a_missing_claim(sho
     assert shop.records() == 0
 
 
+@THRESHOLDS
+def test_what_the_server_has_refused_is_in_no_doubt(shop, connection, engine, threshold):
+    """L9: the handler has made its transaction one that only reads, and every retry would too."""
+    connection.prepare_threshold = threshold
+
+    def only_reads(number):
+        insert(number)
+        connection.execute("set transaction read only")
+
+    with pytest.raises(psycopg.errors.ReadOnlySqlTransaction):
+        engine.transaction("key", only_reads, 1, scope="orders")
+    assert (shop.orders(), shop.records()) == ([], 0)
+    assert engine.transaction("key", insert, 1, scope="orders") == 1
+
+
+# --- pipelines that a handler leaves open ------------------------------------------------------
+
+PIPELINES = []  # because one that nobody knows of is closed: at once, or by an event loop later
+
+
+def insert_in_pipeline(number):
+    """Write *number*, in a pipeline that stays open."""
+    pipeline = current_operation().connection.pipeline()
+    PIPELINES.append(pipeline)
+    pipeline.__enter__()
+    return insert(number)
+
+
+async def insert_in_async_pipeline(number):
+    pipeline = current_operation().connection.pipeline()
+    PIPELINES.append(pipeline)
+    await pipeline.__aenter__()
+    return await insert_async(number)
+
+
+def test_a_pipeline_that_the_handler_leaves_open_is_not_committed(shop, connection, engine):
+    """L9: nobody knows yet what became of what was said there; it ends with its connection."""
+    with pytest.raises(NotCommitted, match="pipeline"):
+        engine.transaction("a", insert_in_pipeline, 1, scope="orders")
+    PIPELINES.clear()
+    assert connection.closed
+    with closing(Engine(shop.store)) as other:
+        assert other.transaction("a", insert, 1, scope="orders") == 1
+    assert (shop.orders(), shop.records()) == ([1], 1)
+
+
+def test_an_async_pipeline_that_the_handler_leaves_open_is_not_committed_either(shop):
+    """L9."""
+
+    async def main():
+        connection = await psycopg.AsyncConnection.connect(shop.place)
+        async with AsyncEngine(shop.store, transactions=connection) as engine:
+            with pytest.raises(NotCommitted, match="pipeline"):
+                await engine.transaction("a", insert_in_async_pipeline, 1, scope="orders")
+        assert connection.closed
+        async with AsyncEngine(shop.store) as other:
+            assert await other.transaction("a", insert_async, 1, scope="orders") == 1
+
+    asyncio.run(main())
+    PIPELINES.clear()
+    assert (shop.orders(), shop.records()) == ([1], 1)
+
+
+def test_a_connection_in_a_pipeline_of_its_owners_is_refused_and_left_as_it_is(connection, engine):
+    """L9: in there nobody could tell whether a claim is won."""
+    with connection.pipeline(), pytest.raises(Misconfigured, match="in a pipeline"):
+        engine.transaction("a", insert, 1, scope="orders")
+    assert engine.transaction("a", insert, 1, scope="orders") == 1
+
+
+def test_a_pipeline_that_the_handler_has_left_is_committed_with_the_rest(shop, connection, engine):
+    """L9."""
+
+    def work(number):
+        with connection.pipeline():
+            return insert(number)
+
+    assert engine.transaction("a", work, 1, scope="orders") == 1
+    assert (shop.orders(), shop.records()) == ([1], 1)
+
+
 HOLDS_UP = {
     "the claim": "lock table coatcheck_records in exclusive mode",
     "the commit": "select pg_advisory_lock(7)",
@@ -291,9 +391,6 @@ def test_who_is_cancelled_on_a_journey_gives_its_connection_back_in_order(shop, 
 
 
 # --- connections that speak in another way ----------------------------------------------------
-
-# As an application may connect, with or without what a session keeps.
-THRESHOLDS = pytest.mark.parametrize("threshold", [5, None])
 
 
 @THRESHOLDS

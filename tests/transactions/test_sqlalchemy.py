@@ -52,6 +52,11 @@ def write(number):
     return number
 
 
+async def write_async(number):
+    await current_operation().connection.execute(sa.insert(Order).values(number=number))
+    return number
+
+
 def lent(shop, transactions, work=put, number=1):
     """What *work* comes to, on what *transactions* lend, and on another node after that."""
     ends = []
@@ -107,14 +112,42 @@ def test_an_event_loop_is_refused_what_commits_by_itself_too(kind, tmp_path):
     assert (shop.orders(), shop.records()) == ([], 0)
 
 
-def test_sqlite_may_begin_as_sqlalchemy_recommends_it(tmp_path):
-    """L9: by an event of its own, with the driver's transactions switched off."""
+def begins_by_event(engine, word):
+    """As SQLAlchemy recommends it for SQLite, with the driver's transactions switched off."""
+    sa.event.listen(engine, "connect", lambda dbapi, _: setattr(dbapi, "isolation_level", None))
+    sa.event.listen(engine, "begin", lambda connection: connection.exec_driver_sql(word))
+
+
+WORDS = pytest.mark.parametrize("word", ["BEGIN", "BEGIN IMMEDIATE"])
+
+
+@WORDS
+@pytest.mark.parametrize("make", [lambda engine: engine, orm.sessionmaker], ids=["core", "orm"])
+def test_sqlite_may_begin_as_sqlalchemy_recommends_it(tmp_path, word, make):
+    """L9: by an event of its own, and only once."""
     shop = SHOPS["sqlite"](tmp_path)
     engine = sa.create_engine(alchemy_url(shop, "pysqlite"))
-    sa.event.listen(engine, "connect", lambda dbapi, _: setattr(dbapi, "isolation_level", None))
-    sa.event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("begin"))
-    assert lent(shop, orm.sessionmaker(engine)) == [1, 1]
+    begins_by_event(engine, word)
+    assert lent(shop, make(engine), write) == [1, 1]
     engine.dispose()
+    assert (shop.orders(), shop.records()) == ([1], 1)
+
+
+@WORDS
+@pytest.mark.parametrize("make", [lambda engine: engine, async_sessionmaker], ids=["core", "orm"])
+def test_an_event_loop_may_begin_as_sqlalchemy_recommends_it_too(tmp_path, word, make):
+    """L9."""
+    shop = SHOPS["sqlite"](tmp_path)
+
+    heard = []
+
+    def begun(engine):
+        if engine not in heard:
+            begins_by_event(engine.sync_engine, word)
+            heard.append(engine)
+        return make(engine)
+
+    assert lent_async(shop, begun, write_async) == ([1, 1], 0)
     assert (shop.orders(), shop.records()) == ([1], 1)
 
 

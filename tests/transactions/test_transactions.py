@@ -21,9 +21,15 @@ from sqlalchemy import orm
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from coatcheck import AsyncEngine, Engine, KeyRing, Policy, current_operation
-from coatcheck.core.record import GONE, STATE_NAMES
+from coatcheck.core.record import GONE, IN_DOUBT, STATE_NAMES, Swap
 from coatcheck.core.serve import Ticket, first_attempt
-from coatcheck.errors import KeyBusy, Misconfigured, NotCommitted, StoreUnavailable
+from coatcheck.errors import (
+    KeyBusy,
+    Misconfigured,
+    NotCommitted,
+    OutcomeUnknown,
+    StoreUnavailable,
+)
 from coatcheck.stores import Query, open_store
 
 WAIT_S_MAX = 20.0
@@ -374,24 +380,6 @@ def test_a_constraint_that_fails_at_the_commit_is_no_success(shop, open_engine):
     assert shop.records() == 2
 
 
-def test_a_connection_that_dies_before_the_commit_is_an_outage(anywhere, open_engine):
-    """L9, D2: it cannot be told what became of it, so the client asks again with the same key."""
-    engine = open_engine(anywhere)
-    # SQLite is not away: that its connection was closed is the handler's own mistake.
-    is_file = anywhere.kind == "sqlite"
-
-    def die(number):
-        place(number)
-        current_operation().connection.close()
-        return number
-
-    with pytest.raises(sqlite3.ProgrammingError if is_file else StoreUnavailable):
-        engine.transaction("a", die, 1, scope="orders")
-    assert anywhere.orders() == []
-    assert anywhere.records() == 0
-    assert engine.transaction("a", place, 1, scope="orders") == 1
-
-
 def test_a_server_that_ends_the_session_is_an_outage_and_no_more(shop, open_engine):
     """D2: the next one has another connection, although the pool did not know of it."""
     engine = open_engine(shop)
@@ -430,6 +418,19 @@ def test_who_waits_for_a_sync_connection_does_not_keep_others_from_giving_theirs
 
     with ConnectionPool(shop.place, min_size=4, max_size=4, timeout=4) as pool:
         assert asyncio.run(story(pool)) == list(range(64))
+
+
+def test_who_waits_for_a_lock_in_a_thread_does_not_keep_its_holder_from_committing(tmp_path):
+    """L9, D2: one file, more claims at a time than there are threads, and all of them commit."""
+    shop = SHOPS["sqlite"](tmp_path)
+
+    async def story():
+        async with AsyncEngine(shop.store, PATIENT, transactions=shop.connect) as engine:
+            asked = (engine.transaction(f"{n}", place, n, scope="orders") for n in range(60))
+            return await asyncio.gather(*asked, return_exceptions=True)
+
+    assert asyncio.run(story()) == list(range(60))
+    assert shop.orders() == list(range(60))
 
 
 # What we say goes our own way where a session may keep it, and else the driver's.
@@ -577,6 +578,59 @@ def test_what_commits_by_the_way_is_seen(kind, tmp_path, open_engine):
 
     with pytest.raises(NotCommitted, match="has committed"):
         open_engine(shop).transaction("a", commit, 1, scope="orders")
+
+
+def test_what_a_handler_has_committed_by_itself_does_not_run_again_by_itself(anywhere, open_engine):
+    """L9: its claim stands without an end, and nobody can tell whether all of it is done."""
+    engine = open_engine(anywhere, Policy(lease="1s"))
+
+    def commit(number):
+        place(number)
+        current_operation().connection.commit()
+        return number
+
+    with pytest.raises(NotCommitted, match="has committed"):
+        engine.transaction("a", commit, 1, scope="orders")
+    with pytest.raises(OutcomeUnknown):
+        engine.transaction("a", commit, 1, scope="orders")
+    assert anywhere.orders() == [1]
+    assert anywhere.ask("select state from coatcheck_records") == [(IN_DOUBT,)]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_psycopgs_own_block_in_a_handler_is_the_handlers_own_commit(shop, open_engine, is_async):
+    """L9: `with connection` commits and closes, so there is no outage, and nothing runs again."""
+    runs = []
+
+    def place_in_block(number):
+        runs.append(number)
+        with current_operation().connection as connection:
+            connection.execute("insert into orders values (%s)", (number,))
+
+    async def place_in_async_block(number):
+        runs.append(number)
+        async with current_operation().connection as connection:
+            await connection.execute("insert into orders values (%s)", (number,))
+
+    async def lend():
+        return await psycopg.AsyncConnection.connect(shop.place)
+
+    async def twice():
+        async with AsyncEngine(shop.store, transactions=lend) as engine:
+            with pytest.raises(NotCommitted, match="closed"):
+                await engine.transaction("a", place_in_async_block, 1, scope="orders")
+            with pytest.raises(OutcomeUnknown):
+                await engine.transaction("a", place_in_async_block, 1, scope="orders")
+
+    if is_async:
+        asyncio.run(twice())
+    else:
+        engine = open_engine(shop, transactions=lambda: psycopg.connect(shop.place))
+        with pytest.raises(NotCommitted, match="closed"):
+            engine.transaction("a", place_in_block, 1, scope="orders")
+        with pytest.raises(OutcomeUnknown):
+            engine.transaction("a", place_in_block, 1, scope="orders")
+    assert runs == shop.orders() == [1]
 
 
 def test_a_statement_that_failed_undoes_all_whatever_the_handler_says(shop, open_engine):
@@ -1003,3 +1057,29 @@ def test_without_a_pooler_statements_are_prepared(shop, open_engine):
 
     engine = open_engine(shop, Policy(mode="transaction"))
     assert [engine.run(f"{n}", prepared, n, scope="orders") for n in range(8)][-1] > 0
+
+
+def test_who_ends_by_itself_parks_nobody_who_has_taken_over_since(tmp_path):
+    """L5, L9: what stands then is another attempt's."""
+    path = tmp_path / "shop.db"
+
+    def lend():
+        return sqlite3.connect(path, isolation_level=None)
+
+    with (
+        Engine(f"sqlite:///{path}", transactions=lend) as engine,
+        closing(open_store(f"sqlite:///{path}")) as store,
+    ):
+
+        def commits():
+            current_operation().connection.commit()
+            (record,) = store.find(Query()).records
+            change = {"version": record.version + 1, "attempt": 2, "nonce": record.nonce + 1}
+            assert store.swap([Swap(record.id, record.version, record._replace(**change))]) == [
+                None
+            ]
+
+        with pytest.raises(NotCommitted):
+            engine.transaction("k", commits, scope="orders")
+        (record,) = store.find(Query()).records
+        assert (STATE_NAMES[record.state], record.attempt) == ("running", 2)

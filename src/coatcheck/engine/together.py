@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from coatcheck.core.record import GONE, Record, Swap
+from coatcheck.core.record import GONE, RUNNING, Record, Swap, in_doubt
 from coatcheck.core.transact import Begin
 from coatcheck.engine.desk import Desk
-from coatcheck.errors import Misconfigured, NotCommitted, StoreUnavailable
+from coatcheck.errors import CoatcheckError, Misconfigured, NotCommitted, StoreUnavailable
 from coatcheck.lent.source import Source
-from coatcheck.lent.trouble import Trouble, trouble_of
+from coatcheck.lent.trouble import Trouble, is_busy, is_refused, trouble_of
 from coatcheck.stores.ledger import Dialect, Ledger, Statement
 
 # Nothing has run when a claim fails, so it may be made again: on another connection, where a pool
@@ -38,10 +38,18 @@ class Lender(NamedTuple):
 class Together:
     """The transaction of one operation; see `Transaction` and `AsyncTransaction`."""
 
-    def __init__(self, desk: Desk, lender: Lender, look: Callable[[bytes], Any]) -> None:
+    def __init__(
+        self,
+        desk: Desk,
+        lender: Lender,
+        look: Callable[[bytes], Any],
+        swap: Callable[[Swap], Any],
+    ) -> None:
         self.lender = lender
         self._desk = desk
-        self._look = look  # finds the record that stands; awaited in async code, like the others
+        # Finds the record that stands, and writes one; awaited in async code, like the others.
+        self._look = look
+        self._swap = swap
         self._claimed: Record | None = None
         self._ghosts = 0
         self._lent: Any = None  # on which we have begun
@@ -105,11 +113,30 @@ class Together:
             raise StoreUnavailable(_words(error)) from error
         return trouble
 
-    def _unsure_after(self, error: Exception) -> StoreUnavailable | None:
-        """What it means that nobody can tell whether a commit took place; None: it did not."""
-        if trouble_of(error, self.lender.ledger.dialect) is not Trouble.AWAY:
+    def _meaning_of(self, error: Exception) -> CoatcheckError | None:
+        """
+        What the *error* of an end means; None: what it says, and there was no commit.
+
+        An outage is one of which nobody can tell whether the commit took place.
+        """
+        if is_busy(error):
+            return NotCommitted("the handler has left a statement running on its connection")
+        dialect = self.lender.ledger.dialect
+        if trouble_of(error, dialect) is not Trouble.AWAY or is_refused(error, dialect):
             return None
         return StoreUnavailable(f"at the commit: {_words(error)}", is_ambiguous=True)
+
+    @staticmethod
+    def _parking(claim: Record, standing: Record) -> Swap | None:
+        """
+        What parks *claim*, which its handler has ended by itself; None: nothing of it stands.
+
+        Committed without its end it is in doubt: some of the work is done, and maybe not all of
+        it. It must not run again by itself only because its lease has run out.
+        """
+        if standing.nonce != claim.nonce or standing.state != RUNNING:
+            return None
+        return Swap(claim.id, standing.version, in_doubt(standing))
 
     def _rival_of(self, begin: Begin, trouble: Trouble, standing: Record) -> Record | None:
         """
@@ -129,6 +156,14 @@ class Together:
                 "that was lent lead to the store's own database and schema?"
             )
         return None
+
+
+def closed_by_handler() -> NotCommitted:
+    """There is no connection any more, and nothing of the end was sent on it."""
+    return NotCommitted(
+        "the connection that was lent was closed before the operation's end; leave that to whoever "
+        "has lent it"
+    )
 
 
 def ended_by_handler() -> NotCommitted:

@@ -13,8 +13,8 @@ from typing import Any
 from coatcheck.core.flow import Effect
 from coatcheck.core.record import Record, Swap
 from coatcheck.core.transact import Begin, Commit
-from coatcheck.engine.together import IS_LAST, Together, ended_by_handler
-from coatcheck.errors import CoatcheckError
+from coatcheck.engine.together import IS_LAST, Together, closed_by_handler, ended_by_handler
+from coatcheck.errors import CoatcheckError, NotCommitted, StoreUnavailable
 from coatcheck.lent import Lent
 from coatcheck.lent.contract import InTransaction
 from coatcheck.lent.source import borrowed
@@ -33,7 +33,7 @@ class Transaction(Together):
         if isinstance(effect, Commit):
             self._commit(effect.swap)
         else:
-            self.abandon()
+            self._roll_back()
         return None
 
     def abandon(self) -> None:
@@ -91,21 +91,41 @@ class Transaction(Together):
         raise AssertionError  # the last try has returned or raised
 
     def _commit(self, swap: Swap) -> None:
-        lent = self._lent
+        lent, claim = self._lent, self._claimed
         assert lent is not None
+        assert claim is not None
         try:
+            if lent.is_closed():
+                raise closed_by_handler()
             if not lent.end(self.lender.ledger.change(swap)):
                 raise ended_by_handler()
         except Exception as error:
             self.abandon()
-            unsure = self._unsure_after(error)
-            if unsure is None:
+            meaning = self._meaning_of(error)
+            if isinstance(meaning or error, NotCommitted):
+                self._park(claim)
+            if meaning is None:
                 raise
-            raise unsure from error
+            raise meaning from error
         try:
             self._give_back(None)
         finally:
             self._committed(swap)
+
+    def _roll_back(self) -> None:
+        """Undo; what the handler has committed before it failed is parked."""
+        lent, claim = self._lent, self._claimed
+        is_over = lent is not None and lent.is_over()
+        self.abandon()
+        if is_over and claim is not None:
+            self._park(claim)
+
+    def _park(self, claim: Record) -> None:
+        """Park what stands of *claim*; where nobody can tell, its lease must run out."""
+        with suppress(StoreUnavailable):
+            parking = self._parking(claim, self._look(claim.id))
+            if parking is not None:
+                self._desk.noticed(parking, self._swap(parking))
 
     def _undo(self, refusal: CoatcheckError | None = None) -> None:
         """Roll back, and give the connection back; one that does not even do that is dead."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from contextlib import suppress
 from typing import Any
 
 from coatcheck.core.flow import Effect
 from coatcheck.core.record import Record, Swap
 from coatcheck.core.transact import Begin, Commit
-from coatcheck.engine.together import IS_LAST, Together, ended_by_handler
-from coatcheck.errors import CoatcheckError
+from coatcheck.engine.together import IS_LAST, Together, closed_by_handler, ended_by_handler
+from coatcheck.errors import CoatcheckError, NotCommitted, StoreUnavailable
 from coatcheck.lent import AsyncLent
 from coatcheck.lent.contract import InTransaction
 from coatcheck.lent.ending import to_the_end
@@ -37,7 +38,7 @@ class AsyncTransaction(Together):
             return self._begin(effect)
         if isinstance(effect, Commit):
             return self._commit(effect.swap)
-        return self.abandon()
+        return self._roll_back()
 
     async def abandon(self) -> None:
         """Undo what is not committed; nothing, where all is over."""
@@ -94,22 +95,42 @@ class AsyncTransaction(Together):
         raise AssertionError  # the last try has returned or raised
 
     async def _commit(self, swap: Swap) -> None:
-        lent = self._lent
+        lent, claim = self._lent, self._claimed
         assert lent is not None
+        assert claim is not None
         try:
+            if lent.is_closed():
+                raise closed_by_handler()
             if not await lent.end(self.lender.ledger.change(swap)):
                 raise ended_by_handler()
         except Exception as error:
             await self.abandon()
-            unsure = self._unsure_after(error)
-            if unsure is None:
+            meaning = self._meaning_of(error)
+            if isinstance(meaning or error, NotCommitted):
+                await self._park(claim)
+            if meaning is None:
                 raise
-            raise unsure from error
+            raise meaning from error
         manager, self._manager, self._lent = self._manager, None, None
         try:
             await _left(manager, None)
         finally:
             self._committed(swap)
+
+    async def _roll_back(self) -> None:
+        """Undo; what the handler has committed before it failed is parked."""
+        lent, claim = self._lent, self._claimed
+        is_over = lent is not None and lent.is_over()
+        await self.abandon()
+        if is_over and claim is not None:
+            await self._park(claim)
+
+    async def _park(self, claim: Record) -> None:
+        """Park what stands of *claim*; where nobody can tell, its lease must run out."""
+        with suppress(StoreUnavailable):
+            parking = self._parking(claim, await self._look(claim.id))
+            if parking is not None:
+                self._desk.noticed(parking, await self._swap(parking))
 
     async def _undo(self, refusal: CoatcheckError | None = None) -> None:
         """Roll back, and give the connection back; a cancellation does not keep us from it."""

@@ -2,8 +2,8 @@
 
 Known by their types' names, so that no driver is imported before somebody uses it. `contract` says
 what is done with one; then one file for each family of drivers; `source` says where they come
-from, `threads` how an event loop uses those for sync code, `ending` that what was begun is ended,
-`trouble` what their errors mean.
+from, `threads` how an event loop uses those for sync code, `readable` how it waits for a socket,
+`ending` that what was begun is ended, `trouble` what their errors mean.
 """
 
 from __future__ import annotations

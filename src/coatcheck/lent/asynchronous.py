@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from coatcheck.lent.contract import AsyncOneByOne, InTransaction
+from coatcheck.lent.dbapi import is_sqlite_closed
 from coatcheck.stores.ledger import Dialect, Statement
 
 
@@ -36,6 +37,14 @@ class AiosqliteLent(AsyncOneByOne):
         async with self.handle.execute(statement.text, statement.values) as cursor:
             affected: int = cursor.rowcount
             return affected
+
+    def is_over(self) -> bool:
+        """The transaction was ended, maybe by SQLite itself."""
+        return self.is_closed() or not self.handle.in_transaction
+
+    def is_closed(self) -> bool:
+        """Its handler has closed it."""
+        return is_sqlite_closed(self.handle)
 
     async def _say(self, text: str) -> None:
         async with self.handle.execute(text):
@@ -72,6 +81,16 @@ class AsyncmyLent(AsyncOneByOne):
         if getattr(self.handle, "connected", True) and self.handle.get_transaction_status():
             raise InTransaction
         await self.handle.begin()
+
+    def is_over(self) -> bool:
+        """The transaction was ended, as the server has said last."""
+        return self.is_closed() or not self.handle.get_transaction_status()
+
+    def is_closed(self) -> bool:
+        """It was closed, of which asyncmy does not tell who did it."""
+        handle = self.handle
+        is_open = getattr(handle, "connected", True) and not getattr(handle, "closed", False)
+        return not is_open or getattr(handle, "_transport", handle) is None
 
     async def write(self, statement: Statement) -> int:
         """Execute *statement*; how many rows it affected."""

@@ -14,11 +14,16 @@ from secrets import token_hex
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from asyncpg import Connection, InvalidSQLStatementNameError  # type: ignore[import-untyped]  # ships no types
+from asyncpg import (  # type: ignore[import-untyped]  # ships no types
+    Connection,
+    InterfaceError,
+    InvalidSQLStatementNameError,
+)
 from asyncpg.transaction import Transaction, TransactionState  # type: ignore[import-untyped]  # as above
 
 from coatcheck.lent.asynchronous import with_dollars
 from coatcheck.lent.contract import AsyncOneByOne, InTransaction
+from coatcheck.lent.trouble import is_busy
 from coatcheck.stores.ledger import Dialect, Statement
 
 # What we have to know of the driver, so that its `transaction()` nests in what we have begun.
@@ -28,6 +33,10 @@ _IS_KNOWN = {"_top_xact", "_stmt_cache_enabled", "_connection", "_state"} <= {
 }
 # What a session keeps of ours: texts, and their names there; None for one that forgets.
 _KEPT: WeakKeyDictionary[Any, dict[str, str] | None] = WeakKeyDictionary()
+# 1 s: what was left running is mostly short, and who asked waits for us. The driver tells nobody
+# when it is over, so it is asked again and again.
+_BUSY_S_MAX = 1.0
+_BUSY_PAUSE_S = 0.01
 
 
 class AsyncpgLent(AsyncOneByOne):
@@ -72,6 +81,17 @@ class AsyncpgLent(AsyncOneByOne):
         """Execute *statement*; how many rows it affected."""
         return _affected(await self.handle.execute(with_dollars(statement.text), *statement.values))
 
+    def is_over(self) -> bool:
+        """The transaction was ended, as the server has said last."""
+        return self.is_closed() or not self.handle.is_in_transaction()
+
+    def is_closed(self) -> bool:
+        """It was closed, of which the driver does not tell who did it; a pool has it back then."""
+        try:
+            return bool(self.handle.is_closed())
+        except InterfaceError:
+            return True
+
     async def commit(self) -> None:
         """Commit."""
         await self._transaction.commit()
@@ -80,7 +100,9 @@ class AsyncpgLent(AsyncOneByOne):
         """
         Undo, whether or not a transaction was begun.
 
-        The driver would do nothing where it was cancelled while it began or ended one.
+        The driver would do nothing where it was cancelled while it began or ended one. A statement
+        that the handler has left running is waited for, and ended with its connection if it does
+        not end: else our transaction stayed open, and its claim held.
         """
         transaction = self._transaction
         if not _IS_KNOWN:
@@ -89,7 +111,20 @@ class AsyncpgLent(AsyncOneByOne):
         session = transaction._connection  # noqa: SLF001 - as above
         if session._top_xact is transaction:  # noqa: SLF001 - as above
             session._top_xact = None  # noqa: SLF001 - as above
-        await self.handle.execute("rollback")
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + _BUSY_S_MAX
+        while True:
+            try:
+                await self.handle.execute("rollback")
+            except InterfaceError as error:
+                if not is_busy(error):
+                    raise
+                if loop.time() >= until_s:
+                    self.handle.terminate()
+                    raise
+                await asyncio.sleep(_BUSY_PAUSE_S)
+            else:
+                return
 
 
 def _kept_by(session: Any) -> dict[str, str] | None:  # noqa: ANN401 - of a driver without types

@@ -17,10 +17,10 @@ _RELEASE = Statement("release savepoint coatcheck_claim", ())
 class InTransaction(Misconfigured):
     """A connection that was lent is in a transaction of its owner's; nothing was done there."""
 
-    def __init__(self) -> None:
+    def __init__(self, where: str = "in a transaction already") -> None:
         super().__init__(
-            "the connection that was lent is in a transaction already; lend one that is idle, "
-            "because losing against a duplicate rolls back"
+            f"the connection that was lent is {where}; lend one that is idle, because losing "
+            "against a duplicate rolls back"
         )
 
 
@@ -40,6 +40,14 @@ class Lent(Protocol):
 
     def write(self, statement: Statement) -> int:
         """Execute *statement*; how many rows it affected."""
+        ...
+
+    def is_over(self) -> bool:
+        """The transaction is over, as far as the driver knows without asking: it was ended."""
+        ...
+
+    def is_closed(self) -> bool:
+        """It is known to be closed, so that no end can be sent on it: its handler did that."""
         ...
 
     def end(self, statement: Statement) -> bool:
@@ -67,6 +75,14 @@ class AsyncLent(Protocol):
 
     async def write(self, statement: Statement) -> int:
         """Execute *statement*; how many rows it affected."""
+        ...
+
+    def is_over(self) -> bool:
+        """The transaction is over, as far as the driver knows without asking: it was ended."""
+        ...
+
+    def is_closed(self) -> bool:
+        """It is known to be closed, so that no end can be sent on it: its handler did that."""
         ...
 
     async def end(self, statement: Statement) -> bool:

@@ -69,6 +69,14 @@ class SqliteLent(_Dbapi):
                 raise Misconfigured(_OF_A_THREAD) from error
             raise
 
+    def is_over(self) -> bool:
+        """The transaction was ended, maybe by SQLite itself."""
+        return self.is_closed() or not self.handle.in_transaction
+
+    def is_closed(self) -> bool:
+        """Its handler has closed it."""
+        return is_sqlite_closed(self.handle)
+
     def commit(self) -> None:
         """Commit by a statement: since Python 3.12 `commit()` may do nothing."""
         self._say("commit")
@@ -89,3 +97,22 @@ class PymysqlLent(_Dbapi):
         if getattr(self.handle, "server_status", 0) & _MYSQL_IN_TRANSACTION:
             raise InTransaction
         self._say("begin")
+
+    def is_over(self) -> bool:
+        """The transaction was ended, as the server has said last."""
+        status = getattr(self.handle, "server_status", _MYSQL_IN_TRANSACTION)
+        return self.is_closed() or not status & _MYSQL_IN_TRANSACTION
+
+    def is_closed(self) -> bool:
+        """Its handler has closed it; PyMySQL is not "open" either when its server is away."""
+        handle = self.handle
+        return bool(getattr(handle, "_closed", not getattr(handle, "open", True)))
+
+
+def is_sqlite_closed(handle: Any) -> bool:  # noqa: ANN401 - of sqlite3, or of what is around it
+    """*handle* is closed, of which it tells whoever asks it for anything."""
+    try:
+        handle.in_transaction  # noqa: B018 - a property that asks
+    except (sqlite3.ProgrammingError, ValueError):
+        return True
+    return False

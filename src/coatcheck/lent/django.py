@@ -7,13 +7,17 @@ connection of Django's belongs to one thread, so it is for sync code.
 from __future__ import annotations
 
 import logging
+import re
 from contextlib import suppress
+from functools import lru_cache
 from importlib import import_module
 from typing import Any, cast
 
 from coatcheck.errors import NotCommitted
 from coatcheck.lent.contract import InTransaction, OneByOne
 from coatcheck.stores.ledger import Dialect, Statement
+
+_MARK = re.compile(r"\?(\d+)")
 
 logger = logging.getLogger("coatcheck")
 
@@ -47,10 +51,22 @@ class DjangoLent(OneByOne):
         """
         if self.handle.get_rollback():
             raise NotCommitted("the handler has marked its transaction for a rollback")
+        text, values = statement.text, statement.values
+        if self.dialect == "sqlite":
+            text, order = _with_percents(text)
+            values = tuple(values[number] for number in order)
         with self.handle.cursor() as cursor:
-            cursor.execute(statement.text, statement.values)
+            cursor.execute(text, values)
             affected: int = cursor.rowcount
             return affected
+
+    def is_over(self) -> bool:
+        """Nobody ends a block of Django's but who has begun it."""
+        return False
+
+    def is_closed(self) -> bool:
+        """It is marked for a rollback then, which `write` tells."""
+        return False
 
     def commit(self) -> None:
         """Commit; what goes wrong in a hook after that is no news about the commit."""
@@ -83,6 +99,17 @@ class DjangoLent(OneByOne):
         if self._is_ours:
             with suppress(Exception):  # as with all that is given back
                 self.handle.close_if_unusable_or_obsolete()
+
+
+@lru_cache(maxsize=64)
+def _with_percents(text: str) -> tuple[str, tuple[int, ...]]:
+    """
+    *text* with the marks that Django knows, which have no numbers, and the values they stand for.
+
+    Where it logs queries, it fills them in by itself.
+    """
+    order = tuple(int(number) - 1 for number in _MARK.findall(text))
+    return _MARK.sub("%s", text), order
 
 
 def _stay_open() -> None:

@@ -20,10 +20,12 @@ from weakref import WeakKeyDictionary
 from psycopg import AsyncCursor, Cursor, Pipeline
 from psycopg.abc import PQGen
 from psycopg.errors import DivisionByZero, Error, InvalidSqlStatementName, error_from_result
-from psycopg.generators import execute, fetch, send
+from psycopg.generators import execute, send
 from psycopg.pq import ExecStatus, Format, PipelineStatus, TransactionStatus
-from psycopg.pq.abc import PGresult
+from psycopg.pq.abc import PGconn, PGresult
+from psycopg.waiting import Wait
 
+from coatcheck.errors import NotCommitted
 from coatcheck.lent.asynchronous import with_dollars
 from coatcheck.lent.contract import AsyncOneByOne, InTransaction, OneByOne
 from coatcheck.lent.psycopg_answers import answered, heard_out
@@ -62,6 +64,16 @@ class _Psycopg:
 
     def __init__(self, handle: Any) -> None:  # noqa: ANN401 - a connection of either kind
         self.handle = handle
+        self._is_speaking = False  # in a pipeline of our own
+
+    def is_over(self) -> bool:
+        """The transaction was ended, as the server has said last."""
+        is_idle = self.handle.pgconn.transaction_status == TransactionStatus.IDLE
+        return self.is_closed() or is_idle
+
+    def is_closed(self) -> bool:
+        """Its handler has closed it, or left its block."""
+        return self.handle.closed and not self.handle.broken
 
     def _be_patient(self, statement: Statement) -> None:
         """Limit what a claim may take, and nothing else, on a connection of the store's own."""
@@ -73,19 +85,31 @@ class _Psycopg:
         handle = self.handle
         if handle.pgconn.transaction_status:
             raise InTransaction
+        if self._is_in_pipeline():
+            raise InTransaction("in a pipeline")
         levels = (handle.isolation_level, handle.read_only, handle.deferrable)
         return self._may_keep() and (handle.autocommit or levels == (None, None, None))
 
     def _may_end(self) -> bool:
         """We may commit in the driver's place: a transaction is open, and not broken."""
+        if self._is_in_pipeline():
+            raise NotCommitted("the handler has left a pipeline open; leave it before the end")
         is_open = self.handle.pgconn.transaction_status == TransactionStatus.INTRANS
         return is_open and self._may_keep()
 
     def _may_keep(self) -> bool:
-        """The session may keep what we say, and nobody else's pipeline is in the way."""
-        handle = self.handle
-        is_free = handle.pgconn.pipeline_status == PipelineStatus.OFF
-        return _HAS_PIPELINES and is_free and handle.prepare_threshold is not None
+        """The session may keep what we say."""
+        return _HAS_PIPELINES and self.handle.prepare_threshold is not None
+
+    def _is_in_pipeline(self) -> bool:
+        """
+        Somebody else's pipeline is open, in which no answer can be told from another.
+
+        Nothing is known of a statement before the next sync; and once one has failed, the driver
+        may take the answer to one for that to the next.
+        """
+        is_in_pipeline: bool = self.handle.pgconn.pipeline_status != PipelineStatus.OFF
+        return is_in_pipeline and not self._is_speaking
 
     def _begun(self, claim: Statement) -> PQGen[int]:
         """Begin, and execute *claim*; how many rows it affected."""
@@ -131,33 +155,27 @@ class _Psycopg:
         """Say all that in one journey; the answers to each step of it, and the first error."""
         pgconn = self.handle.pgconn
         pgconn.enter_pipeline_mode()
+        self._is_speaking = True
         steps = self._send(sayings)
         pgconn.pipeline_sync()
         yield from send(pgconn)
-        answers: list[PGresult] = []
-        bad: PGresult | None = None
-        while True:
-            answer = yield from fetch(pgconn)
-            if answer is None:  # between two steps
-                continue
-            status = answer.status
-            if status == _OVER:
-                break
-            answers.append(answer)
-            if bad is None and status not in _DONE:
-                bad = answer
+        answers = yield from _heard(pgconn)
         pgconn.exit_pipeline_mode()
+        self._is_speaking = False
         if len(steps) > len(sayings):  # some of it is new to the session
             both = zip(steps, answers, strict=True)
             kept = [step for step, answer in both if step and answer.status in _DONE]
             _KEPT[self.handle].update(kept)
-        if bad is None:
-            return answers, None
-        return answers, error_from_result(bad, encoding=self.handle.info.encoding)
+        for answer in answers:
+            if answer.status not in _DONE:
+                return answers, error_from_result(answer, encoding=self.handle.info.encoding)
+        return answers, None
 
     def _send(self, sayings: Sequence[_Saying]) -> list[tuple[str, bytes] | None]:
         """Send *sayings*; for each step, what the session keeps from then on."""
-        pgconn, kept = self.handle.pgconn, _KEPT.setdefault(self.handle, {})
+        pgconn, kept = self.handle.pgconn, _KEPT.get(self.handle)
+        if kept is None:
+            kept = _KEPT[self.handle] = {}
         steps: list[tuple[str, bytes] | None] = []
         for text, values, formats, is_kept in sayings:
             if not is_kept:
@@ -171,6 +189,20 @@ class _Psycopg:
                 pgconn.send_query_prepared(name, values, formats)
             steps.append(None)
         return steps
+
+
+def _heard(pgconn: PGconn) -> PQGen[list[PGresult]]:
+    """The answers to each step of what was said; all of them mostly come at once."""
+    answers: list[PGresult] = []
+    while True:
+        while pgconn.is_busy():
+            if (yield Wait.R):  # else only some time has passed
+                pgconn.consume_input()
+        answer = pgconn.get_result()
+        if answer is not None:  # as between two steps
+            if answer.status == _OVER:
+                return answers
+            answers.append(answer)
 
 
 # Numbers, because that is what an answer has.
@@ -258,8 +290,11 @@ class PsycopgLent(_Psycopg, OneByOne):
         self.handle.commit()
 
     def rollback(self) -> None:
-        """Undo."""
-        self.handle.rollback()
+        """Undo; in a pipeline that was left open by ending the connection, see there."""
+        if self._is_in_pipeline():
+            self.handle.close()
+        else:
+            self.handle.rollback()
 
 
 class PsycopgAsyncLent(_Psycopg, AsyncOneByOne):
@@ -298,6 +333,9 @@ class PsycopgAsyncLent(_Psycopg, AsyncOneByOne):
         await self.handle.commit()
 
     async def rollback(self) -> None:
-        """Undo."""
-        await heard_out(self.handle)
-        await self.handle.rollback()
+        """Undo; as above."""
+        if self._is_in_pipeline():
+            await self.handle.close()
+        else:
+            await heard_out(self.handle)
+            await self.handle.rollback()

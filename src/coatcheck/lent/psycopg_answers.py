@@ -19,6 +19,7 @@ from psycopg.waiting import Ready, Wait
 
 from coatcheck.errors import StoreUnavailable
 from coatcheck.lent.ending import to_the_end
+from coatcheck.lent.readable import readable
 from coatcheck.stores.postgres_ledger import OwnAsyncConnection, in_time
 
 T = TypeVar("T")
@@ -35,7 +36,7 @@ async def answered(connection: AsyncConnection[Any], gen: PQGen[T]) -> T:
     try:
         wanted = next(gen)
         while wanted == Wait.R:
-            await _readable(connection.pgconn.socket)
+            await readable(connection.pgconn.socket)
             wanted = gen.send(Ready.R)
         # It is too long to be sent at once.
         return await connection.wait(_resumed(gen, wanted))
@@ -44,23 +45,6 @@ async def answered(connection: AsyncConnection[Any], gen: PQGen[T]) -> T:
         return value
     except asyncio.CancelledError:
         await to_the_end(_cancel(connection, gen), 2 * _CANCEL_S)
-        raise
-
-
-async def _readable(socket: int) -> None:
-    loop = asyncio.get_running_loop()
-    came = loop.create_future()
-
-    def tell() -> None:
-        loop.remove_reader(socket)
-        if not came.done():
-            came.set_result(None)
-
-    loop.add_reader(socket, tell)
-    try:
-        await came
-    except BaseException:
-        loop.remove_reader(socket)
         raise
 
 

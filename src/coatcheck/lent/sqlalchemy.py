@@ -50,8 +50,20 @@ class _Alchemy:
         if self.handle.in_transaction():
             raise InTransaction
 
+    def is_over(self) -> bool:
+        """The transaction was ended."""
+        return self.is_closed() or not self.handle.in_transaction()
+
+    def is_closed(self) -> bool:
+        """Its handler has closed it; a session goes on after that, in another transaction."""
+        return not self._is_session and self.handle.closed
+
     def _must_begin(self, lent: Any) -> bool:  # noqa: ANN401 - see above
-        """We begin on *lent*, what the pool has given: only SQLite, unless that is done already."""
+        """
+        We begin on *lent*, what the pool has given: only SQLite, unless that is done already.
+
+        It is done where the application begins by an event of SQLAlchemy's, which is over by now.
+        """
         driver = lent.driver_connection
         if any(_commits_by_itself(connection) for connection in (lent.dbapi_connection, driver)):
             raise Misconfigured(_BY_ITSELF)
@@ -97,8 +109,7 @@ class AlchemyLent(_Alchemy, OneByOne):
             if not self._is_in_scope():
                 raise Misconfigured(_OF_A_THREAD)
             self.handle.close = _stay_open
-        if self._is_session:
-            self.handle.begin()
+        self.handle.begin()
         connection = self._connection()
         if self._must_begin(connection.connection):
             connection.exec_driver_sql("begin immediate")
@@ -161,8 +172,7 @@ class AsyncAlchemyLent(_Alchemy, AsyncOneByOne):
         self._check_idle()
         if self._scoped is not None:
             self.handle.close = _stay_open_async
-        if self._is_session:
-            await self.handle.begin()
+        await self.handle.begin()
         connection = await self._connection()
         if self._must_begin(await connection.get_raw_connection()):
             await connection.exec_driver_sql("begin immediate")

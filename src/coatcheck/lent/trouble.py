@@ -54,11 +54,16 @@ _MYSQL = {
     2055: Trouble.AWAY,
 }
 _MYSQL_NO_SAVEPOINT = 1305
+# Said of a claim, the server is away: it is a standby. Said of an end, the transaction has claimed
+# before, so somebody in it has made it so.
+_ONLY_READS = ("25006", 1792)
 _SQLITE_BUSY, _SQLITE_LOCKED, _SQLITE_BUSY_SNAPSHOT = 5, 6, 517
 
 # Where nothing has a code: what drivers raise when a connection is gone. What a pool raises when
 # it has none to lend is not among them: it has waited already, and need not be asked again.
 _AWAY_NAMES = frozenset({"ConnectionDoesNotExistError", "InterfaceError", "OperationalError"})
+
+_IN_PROGRESS = "another operation is in progress"  # asyncpg, which has no name for it
 
 
 def trouble_of(error: BaseException, dialect: Dialect) -> Trouble | None:
@@ -76,6 +81,16 @@ def is_over(error: BaseException, dialect: Dialect) -> bool:
     if dialect == "mysql":
         return any(_code_of(cause, dialect) == _MYSQL_NO_SAVEPOINT for cause in _causes(error))
     return any(str(cause).startswith("no such savepoint") for cause in _causes(error))
+
+
+def is_busy(error: BaseException) -> bool:
+    """*error* says that nothing was sent, because a statement of somebody else's still runs."""
+    return any(_IN_PROGRESS in str(cause) for cause in _causes(error))
+
+
+def is_refused(error: BaseException, dialect: Dialect) -> bool:
+    """*error* says that a transaction only reads, so that nothing in it was written."""
+    return any(_code_of(cause, dialect) in _ONLY_READS for cause in _causes(error))
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
