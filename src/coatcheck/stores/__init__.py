@@ -27,6 +27,7 @@ from coatcheck.stores.looped import LoopedStore
 from coatcheck.stores.memory import AsyncMemoryStore, MemoryStore
 from coatcheck.stores.migration import Migration
 from coatcheck.stores.threaded import ThreadedStore
+from coatcheck.stores.url import no_password_told, refuse_no_text, shown
 
 __all__ = [
     "AsyncStore",
@@ -50,16 +51,20 @@ def open_store(url: str, *, create: bool = True) -> Store:
     Where *create* is False, or the URL says `create=0`, it must be there already: who looks must
     not make what is looked for, and in production that is for `coatcheck migrate` to do (D4).
     """
-    url, may_create = _without_create(url)
-    store: Store = _named_by(url).from_url(url, create=create and may_create)
-    return store
+    refuse_no_text(url)
+    with no_password_told(url):
+        url, may_create = _without_create(url)
+        store: Store = _named_by(url).from_url(url, create=create and may_create)
+        return store
 
 
 def migrate_store(url: str, *, only_look: bool = False) -> Migration:
     """Make what the store at *url* needs, or bring it up to date; or *only_look* whether it is."""
-    url, _ = _without_create(url)
-    migration: Migration = _named_by(url).migrate(url, only_look=only_look)
-    return migration
+    refuse_no_text(url)
+    with no_password_told(url):
+        url, _ = _without_create(url)
+        migration: Migration = _named_by(url).migrate(url, only_look=only_look)
+        return migration
 
 
 def _without_create(url: str) -> tuple[str, bool]:
@@ -78,11 +83,11 @@ def _named_by(url: str) -> Any:  # noqa: ANN401 - a class of a module that may n
     try:
         scheme = urlsplit(url).scheme
     except ValueError as error:
-        raise Misconfigured(f"{url!r} is not a URL: {error}") from error
+        raise Misconfigured(f"{shown(url)} is not a URL: {error}") from error
     declared = BY_SCHEME.get(scheme)
     if declared is None:
         known = ", ".join(f"{scheme}://" for scheme in BY_SCHEME)
-        raise Misconfigured(f"no store is known for {scheme or url!r}; there are {known}")
+        raise Misconfigured(f"no store is known for {scheme or shown(url)!r}; there are {known}")
     try:
         module = import_module(f"coatcheck.stores.{declared.module}")
     except ModuleNotFoundError as error:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +32,7 @@ _SAVED_MIN = 1 / 8
 
 _KEY_BYTES = 32
 _HEAD_BYTES = 2  # the mark, and how long the name of the key is
-_NONCE_BYTES = 12  # what GCM is made for; random, so 2³² records for each key
+_NONCE_BYTES = 12  # what GCM is made for; random, so 2³² seals for each key
 _NAME_BYTES_MAX = 255
 
 
@@ -40,8 +40,9 @@ class KeyRing:
     """
     The keys that open what is stored; the last one seals.
 
-    To rotate, add a key at the end, on every node; take the old one away when the window of all
-    that it sealed is over.
+    To rotate, first put the new key before the old one, on every node: it opens, and does not seal
+    yet. Then put it at the end, on every node. Take the old one away when the window of all that it
+    sealed is over.
 
     Args:
         keys: name → 32 random bytes. Names are stored beside what they seal; keys are not.
@@ -53,16 +54,8 @@ class KeyRing:
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # noqa: PLC0415 - as above
         except ModuleNotFoundError as error:
             raise MissingExtra("encryption", "cryptography") from error
-        if not keys:
-            raise Misconfigured("a key ring needs at least one key: {'2026-11': os.urandom(32)}")
         self._invalid: type[Exception] = InvalidTag
-        self._ciphers: dict[bytes, Any] = {}
-        for name, key in keys.items():
-            if not 1 <= len(name.encode()) <= _NAME_BYTES_MAX:
-                raise Misconfigured(f"the key {name[:20]!r}: a name has 1 to 255 bytes")
-            if len(key) != _KEY_BYTES:
-                raise Misconfigured(f"the key {name!r} has {len(key)} bytes; AES-256 takes 32")
-            self._ciphers[name.encode()] = AESGCM(key)
+        self._ciphers: dict[bytes, Any] = {name: AESGCM(key) for name, key in _checked(keys)}
         self._newest = list(self._ciphers)[-1]
 
     def __repr__(self) -> str:
@@ -91,6 +84,26 @@ class KeyRing:
             message = f"the key {shown} does not open it: another key, or it was changed"
             raise Unreadable(message) from error
         return text
+
+
+def _checked(keys: object) -> Iterator[tuple[bytes, bytes]]:
+    """The *keys* of a ring, with their names as they are stored; what cannot work is refused."""
+    if not keys:
+        raise Misconfigured("a key ring needs at least one key: {'2026-11': os.urandom(32)}")
+    if not isinstance(keys, Mapping):
+        kind = type(keys).__name__
+        raise Misconfigured(f"a key ring is a mapping, name → 32 random bytes, and no {kind}")
+    for name, key in keys.items():
+        if not isinstance(name, str):
+            raise Misconfigured(f"the key {name!r}: names are text")
+        if not 1 <= len(name.encode()) <= _NAME_BYTES_MAX:
+            raise Misconfigured(f"the key {name[:20]!r}: a name has 1 to 255 bytes")
+        if not isinstance(key, (bytes, bytearray)):
+            kind = {str: "text", type(None): "None"}.get(type(key), type(key).__name__)
+            raise Misconfigured(f"the key {name!r} is {kind}, not bytes; AES-256 takes 32")
+        if len(key) != _KEY_BYTES:
+            raise Misconfigured(f"the key {name!r} has {len(key)} bytes; AES-256 takes 32")
+        yield name.encode(), bytes(key)
 
 
 class AtRest:

@@ -33,6 +33,7 @@ from coatcheck.stores.dynamodb_line import Line
 from coatcheck.stores.dynamodb_place import Place, place_of
 from coatcheck.stores.fates import results_of
 from coatcheck.stores.migration import Migration
+from coatcheck.stores.unread import LeftOut, Unread
 
 logger = logging.getLogger("coatcheck")
 
@@ -59,6 +60,7 @@ class DynamoStore:
         self._place = place
         self._flows = Flows(place)
         self._line = Line(self._flows)
+        self._left_out = LeftOut()
         # Anywhere, so that nodes do not fight for the same stretch; None: where the table begins.
         self._sweep_from: bytes | None = os.urandom(16)
         try:
@@ -105,7 +107,7 @@ class DynamoStore:
         ids = heapq.nsmallest(query.limit + 1, self._matching_ids(query))
         page = ids[: query.limit]
         # What has changed since the scan came by may not belong to the page any more.
-        records = [r for r in self.get(page) if r is not None and matches(r, query)]
+        records = [r for r in self._left_out.read(self.get, page) if matches(r, query)]
         return Page(records, page[-1] if len(ids) > query.limit else None)
 
     def _matching_ids(self, query: Query) -> Iterator[bytes]:
@@ -126,7 +128,13 @@ class DynamoStore:
         if start is not None:
             scan["ExclusiveStartKey"] = {"id": {"B": start}}
         answer = self._line.call("scan", ConsistentRead=consistent, **scan)
-        seen = [(item["id"]["B"], int(item["version"]["N"])) for item in answer["Items"]]
+        seen: list[tuple[bytes, int]] = []
+        for item in answer["Items"]:
+            id, version = item["id"]["B"], items.version_of(item)
+            if version:
+                seen.append((id, version))
+            else:
+                self._left_out.tell(Unread(f"{self._place}: {id.hex()} is not one of our records"))
         last = answer.get("LastEvaluatedKey")
         return seen, None if last is None else last["id"]["B"]
 

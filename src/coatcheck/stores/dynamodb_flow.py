@@ -24,6 +24,7 @@ from coatcheck.stores import dynamodb_items as items
 from coatcheck.stores.dynamodb_faults import CONFLICT, LOST, code_of, is_too_large, standing_of
 from coatcheck.stores.dynamodb_place import Place
 from coatcheck.stores.fates import Fate, results_of
+from coatcheck.stores.unread import Unread
 
 R = TypeVar("R")
 Answer: TypeAlias = dict[str, Any]
@@ -82,7 +83,7 @@ class Flows:
 
     def _delete(self, swap: Swap) -> Flow[Record | None]:
         item = yield from self._write("delete_item", swap, Key={"id": {"B": swap.id}})
-        return None if item is None else _standing(item)
+        return None if item is None else self._standing(item)
 
     def _put(self, swap: Swap, record: Record) -> Flow[Record | None]:
         """None where it won; of a record whose response does not fit, all else is written."""
@@ -100,7 +101,7 @@ class Flows:
             if not is_whole:
                 yield from Tell(_dropped(record))
             return None
-        standing = _standing(item)
+        standing = self._standing(item)
         if not is_whole and is_same_write_cut(standing, record):
             return record  # our own, from a try whose answer was lost; so its writer will know it
         return standing
@@ -131,8 +132,7 @@ class Flows:
             asked = {table: {"Keys": keys, "ConsistentRead": True}}
             answer = yield from self._sent(Ask("batch_get_item", {"RequestItems": asked}))
             for item in answer["Responses"].get(table, ()):
-                record = items.record_of(item)
-                found[record.id] = record
+                found[item["id"]["B"]] = self._fate(item)
             left = answer.get("UnprocessedKeys", {}).get(table, {}).get("Keys", [])
             if not left:
                 return found
@@ -144,6 +144,18 @@ class Flows:
                 paused_s += pause_s
                 pause_s = min(2 * pause_s, _PAUSE_S_MAX)
             keys = left
+
+    def _fate(self, item: items.Item) -> Record | Unread:
+        try:
+            return items.record_of(item)
+        except items.UnreadableItem as error:
+            return Unread(f"{self.place}: {error}")
+
+    def _standing(self, item: items.Item) -> Record:
+        fate = self._fate(item) if item else GONE
+        if isinstance(fate, Unread):
+            raise fate
+        return fate
 
     def call(self, operation: str, **parameters: object) -> Flow[Answer]:
         """One request about the table, and its answer."""
@@ -195,10 +207,6 @@ def each_of(outcomes: Sequence[R | BaseException]) -> list[R | Exception]:
         if isinstance(outcome, BaseException) and not isinstance(outcome, Exception):
             raise outcome
     return cast("list[R | Exception]", list(outcomes))
-
-
-def _standing(item: items.Item) -> Record:
-    return items.record_of(item) if item else GONE
 
 
 def _dropped(record: Record) -> str:

@@ -112,8 +112,28 @@ def _put_blob(item: Item, name: str, blob: bytes | None) -> None:
     item[name] = {"B": blob}
 
 
+class UnreadableItem(ValueError):
+    """What this release has not written, and cannot read."""
+
+
 def record_of(item: Item) -> Record:
     """The record that *item* keeps."""
+    try:
+        return _record_of(item)
+    except (AttributeError, KeyError, TypeError, ValueError, zlib.error) as error:
+        id = item["id"]["B"].hex()
+        raise UnreadableItem(f"{id} is not a record that this release can read") from error
+
+
+def version_of(item: Item) -> int:
+    """The version of what *item* keeps; 0 where it is no record."""
+    try:
+        return int(item["version"]["N"])
+    except (KeyError, ValueError):
+        return 0
+
+
+def _record_of(item: Item) -> Record:
     numbers = {name: int(item[name]["N"]) for name in _NUMBERS}
     return Record(
         id=item["id"]["B"],

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from coatcheck.core.policy import duration_ms
 from coatcheck.errors import Misconfigured
+from coatcheck.stores.url import seconds_of, shown
 
 _TABLE_NAME = re.compile(r"[A-Za-z0-9_.-]{3,255}")
 
@@ -46,8 +46,8 @@ def place_of(url: str) -> Place:
     parts = urlsplit(url)
     if parts.path not in ("", "/") or parts.fragment or not _TABLE_NAME.fullmatch(parts.netloc):
         raise Misconfigured(
-            f"{url!r} names no table; write dynamodb://table?region=eu-west-1, the name with 3 to "
-            "255 letters, digits, '_', '-' or '.'"
+            f"{shown(url)} names no table; write dynamodb://table?region=eu-west-1, the name with "
+            "3 to 255 letters, digits, '_', '-' or '.'"
         )
     options: dict[str, Any] = {}
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
@@ -70,7 +70,8 @@ def _region(value: str) -> str:
 
 
 def _endpoint(value: str) -> str:
-    if not urlsplit(value).hostname or not value.startswith(("http://", "https://")):
+    parts = urlsplit(value)
+    if not parts.hostname or parts.port == 0 or not value.startswith(("http://", "https://")):
         raise ValueError("an endpoint is a URL")
     return value
 
@@ -80,9 +81,9 @@ def _flag(value: str) -> bool:
 
 
 def _seconds(value: str) -> float:
-    if (milliseconds := duration_ms(value)) <= 0:
+    if (seconds := seconds_of("dynamodb: timeout", value)) <= 0:
         raise ValueError("nothing is done in no time")
-    return milliseconds / 1_000
+    return seconds
 
 
 def _count(value: str) -> int:

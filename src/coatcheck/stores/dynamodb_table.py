@@ -44,8 +44,7 @@ def prepare(line: Line, *, create: bool) -> None:
     if is_new:
         description = _awaited(line)
     assert description is not None
-    if reason := _why_foreign(description):
-        raise Misconfigured(f"dynamodb: table {table} is not one of coatcheck's: {reason}")
+    _refuse_foreign(table, description)
     if is_new and create:
         _enable_expiry(line)
     finding = _about_expiry(line)
@@ -54,8 +53,12 @@ def prepare(line: Line, *, create: bool) -> None:
 
 
 def version_of(line: Line) -> int:
-    """1 where the table is there, 0 where it is not; there is no other so far."""
-    return 0 if _describe(line) is None else 1
+    """1 where our table is there, 0 where none is; there is no other so far."""
+    description = _describe(line)
+    if description is None:
+        return 0
+    _refuse_foreign(line.place.table, description)
+    return 1
 
 
 def _describe(line: Line) -> dict[str, Any] | None:
@@ -93,6 +96,11 @@ def _awaited(line: Line) -> dict[str, Any]:
             message = f"dynamodb table {line.place.table}: still {status} after {_MADE_S_MAX:.0f} s"
             raise StoreUnavailable(message)
         time.sleep(_LOOK_EVERY_S)
+
+
+def _refuse_foreign(table: str, description: Mapping[str, Any]) -> None:
+    if reason := _why_foreign(description):
+        raise Misconfigured(f"dynamodb: table {table} is not one of coatcheck's: {reason}")
 
 
 def _why_foreign(description: Mapping[str, Any]) -> str:

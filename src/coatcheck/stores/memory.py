@@ -30,16 +30,19 @@ class MemoryStore:
         renew_after_fork(self)
 
     @classmethod
-    def from_url(cls, _url: str, *, create: bool = True) -> MemoryStore:
-        """A new one, whatever stands behind `memory://`."""
+    def from_url(cls, url: str, *, create: bool = True) -> MemoryStore:
+        """A new one; it has no name, and no options."""
+        if url.rstrip("/") != "memory:":
+            raise Misconfigured("memory:// takes no name and no options: each one is a new store")
         if not create:
             raise Misconfigured("memory:// ends with its process, so there is nothing to look at")
         return cls()
 
     @classmethod
-    def migrate(cls, _url: str, *, only_look: bool = False) -> Migration:
+    def migrate(cls, url: str, *, only_look: bool = False) -> Migration:
         """Nothing is to be made."""
         del only_look
+        cls.from_url(url)
         return Migration("memory", 0, 0)
 
     def _renew(self) -> None:

@@ -2,9 +2,9 @@
 
 What a swap has acknowledged survives what the server's settings let it survive; `check` reads
 them. Two connections write, so that the next batch is on its way while the server is busy with the
-last one; one reads beside them, one is for operators and for the sweep. An event loop has
-connections of its own (`mysql_wire.py`). A server that is read-only is neither written to nor read
-from.
+last one; one reads beside them, one searches for operators, one is for the doctor and the sweep. An
+event loop has connections of its own (`mysql_wire.py`). A server that is read-only is neither
+written to nor read from.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from coatcheck.stores.mysql_line import Address, Line, Lines
 from coatcheck.stores.mysql_talk import Talk
 from coatcheck.stores.mysql_url import TABLE, named_by
 from coatcheck.stores.mysql_wire import MysqlWire
+from coatcheck.stores.searching import search_limit_s
 
 
 class MysqlStore:
@@ -51,7 +52,10 @@ class MysqlStore:
         self.ledger = ledger_for(address, table, terms, compact=compact)
         self._writer = Lines(address, self._talk.statements.kept)
         self._reader = Line(address)
-        self._finder = Line(address)
+        self._keeper = Line(address)
+        self._search_s = search_limit_s(address.timeout_s)
+        # The server gives up first.
+        self._finder = Line(address, reply_s=self._search_s + address.timeout_s)
 
     @classmethod
     def from_url(cls, url: str, *, create: bool = True) -> MysqlStore:
@@ -88,14 +92,14 @@ class MysqlStore:
 
     def find(self, query: Query) -> Page:
         """Records for operators, in id order; on a connection where nobody else has to wait."""
-        return self._finder.run(lambda _: self._talk.find(query))
+        return self._finder.run(lambda _: self._talk.find(query, self._search_s))
 
     def sweep(self, now_ms: int, limit: int = SWEEP_BATCH) -> int:
         """Delete up to *limit* records whose retention is over, some hundreds at a time."""
         taken = 0
         while taken < limit:
             portion = min(limit - taken, SWEEP_BATCH)
-            count = self._finder.run(partial(self._sweep, now_ms, portion))
+            count = self._keeper.run(partial(self._sweep, now_ms, portion))
             taken += count
             if count < portion:
                 break
@@ -107,8 +111,12 @@ class MysqlStore:
     def check(self) -> Sequence[Finding]:
         """Whether records can be written, and would survive a crash."""
         try:
-            told = self._finder.run(lambda _: schema.findings_about(self._table))
-            told += self._finder.run(lambda _: schema.findings_about_rights(self._table))
+            told = self._keeper.run(lambda _: schema.findings_about(self._table))
+            if all(level != "error" for level, _ in told):
+                statements = self._talk.statements
+                told += self._keeper.run(
+                    lambda _: schema.findings_about_trial(statements, self._table)
+                )
         except StoreUnavailable as error:
             return [Finding("error", str(error))]
         return [Finding(level, f"{self._address}: {text}") for level, text in told]
@@ -126,5 +134,6 @@ class MysqlStore:
     def close(self) -> None:
         """Hang up."""
         self._reader.close()
-        self._finder.close()
+        self._keeper.close()
         self._writer.close()
+        self._finder.close(patience_s=0)

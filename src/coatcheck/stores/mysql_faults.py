@@ -36,8 +36,12 @@ NO_TABLE = 1146
 # What a user is told who has no right to a table, or to a column of it.
 _NO_RIGHT = 1142
 DENIED = frozenset({_NO_RIGHT, 1143})
+# What a trigger says that refuses.
+RAISED = 1644
 # What keeps statements from being prepared: there are too many already, or a proxy knows none.
 UNPREPARED = frozenset({1295, 1461})
+# What a statement is told that has reached a limit of time: by MariaDB, by MySQL.
+TOOK_TOO_LONG = frozenset({1969, 3024})
 # What happened, in words; whatever is not here is told in the server's own.
 _FAULTS = {
     UNREACHABLE: "it cannot be reached; is it running, and does it listen there?",

@@ -59,6 +59,9 @@ READ_BYTES = 1 << 16
 SQL_MODE = "STRICT_ALL_TABLES,NO_ENGINE_SUBSTITUTION"
 _TERMS = b"select @@max_allowed_packet, @@read_only, @@innodb_read_only"
 
+# The greatest limit that there is, which is none.
+_ROWS_MAX = (1 << 64) - 1
+
 # What the protocol puts around a statement, generously.
 _ENVELOPE_BYTES = 1_024
 
@@ -225,6 +228,10 @@ def _settings(address: Address) -> str:
             # For rows, and for the table as a whole while somebody alters it.
             f"session innodb_lock_wait_timeout = {address.lock_timeout_s}",
             f"session lock_wait_timeout = {address.lock_timeout_s}",
+            # What keeps people from changing or reading too many rows by mistake.
+            "session sql_safe_updates = 0",
+            f"session sql_select_limit = {_ROWS_MAX:d}",
+            "session sql_big_selects = 1",
         )
     )
 
@@ -252,15 +259,21 @@ class Line:
     One connection, for one caller at a time.
 
     Opened at first use, and again after it was lost or a fork; *keeps* and *is_opening* as in
-    `Session`.
+    `Session`. *reply_s*: how long to wait for the server once it is open, if not as long as always.
     """
 
     def __init__(
-        self, address: Address, keeps: Sequence[bytes] = (), *, is_opening: bool = False
+        self,
+        address: Address,
+        keeps: Sequence[bytes] = (),
+        *,
+        is_opening: bool = False,
+        reply_s: float | None = None,
     ) -> None:
         self._address = address
         self._keeps = keeps
         self._is_opening = is_opening
+        self._reply_s = reply_s
         self._closed = False
         self._renew()
         renew_after_fork(self)
@@ -284,13 +297,17 @@ class Line:
         """Do *work*, again where it collides with somebody else's."""
         if self._pid != os.getpid():  # a fork that Python was not told about
             self._renew()
-        with self._mutex:
-            session = self._opened()
-            try:
-                return session.converse(work)
-            finally:
-                if not session.is_fit:
-                    self._drop()
+        try:
+            with self._mutex:
+                session = self._opened()
+                try:
+                    return session.converse(work)
+                finally:
+                    if not session.is_fit:
+                        self._drop()
+        finally:
+            if self._closed:  # by somebody who did not wait for us
+                self.close(patience_s=0)
 
     def _opened(self) -> Session:
         if self._closed:
@@ -299,6 +316,8 @@ class Line:
             self._drop()
         if self._session is None:
             self._session = opened(self._address, self._keeps, is_opening=self._is_opening)
+            if self._reply_s is not None:
+                self._session.socket.settimeout(self._reply_s)
         return self._session
 
     def _drop(self) -> None:
@@ -306,12 +325,19 @@ class Line:
         if session is not None:
             session.close()
 
-    def close(self) -> None:
-        """Hang up for good."""
+    def close(self, patience_s: float = -1) -> None:
+        """
+        Hang up for good.
+
+        Who is on it is waited for, for *patience_s* at most (-1: as long as it takes); after that
+        it hangs up itself.
+        """
         self._closed = True
-        if self._pid == os.getpid():  # else it is the parent's
-            with self._mutex:
+        if self._pid == os.getpid() and self._mutex.acquire(timeout=patience_s):
+            try:  # in another process it would be the parent's
                 self._drop()
+            finally:
+                self._mutex.release()
 
 
 class Lines:

@@ -154,13 +154,21 @@ class Statements:
             f" where id in ({_list(sorted(ids))}) and {_IS_OVER.format(now_ms)}"
         )
 
-    def find(self, query: Query) -> str:
-        """Read what *query* asks for, and one more to see if there is more."""
+    def find(self, query: Query, limit_s: float) -> str:
+        """
+        Read what *query* asks for, and one more to see if there is more.
+
+        The server ends it after *limit_s*. MariaDB and MySQL have two words for that, and each
+        takes the other's for a comment.
+        """
         conditions = [f"id >= {_hex(query.id_prefix)}", f"id > {_hex(query.after_id)}"]
         if (above := _above(query.id_prefix)) is not None:
             conditions.append(f"id < {_hex(above)}")
         where = " and ".join((*conditions, *_filters(query)))
-        return f"{self._select} where {where} order by id limit {query.limit + 1:d}"
+        mariadb = f"/*M!100100 set statement max_statement_time={limit_s:f} for */"
+        mysql = f"select /*+ MAX_EXECUTION_TIME({limit_s * 1_000:.0f}) */"
+        limited = self._select.replace("select", f"{mariadb} {mysql}", 1)
+        return f"{limited} where {where} order by id limit {query.limit + 1:d}"
 
 
 # Not `insert ignore`, which ignores much more than that there is a row already.

@@ -9,17 +9,21 @@ Invariant: any number of nodes may start at once, and none goes on with a schema
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Iterator
 from typing import Literal, NamedTuple, TypeAlias
 
 from coatcheck.core.flow import Flow
+from coatcheck.core.record import COMPLETED, RUNNING, Record, Swap
+from coatcheck.core.scope import ID_BYTES
 from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.stores.migration import HOW
-from coatcheck.stores.mysql_faults import DENIED, NO_TABLE
+from coatcheck.stores.mysql_faults import DENIED, NO_TABLE, RAISED
 from coatcheck.stores.mysql_flow import Terms, holds, reads, writes, writes_once
 from coatcheck.stores.mysql_line import Address, Line
 from coatcheck.stores.mysql_packets import Refusal
+from coatcheck.stores.mysql_rows import Statements
 
 logger = logging.getLogger("coatcheck")
 
@@ -234,21 +238,34 @@ def _about_table(table: str) -> Flow[list[Told]]:
     return told
 
 
-def findings_about_rights(table: str) -> Flow[list[Told]]:
-    """What the user may not do with *table*, tried with statements that change nothing."""
+def findings_about_trial(statements: Statements, table: str) -> Flow[list[Told]]:
+    """What cannot be done with a record, tried in a transaction that is undone."""
+    id = secrets.token_bytes(ID_BYTES)
+    claim = Record(id, 1, RUNNING, 1, b"", 1, 0, 1, 1, 1, "", "", "", None, None)
+    ended = claim._replace(version=2, state=COMPLETED)
     attempts = {
-        "insert": f"insert into `{table}` select * from `{table}` limit 0",
-        "update": f"update `{table}` set stamp = stamp where id = x''",
-        "delete": f"delete from `{table}` where id = x''",
+        "insert": statements.alone(Swap(id, 0, claim), 1),
+        "update": statements.alone(Swap(id, 1, ended), 1),
+        "select": next(statements.read((id,))).encode(),
+        "delete": statements.alone(Swap(id, 2, None), 1),
     }
     told: list[Told] = []
+    yield from holds(b"begin")
     for right, statement in attempts.items():
         try:
-            yield from holds(statement.encode())
+            done = yield from holds(statement)
         except Refusal as refusal:
-            if refusal.code == NO_TABLE:  # which is told already
-                return []
-            if refusal.code not in DENIED:
+            if refusal.code in DENIED:
+                told.append(("error", f"the user may not {right} in {table}; grant it"))
+            elif refusal.code == RAISED:
+                message = f"a trigger lets nobody {right} in {table}: {refusal.text}"
+                told.append(("error", message))
+            elif refusal.code == NO_TABLE:  # which is told already
+                break
+            else:
                 raise
-            told.append(("error", f"the user may not {right} in {table}; grant it"))
+        else:
+            if not done.affected and not done.rows and not told:  # else one goes with the other
+                told.append(("error", f"nothing comes of an {right} in {table}"))
+    yield from holds(b"rollback")
     return told

@@ -21,7 +21,7 @@ from coatcheck.core.record import GONE, Record, Swap, is_same_write_cut
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores import mysql_values
 from coatcheck.stores.contract import Page, Query
-from coatcheck.stores.mysql_faults import READ_ONLY
+from coatcheck.stores.mysql_faults import READ_ONLY, TOOK_TOO_LONG
 from coatcheck.stores.mysql_flow import Say, Terms, holds, reads, writes
 from coatcheck.stores.mysql_packets import Refusal, Row
 from coatcheck.stores.mysql_rows import (
@@ -33,6 +33,7 @@ from coatcheck.stores.mysql_rows import (
     stamp_of,
 )
 from coatcheck.stores.mysql_size import fitting, warn_of_dropped
+from coatcheck.stores.searching import took_too_long
 
 # 5 times: nobody else claims and deletes one record, or sweeps the same ones, so often in a row.
 _LOOKS_MAX = 5
@@ -154,9 +155,14 @@ class Talk:
         standing = yield from self._read(ids)
         return [standing.get(id) for id in ids]
 
-    def find(self, query: Query) -> Flow[Page]:
-        """Records for operators, in id order."""
-        rows = yield from _found(self.statements.find(query))
+    def find(self, query: Query, limit_s: float) -> Flow[Page]:
+        """Records for operators, in id order; the server gives up after *limit_s*."""
+        try:
+            rows = yield from _found(self.statements.find(query, limit_s))
+        except Refusal as refusal:
+            if refusal.code not in TOOK_TOO_LONG:
+                raise
+            raise took_too_long(limit_s) from refusal
         records = [record_of(row) for row in rows[: query.limit]]
         return Page(records, records[-1].id if len(rows) > query.limit else None)
 

@@ -10,10 +10,10 @@ import ssl
 from typing import NamedTuple
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from coatcheck.core.policy import duration_ms
 from coatcheck.errors import Misconfigured
 from coatcheck.stores.mysql_line import Address
 from coatcheck.stores.mysql_schema import META_TABLE
+from coatcheck.stores.url import seconds_of
 
 PORT = 3306
 TABLE = "coatcheck_records"
@@ -94,10 +94,7 @@ def _flag(options: dict[str, str], name: str, *, default: bool) -> bool:
 
 
 def _seconds(value: str) -> float:
-    try:
-        seconds = duration_ms(value) / 1_000
-    except ValueError as error:
-        raise Misconfigured(f"mysql: timeout: {error}") from error
+    seconds = seconds_of("mysql: timeout", value)
     if seconds <= 0:
         raise Misconfigured(f"mysql: timeout={value} leaves no time at all")
     return seconds

@@ -1,7 +1,7 @@
 """The PostgreSQL store: records in a table of the application's own database, or of one for them.
 
-One connection writes, one reads, one is for operators and the sweep, so that none of them waits
-for another. An event loop has connections of its own (`postgres_wire.py`).
+One connection writes, one reads, one searches, one is for the doctor and the sweep, so that none of
+them waits for another. An event loop has connections of its own (`postgres_wire.py`).
 
 Reads go to the primary: the connection asks for a server that writes, and is dropped when its
 server has become one that only reads. What a swap has acknowledged survives what a commit survives
@@ -29,11 +29,13 @@ from coatcheck.stores.contract import SWEEP_BATCH, Bell, Finding, Page, Query, W
 from coatcheck.stores.declared import POSTGRES
 from coatcheck.stores.migration import Migration
 from coatcheck.stores.postgres_bell import PostgresBell
+from coatcheck.stores.postgres_doctor import findings_of, tried
 from coatcheck.stores.postgres_ledger import ledger_for
-from coatcheck.stores.postgres_link import Link
-from coatcheck.stores.postgres_schema import Names, findings_of, known_version, prepare
+from coatcheck.stores.postgres_link import Link, searched
+from coatcheck.stores.postgres_schema import Names, known_version, prepare
 from coatcheck.stores.postgres_talk import Talk
 from coatcheck.stores.postgres_wire import PostgresWire
+from coatcheck.stores.searching import search_limit_s
 
 logger = logging.getLogger("coatcheck")
 
@@ -69,14 +71,16 @@ class PostgresStore:
         self._talk = Talk(names.records, compact=compact)
         self._where = where = _conninfo(conninfo, timeout_s)
         self._timeout_s = timeout_s
-        self.ledger = ledger_for(where, self._statements, timeout_s, compact=compact)
+        self.ledger = ledger_for(where, names.records, timeout_s, compact=compact)
         self._new_bell = partial(PostgresBell, where, names.records, timeout_s)
         self._writer = Link(where, timeout_s, writes=True, prepares=True)
         self._reader = Link(where, timeout_s, prepares=True)
         self._keeper = Link(where, timeout_s)
+        self._search_s = search_limit_s(timeout_s)
+        self._finder = Link(where, timeout_s)
         try:
             self._keeper.run(lambda connection: prepare(connection, names, create=create))
-            for finding in self.check():  # a store that could forget says so when it is opened
+            for finding in self._found():  # a store that could forget says so when it is opened
                 if finding.level != "ok":
                     logger.warning("postgresql: %s", finding.message)
         except BaseException:
@@ -131,8 +135,8 @@ class PostgresStore:
     def find(self, query: Query) -> Page:
         """Records for operators, in id order."""
         statement, values = rows.find(query, self._statements.select)
-        found = self._keeper.run(
-            lambda connection: connection.execute(statement, values, binary=True).fetchall()
+        found = self._finder.run(
+            lambda connection: searched(connection, statement, values, self._search_s)
         )
         records = [rows.record_of(row) for row in found[: query.limit]]
         return Page(records, records[-1].id if len(found) > query.limit else None)
@@ -145,7 +149,17 @@ class PostgresStore:
         )
 
     def check(self) -> Sequence[Finding]:
-        """Whether what is acknowledged stays."""
+        """Whether records can be written, and what is acknowledged stays."""
+        findings = self._found()
+        if any(finding.level == "error" for finding in findings):
+            return findings
+        try:
+            failed = self._keeper.run(lambda c: tried(c, self._names, self._talk))
+        except StoreUnavailable as error:
+            failed = [Finding("error", str(error))]
+        return [*failed, *(finding for finding in findings if finding.level != "ok" or not failed)]
+
+    def _found(self) -> list[Finding]:
         try:
             return self._keeper.run(lambda connection: findings_of(connection, self._names))
         except StoreUnavailable as error:
@@ -166,6 +180,7 @@ class PostgresStore:
         self._writer.close()
         self._reader.close()
         self._keeper.close()
+        self._finder.close(patience_s=0)
 
 
 def _conninfo(given: str, timeout_s: float) -> str:
@@ -176,12 +191,14 @@ def _conninfo(given: str, timeout_s: float) -> str:
         raise Misconfigured(f"postgresql: {' '.join(str(error).split())}") from error
     defaults: dict[str, Any] = {
         "application_name": "coatcheck",
-        "target_session_attrs": "read-write",
         "connect_timeout": max(2, round(timeout_s)),  # libpq takes 1 for 2
         "tcp_user_timeout": round(timeout_s * 1_000),
     }
-    # In which we write and read texts.
-    return make_conninfo(**{**defaults, **chosen, "client_encoding": "UTF8"})
+    ours = {
+        "client_encoding": "UTF8",  # in which we write and read texts
+        "target_session_attrs": "read-write",  # a URL may be one with which others only read
+    }
+    return make_conninfo(**{**defaults, **chosen, **ours})
 
 
 def _named_by(url: str) -> tuple[str, _Options]:

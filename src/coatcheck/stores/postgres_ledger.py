@@ -20,11 +20,11 @@ from typing import Any
 import psycopg
 from psycopg import BaseConnection
 
-from coatcheck.core.record import COMPLETED, Record, Swap
+from coatcheck.core.record import COMPLETED, RUNNING, Record, Swap
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.ledger import Ledger, Statement
 from coatcheck.stores.postgres_link import NoAnswer, until
-from coatcheck.stores.postgres_rows import MARKS, Statements, row_of
+from coatcheck.stores.postgres_rows import MARKS, kept_of
 
 # Each is referred to by what it is put before, because PostgreSQL leaves out what nobody refers to.
 _LIMITED = """\
@@ -37,12 +37,14 @@ with limited as materialized (
 _UNLIMITED = (
     " returning set_config('lock_timeout', current_setting('coatcheck.lock_timeout'), true)"
 )
-# A claim of a new key is the first attempt, and has nothing to show yet.
-_NEW = [name for name in MARKS if name not in ("attempt", "progress", "response")]
+# A claim of a new key runs, is the first attempt, and has nothing to show yet.
+_NEW = [name for name in MARKS if name not in ("state", "attempt", "progress", "response")]
 _new_of = itemgetter(*map([*MARKS].index, _NEW))
 # The row is as this transaction, or a savepoint of it, has written it: whatever others have written
 # before is older than this transaction. Else the handler has committed, and is in a new one.
 _OURS = "age(xmin) <= 0"
+_CHANGED = ", ".join(f"{name} = {mark}" for name, mark in MARKS.items() if name != "id")
+_WHERE = "id = %s::uuid and version = %s::bigint"
 # What else an end changes of its claim; its progress stands already.
 _ENDED = ", ".join(f"{name} = {MARKS[name]}" for name in ("version", "age_ms", "response"))
 _END = f"state = {COMPLETED}, lease_until_ms = null, {_ENDED}"
@@ -52,9 +54,9 @@ _WHO_ANSWERS = b"select pg_backend_pid()"
 _PREPARED_AFTER = 5
 
 
-def ledger_for(conninfo: str, statements: Statements, timeout_s: float, *, compact: bool) -> Ledger:
-    """The ledger of the store that *conninfo* leads to."""
-    writing = _Writing(statements, timeout_s, compact=compact)
+def ledger_for(conninfo: str, table: str, timeout_s: float, *, compact: bool) -> Ledger:
+    """The ledger of the store that *conninfo* leads to; *table* is quoted already."""
+    writing = _Writing(table, timeout_s, compact=compact)
     return Ledger(
         dialect="postgresql",
         claim=writing.claim,
@@ -67,32 +69,30 @@ def ledger_for(conninfo: str, statements: Statements, timeout_s: float, *, compa
 class _Writing:
     """The statements of one table."""
 
-    def __init__(self, statements: Statements, timeout_s: float, *, compact: bool) -> None:
-        change = statements.change_one.decode()
-        table = change.removeprefix("update ").partition(" set ")[0]
+    def __init__(self, table: str, timeout_s: float, *, compact: bool) -> None:
         # Another table's record of the same name has another lock.
         quoted = table.replace("'", "''")
         name = f"%s::bigint # '{quoted}'::regclass::oid::bigint"
         limited = _LIMITED.format(name)
         values = ", ".join(MARKS[name] for name in _NEW)
-        insert = f"insert into {table} ({', '.join(_NEW)}) select {values}"
+        insert = f"insert into {table} (state, {', '.join(_NEW)}) select {RUNNING}, {values}"
         self._compact = compact
         self._timeout_s = timeout_s
         self._insert_at_once = (
             f"{insert} where pg_try_advisory_xact_lock({name}) on conflict (id) do nothing"
         )
         self._insert = f"{limited}{insert} from locked on conflict (id) do nothing{_UNLIMITED}"
-        self._replace = f"{limited}{change} and (select one from locked) = 1{_UNLIMITED}"
-        where = change.partition(" where ")[2]
-        self._end = f"update {table} set {_END} where {where} and {_OURS}"
+        replace = f"update {table} set {_CHANGED} where {_WHERE} and (select one from locked) = 1"
+        self._replace = f"{limited}{replace}{_UNLIMITED}"
+        self._end = f"update {table} set {_END} where {_WHERE} and {_OURS}"
 
     def claim(self, swap: Swap, wait_ms: int) -> Iterator[Statement]:
         """A claim, of a key that is new or of a record that stands."""
-        row = row_of(_record_of(swap), compact=self._compact)
+        row = kept_of(_record_of(swap), compact=self._compact)
         name = int.from_bytes(swap.id[:8], "big", signed=True)
         patience_s = self._timeout_s + wait_ms / 1_000
         if swap.expected:
-            values = (f"{wait_ms:d}ms", name, *row[1:], swap.id, swap.expected)
+            values = (f"{wait_ms:d}ms", name, *row[1:], row[0], swap.expected)
             yield Statement(self._replace, values, patience_s)
             return
         new = _new_of(row)
@@ -103,8 +103,9 @@ class _Writing:
         """The end of a claim that this transaction has made: nobody else can hold it."""
         record = _record_of(swap)
         assert record.state == COMPLETED
-        version, age_ms = record.version, record.version - record.created_ms
-        return Statement(self._end, (version, age_ms, record.response, swap.id, swap.expected))
+        age_ms = record.version - record.created_ms
+        kept = (record.version, None if age_ms == 1 else age_ms, record.response)
+        return Statement(self._end, (*kept, swap.id.hex(), swap.expected))
 
 
 def _record_of(swap: Swap) -> Record:

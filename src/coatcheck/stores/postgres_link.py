@@ -12,8 +12,8 @@ from __future__ import annotations
 import select
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.stores.fork import renew_after_fork
 from coatcheck.stores.postgres_schema import NO_KEY
 from coatcheck.stores.postgres_talk import TRIES, Say
+from coatcheck.stores.searching import took_too_long
 
 T = TypeVar("T")
 
@@ -73,6 +74,16 @@ class Connection(psycopg.Connection[Any]):
         """Do what *gen* does, for a while."""
         deadline = time.monotonic() + self.timeout_s
         return super().wait(until(gen, deadline), *args, **kwargs)
+
+    @contextmanager
+    def patient_for(self, longer_s: float) -> Iterator[None]:
+        """Wait so much longer for what is said now."""
+        before_s = self.timeout_s
+        self.timeout_s = before_s + longer_s
+        try:
+            yield
+        finally:
+            self.timeout_s = before_s
 
     def converse(self, flow: Flow[T]) -> T:
         """Say what *flow* yields, and wait for each answer."""
@@ -239,6 +250,8 @@ class Link:
                 self._drop()
         finally:
             self._mutex.release()
+            if self._closed:  # by somebody who did not wait for us
+                self.close(patience_s=0)
         if error is not None and not isinstance(error, _ONCE_MORE):
             outage = outage_of(error, writes=self._writes)
             if outage is not error:
@@ -249,11 +262,36 @@ class Link:
         if connection is not None:
             let_go(connection)
 
-    def close(self) -> None:
-        """Let go of the connection for good."""
-        with self._mutex:
-            self._closed = True
-            self._drop()
+    def close(self, patience_s: float = -1) -> None:
+        """
+        Let go of the connection for good.
+
+        Who is on it is waited for, for *patience_s* at most (-1: as long as it takes); after that
+        it lets go itself.
+        """
+        self._closed = True
+        if self._mutex.acquire(timeout=patience_s):
+            try:
+                self._drop()
+            finally:
+                self._mutex.release()
+
+
+def searched(
+    connection: Connection, statement: bytes, values: Sequence[object], limit_s: float
+) -> list[tuple[Any, ...]]:
+    """What *statement* finds; the server ends it after *limit_s*, whatever becomes of us."""
+    started_s = time.monotonic()
+    try:
+        with connection.transaction():  # so that it holds for this alone, behind a pooler as well
+            connection.execute(b"set local statement_timeout = %d" % round(limit_s * 1_000))
+            # It has just answered, so it is not dead; and it gives up before we do.
+            with connection.patient_for(limit_s):
+                return connection.execute(statement, values, binary=True).fetchall()
+    except errors.QueryCanceled as error:
+        if time.monotonic() - started_s < limit_s:  # by an operator
+            raise
+        raise took_too_long(limit_s) from error
 
 
 def opened(conninfo: str, timeout_s: float, *, prepares: bool) -> Connection:

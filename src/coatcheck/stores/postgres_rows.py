@@ -22,6 +22,8 @@ from coatcheck.stores.postgres_arrays import PACKED, UUID_BYTES
 
 Row: TypeAlias = tuple[Any, ...]
 
+# What is kept as null: the published window ends an hour before the record may be swept.
+_MARGIN_MS = 3_600_000
 # For each field of a record: its column, the type in which it is given, and what is kept of it.
 _COLUMNS = (
     ("id", "uuid", "{}"),
@@ -31,7 +33,7 @@ _COLUMNS = (
     ("fingerprint", "uuid", "{}"),
     ("age_ms", "bigint", "nullif({}, 1)"),
     ("lease_until_ms", "bigint", "nullif({}, 0)"),
-    ("margin_ms", "bigint", "nullif({}, 3600000)"),
+    ("margin_ms", "bigint", f"nullif({{}}, {_MARGIN_MS})"),
     ("expires_ms", "bigint", "{}"),
     ("nonce", "bigint", "{}"),
     ("label", "text", "nullif({}, '')"),
@@ -42,10 +44,12 @@ _COLUMNS = (
 )
 assert len(_COLUMNS) == len(Record._fields)
 _NAMES = ", ".join(name for name, _, _ in _COLUMNS)
+# The server keeps statistics of it in this form, and knows it in no other (`postgres_schema.py`).
+CREATED_MS = "version - coalesce(age_ms, 1)"
 # The fields in their order, as numbers, bytes and texts.
-_FIELDS = """
+_FIELDS = f"""
     uuid_send(id), version, state, coalesce(attempt, 1), coalesce(uuid_send(fingerprint), ''),
-    (version - coalesce(age_ms, 1))::bigint, coalesce(lease_until_ms, 0),
+    ({CREATED_MS})::bigint, coalesce(lease_until_ms, 0),
     (expires_ms - coalesce(margin_ms, 3600000))::bigint, expires_ms, nonce,
     coalesce(label, ''), coalesce(scope, ''), coalesce(key, ''), progress, response
 """
@@ -61,7 +65,6 @@ _IS_OVER = (
 class Statements(NamedTuple):
     """What is said through a driver, for one table; in bytes, for ours takes no other."""
 
-    change_one: bytes
     select: bytes
     sweep: bytes
 
@@ -69,21 +72,14 @@ class Statements(NamedTuple):
 def statements_for(table: str) -> Statements:
     """The statements for *table*, a name that is quoted already."""
     texts = {
-        "change_one": f"{_change_one(table, MARKS)} where id = {_ID} and version = %s",
         "select": f"select {_FIELDS} from {table}",
         "sweep": _sweep(table),
     }
     return Statements(**{name: text.encode() for name, text in texts.items()})
 
 
-def _mark(type: str) -> str:
-    """Where a value goes that any driver can send; a digest goes as its bytes, or as none."""
-    return "nullif(encode(%s::bytea, 'hex'), '')::uuid" if type == "uuid" else f"%s::{type}"
-
-
-_ID = _mark("uuid")
-# For each column, in their order, what is kept of a value that any driver can send.
-MARKS = {name: kept.format(_mark(type)) for name, type, kept in _COLUMNS}
+# For each column, in their order, where a value goes that any driver can send; see `kept_of`.
+MARKS = {name: f"%s::{type}" for name, type, _ in _COLUMNS}
 
 
 def _claim_one(table: str, marks: dict[str, str]) -> str:
@@ -117,10 +113,7 @@ class Sayings(NamedTuple):
 
 def sayings_for(table: str) -> Sayings:
     """What is said about *table*, a name that is quoted already."""
-    marks = {
-        name: kept.format(f"${number}::{type}")
-        for number, (name, type, kept) in enumerate(_COLUMNS, 1)
-    }
+    marks = {name: f"${number}::{type}" for number, (name, type, _) in enumerate(_COLUMNS, 1)}
     expected = f"${len(_COLUMNS) + 1}"
     texts = {
         "claim_one": _claim_one(table, marks),
@@ -197,6 +190,34 @@ def row_of(record: Record, *, compact: bool) -> Row:
 _NO_TEXTS = ("", "", "")
 
 
+def kept_of(record: Record, *, compact: bool) -> Row:
+    """
+    The same as it is kept, in what any driver can send: digests in hex, null where it is usual.
+
+    Where the server is to make it so, it prepares a function for each value, each time.
+    """
+    row = row_of(record, compact=compact)
+    id, version, state, attempt, fingerprint, age_ms, lease_until_ms, margin_ms = row[:8]
+    expires_ms, nonce, label, scope, key, progress, response = row[8:]
+    return (
+        id.hex(),
+        version,
+        state,
+        None if attempt == 1 else attempt,
+        fingerprint.hex() or None,
+        None if age_ms == 1 else age_ms,
+        lease_until_ms or None,
+        None if margin_ms == _MARGIN_MS else margin_ms,
+        expires_ms,
+        nonce,
+        label or None,
+        scope or None,
+        key or None,
+        progress,
+        response,
+    )
+
+
 def values_of(record: Record, *, compact: bool) -> list[bytes | None]:
     """The same in the binary format."""
     row = row_of(record, compact=compact)
@@ -206,11 +227,11 @@ def values_of(record: Record, *, compact: bool) -> list[bytes | None]:
         _digest(id),
         bigint(version),
         _smallint(state),
-        _integer(attempt),
+        None if attempt == 1 else _integer(attempt),
         _digest(fingerprint),
-        bigint(age_ms),
-        bigint(lease_until_ms),
-        bigint(margin_ms),
+        None if age_ms == 1 else bigint(age_ms),
+        bigint(lease_until_ms) if lease_until_ms else None,
+        None if margin_ms == _MARGIN_MS else bigint(margin_ms),
         bigint(expires_ms),
         bigint(nonce),
         label.encode() or None,
@@ -320,24 +341,30 @@ def find(query: Query, select: bytes) -> tuple[bytes, list[object]]:
     """The statement that finds what *query* asks for, and one more to see if there is more."""
     conditions = list(_conditions(query))
     where = " and ".join(["true", *(text for text, _ in conditions)])
-    values = [value for _, value in conditions]
+    values = [value for _, given in conditions for value in given]
     text = b"%b where %b order by id limit %%s" % (select, where.encode())
     return text, [*values, query.limit + 1]
 
 
-def _conditions(query: Query) -> Iterator[tuple[str, object]]:
+def _conditions(query: Query) -> Iterator[tuple[str, Sequence[object]]]:
+    """
+    Each in a form of which the planner knows how rare it is, from its statistics.
+
+    There is no index for most of them, because completing would have to touch it. So it is either
+    all of the table, or along the ids until there are enough; who takes the rare for frequent goes
+    through all of them in that order, which takes many times as long.
+    """
     if query.after_id:
-        yield f"id > {_ID}", query.after_id
+        yield "id > %s::uuid", (query.after_id.hex(),)
     if query.id_prefix:
-        yield f"id >= {_ID}", query.id_prefix.ljust(ID_BYTES, b"\x00")
-        yield f"id <= {_ID}", query.id_prefix.ljust(ID_BYTES, b"\xff")
-    if query.key is not None:
-        yield "coalesce(key, '') = %s", pack_text(query.key)
-    if query.label is not None:
-        yield "coalesce(label, '') = %s", pack_text(query.label)
+        yield "id >= %s::uuid", (query.id_prefix.ljust(ID_BYTES, b"\x00").hex(),)
+        yield "id <= %s::uuid", (query.id_prefix.ljust(ID_BYTES, b"\xff").hex(),)
+    for name, text in (("key", query.key), ("label", query.label)):
+        if text is not None:
+            yield (f"{name} = %s", (pack_text(text),)) if text else (f"{name} is null", ())
     if query.state is not None:
-        yield "state = %s", query.state
+        yield "state = %s", (query.state,)
     if query.created_before_ms is not None:
-        yield "version - coalesce(age_ms, 1) < %s", query.created_before_ms
+        yield f"{CREATED_MS} < %s", (query.created_before_ms,)
     if query.expired_at_ms is not None:
-        yield from ((text.format("%s"), query.expired_at_ms) for text in _IS_OVER)
+        yield from ((text.format("%s"), (query.expired_at_ms,)) for text in _IS_OVER)

@@ -7,15 +7,14 @@ was made by a newer release, and is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import psycopg
 from psycopg import sql
 
 from coatcheck.errors import Misconfigured
-from coatcheck.stores.contract import Finding
 from coatcheck.stores.migration import HOW
+from coatcheck.stores.postgres_rows import CREATED_MS
 
 # What a record costs beside its response, in the compact layout: 28 bytes for the row as such, 63
 # for what is in it, some 50 for the index on `id` and 11 to 16 for the other one; the rest is free
@@ -56,6 +55,11 @@ create index coatcheck_records_expires on {records} ((expires_ms / 1000));
 """
 MIGRATIONS: tuple[str, ...] = (_FIRST,)
 
+# How old records are, for the planner: it knows what is usual of a column, and nothing of what is
+# made of two. Only a help, which PostgreSQL has from 14 on, so it is no migration.
+_AGES = f"create statistics if not exists {{}} on ({CREATED_MS}) from {{}}"
+_AGES_FROM = 140_000
+
 # Two could claim one key, so nobody can.
 NO_KEY = (
     "has no primary key, as in a restore that is not over: nothing is claimed there until "
@@ -66,13 +70,25 @@ NO_KEY = (
 _LOCK = 0x636F61746368
 
 
+# What is longer is cut off without a word, so that two schemas would be one.
+_NAME_BYTES_MAX = 63
+# What drivers take for the place of a value, and PostgreSQL for the end of a text.
+_UNSPEAKABLE = frozenset("%\0")
+
+
 class Names:
     """What our tables are called, in the schema that was asked for or in the one found first."""
 
     def __init__(self, schema: str) -> None:
+        if len(schema.encode()) > _NAME_BYTES_MAX or not _UNSPEAKABLE.isdisjoint(schema):
+            raise Misconfigured(
+                f"postgresql: schema={schema!r}: its name may have up to {_NAME_BYTES_MAX} bytes, "
+                "and neither a percent sign nor a NUL"
+            )
         self.schema = schema
         self.records = self._named("coatcheck_records")
         self.versions = self._named("coatcheck_schema")
+        self.ages = self._named("coatcheck_records_created")
 
     def _named(self, table: str) -> str:
         name = sql.Identifier(self.schema, table) if self.schema else sql.Identifier(table)
@@ -89,7 +105,7 @@ def prepare(connection: psycopg.Connection[Any], names: Names, *, create: bool) 
     if found == len(MIGRATIONS):
         return found
     if not create:
-        raise Misconfigured(_outdated(names, found))
+        raise Misconfigured(outdated(names, found))
     with connection.transaction():
         # What others have done while we wait for the lock is to be seen, whatever the role's
         # default is: in a snapshot from before it, we would make their tables again.
@@ -103,10 +119,13 @@ def prepare(connection: psycopg.Connection[Any], names: Names, *, create: bool) 
         for version, migration in enumerate(MIGRATIONS[found:], found + 1):
             _say(connection, migration.format(records=names.records))
             _say(connection, f"insert into {names.versions} values ({version})")
+        if connection.info.server_version >= _AGES_FROM:
+            _say(connection, _AGES.format(names.ages, names.records))
     return found
 
 
-def _outdated(names: Names, found: int) -> str:
+def outdated(names: Names, found: int) -> str:
+    """What is said of tables that are missing, or older than this release."""
     older = f"has schema {found}, older than {len(MIGRATIONS)} of this release"
     return f"{names.records} {older if found else 'is missing'}; {HOW}"
 
@@ -142,66 +161,3 @@ def version_of(connection: psycopg.Connection[Any], names: Names) -> int:
 def _say(connection: psycopg.Connection[Any], text: str) -> psycopg.Cursor[Any]:
     """Once in a life, so not worth preparing; several statements cannot be."""
     return connection.execute(text.encode(), prepare=False)
-
-
-def findings_of(connection: psycopg.Connection[Any], names: Names) -> list[Finding]:
-    """What the server's settings, and those of our table, mean for what is acknowledged."""
-    settings = dict(
-        connection.execute(
-            "select name, setting from pg_settings where name = any(%s)", (list(_SETTINGS),)
-        ).fetchall()
-    )
-    findings = [
-        Finding("warning", f"{name} = {value}: {_SETTINGS[name]}")
-        for name, value in settings.items()
-        if name in _SETTINGS and value == "off"
-    ]
-    (only_reads,) = connection.execute(
-        "select pg_is_in_recovery() or current_setting('transaction_read_only')::bool"
-    ).fetchone() or (False,)
-    if only_reads:
-        findings.insert(0, Finding("error", "this server only reads: a standby, or told to be"))
-    findings += _findings_of_table(connection, names)
-    return findings or [Finding("ok", f"PostgreSQL {connection.info.server_version // 10_000}")]
-
-
-def _findings_of_table(connection: psycopg.Connection[Any], names: Names) -> Iterator[Finding]:
-    try:
-        version = known_version(connection, names)
-    except Misconfigured as error:
-        yield Finding("error", str(error))
-        return
-    if version < len(MIGRATIONS):
-        yield Finding("error", _outdated(names, version))
-        return
-    found = connection.execute(_TABLE, (names.records,)).fetchone()
-    if found is None:
-        gone = f"is gone, and {names.versions} is not: restore the one, or drop the other and {HOW}"
-        yield Finding("error", f"{names.records} {gone}")
-        return
-    may_write, persistence, has_key = found
-    if not may_write:
-        needed = "select, insert, update and delete"
-        yield Finding("error", f"this role may not write to {names.records}; grant {needed}")
-    if not has_key:
-        yield Finding("error", f"{names.records} {NO_KEY}")
-    if persistence == "u":
-        yield Finding("warning", f"{names.records} is unlogged: a crash empties it")
-
-
-# The key is what a claim names (`postgres_rows.py`): unique, at once, and for all rows.
-_TABLE = """
-select (select bool_and(has_table_privilege(c.oid, said))
-        from unnest(array['select', 'insert', 'update', 'delete']) as said),
-       c.relpersistence,
-       exists (select from pg_index i join pg_attribute a on a.attrelid = c.oid
-               where i.indrelid = c.oid and i.indnkeyatts = 1 and i.indkey[0] = a.attnum
-                 and a.attname = 'id' and i.indisunique and i.indimmediate and i.indisvalid
-                 and i.indpred is null)
-from pg_class c where c.oid = to_regclass(%s)
-"""
-_SETTINGS = {
-    "fsync": "a power cut can lose or spoil everything",
-    "full_page_writes": "a power cut can spoil pages",
-    "synchronous_commit": "a crash forgets what was acknowledged within the last moments",
-}

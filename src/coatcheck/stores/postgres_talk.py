@@ -68,6 +68,10 @@ class Talk:
             # It lost, and yet it should win: its rival went between the two statements.
         raise StoreUnavailable("the record came and went too often to be written")
 
+    def write_once(self, swap: Swap) -> Flow[bool]:
+        """Whether *swap* wins, on a connection where nobody else is in the way."""
+        return (yield from self._write(swap)).command_tuples == 1
+
     def _write(self, swap: Swap) -> Say:
         sayings = self._sayings
         if swap.record is None:

@@ -20,7 +20,6 @@ from typing import Literal
 
 from coatcheck.core.flow import Effect, run
 from coatcheck.core.record import Record, Swap
-from coatcheck.core.scope import ID_BYTES
 from coatcheck.errors import CoatcheckError, Misconfigured, StoreUnavailable
 from coatcheck.stores import redis_values as values
 from coatcheck.stores.contract import SWEEP_BATCH, Bell, Finding, Page, Query, Wire, matches
@@ -29,11 +28,13 @@ from coatcheck.stores.migration import Migration
 from coatcheck.stores.redis_bell import RedisBell
 from coatcheck.stores.redis_cluster import Cluster
 from coatcheck.stores.redis_dangers import QUESTIONS, Health, Watch
-from coatcheck.stores.redis_flow import Flows, Send, Wait, refuse_refusals
+from coatcheck.stores.redis_doctor import findings_by_trying
+from coatcheck.stores.redis_flow import Flows, Send, Wait, refuse_refusal
 from coatcheck.stores.redis_line import Denied, Line, connector, master_connector
 from coatcheck.stores.redis_places import Place, Single
 from coatcheck.stores.redis_replies import Reply
 from coatcheck.stores.redis_url import Target, target_and_options
+from coatcheck.stores.unread import LeftOut
 
 PREFIX = "coatcheck:"
 # 5 s: thousands of times what an answer takes. Who has waited that long is better told so.
@@ -42,9 +43,6 @@ TIMEOUT_S = 5.0
 RECHECK_EVERY_MS = 60_000
 # 1000: a page of a search takes the server less than a millisecond, between those of others.
 _SCAN_COUNT = 1_000
-
-# One that loses, because nothing stands there: it changes nothing, and asks for every right.
-_IDLE_SWAP = Swap(bytes(ID_BYTES), 1, None)
 
 
 class RedisStore:
@@ -75,6 +73,7 @@ class RedisStore:
         self.name = target.name
         self._allow = allow
         self._looked_ms: int | None = None
+        self._left_out = LeftOut()
         self._keys = values.Keys(prefix)
         self._watch = Watch(allow, target.shape)
         self._place = _place(target, Wait(wait, timeout_s), self._watch)
@@ -156,11 +155,11 @@ class RedisStore:
         here and some seconds, in which the server goes on to serve others.
         """
         records: list[Record] = []
+        ids = sorted({id for id in self._scanned(query.id_prefix) if id > query.after_id})
         try:
-            ids = sorted({id for id in self._scanned(query.id_prefix) if id > query.after_id})
             for start in range(0, len(ids), values.READ_MAX):
-                some = self.get(ids[start : start + values.READ_MAX])
-                records += [record for record in some if record and matches(record, query)]
+                some = self._left_out.read(self.get, ids[start : start + values.READ_MAX])
+                records += [record for record in some if matches(record, query)]
                 if len(records) > query.limit:
                     return Page(records[: query.limit], records[query.limit - 1].id)
         except values.UnreadableValue as error:
@@ -174,7 +173,7 @@ class RedisStore:
             cursor = b"0"
             while True:
                 told = server.ask("SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT)
-                refuse_refusals(self.name, [told])
+                refuse_refusal(self.name, told)
                 cursor, keys = told
                 yield from (id for key in keys if (id := self._keys.id_of(key)) is not None)
                 if cursor == b"0":
@@ -187,7 +186,7 @@ class RedisStore:
         return 0
 
     def check(self) -> Sequence[Finding]:
-        """Whether the servers answer, and can forget; what was allowed is warned of."""
+        """Whether the servers can forget, and do what is asked; what was allowed is warned of."""
         findings: list[Finding] = []
         try:
             for health in self._healths().values():
@@ -197,7 +196,8 @@ class RedisStore:
                         "warning" if danger.name in self._allow else "error"
                     )
                     findings.append(Finding(level, danger.message))
-            self.swap((_IDLE_SWAP,))  # whether we may
+            parts = (self._place, self._keys, self._flows.packer, self.bell())
+            findings += findings_by_trying(self.name, *parts)
         except CoatcheckError as error:
             findings.append(Finding("error", str(error)))
         return findings
@@ -221,7 +221,7 @@ class RedisStore:
     def _time_ms(self) -> int:
         server = next(iter(self._place.servers()))
         told = server.ask("TIME")
-        refuse_refusals(self.name, [told])
+        refuse_refusal(self.name, told)
         seconds, microseconds = told
         return int(seconds) * 1_000 + int(microseconds) // 1_000
 

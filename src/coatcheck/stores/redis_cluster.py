@@ -9,11 +9,13 @@ we have to say that it may have taken effect; and its pipelines cannot wait for 
 
 from __future__ import annotations
 
+import os
 import threading
 from binascii import crc_hqx, hexlify
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from coatcheck.core.scope import ID_BYTES
 from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.stores.contract import Wire
 from coatcheck.stores.fork import renew_after_fork
@@ -22,7 +24,7 @@ from coatcheck.stores.redis_flow import Flows, Wait
 from coatcheck.stores.redis_line import Ask, Line, connector, exchange
 from coatcheck.stores.redis_places import Single
 from coatcheck.stores.redis_replies import Refusal, Reply
-from coatcheck.stores.redis_url import Address, Target
+from coatcheck.stores.redis_url import SENTINEL_EXAMPLE, Address, Target
 from coatcheck.stores.redis_values import Command, packed
 
 SLOTS = 16_384
@@ -35,6 +37,7 @@ class _Share(NamedTuple):
     """What of some commands is for one server."""
 
     node: Single
+    address: Address
     numbers: list[int]
     is_asking: bool  # it is to answer for slots that are only on their way to it
 
@@ -98,7 +101,8 @@ class Cluster:
             told = exchange([share.ask(commands, is_write=is_write) for share in shares])
             for share, answers in zip(shares, told, strict=True):
                 share.take(answers, replies)
-            left, moving = self._redirected(replies, left)
+            asked = {number: share.address for share in shares for number in share.numbers}
+            left, moving = self._redirected(replies, asked)
             if not left:
                 break
         return replies
@@ -116,22 +120,23 @@ class Cluster:
             slot = slot_of(commands[number].id)
             address = moving.get(number) or self._owners[slot]
             if address is None:
+                self._is_outdated = True
                 message = f"{self._target.name}: nobody serves slot {slot}"
                 replies[number] = StoreUnavailable(message)
             else:
                 numbers_of.setdefault(address, []).append(number)
         return [
-            _Share(self._node(address), some, not moving.keys().isdisjoint(some))
+            _Share(self._node(address), address, some, not moving.keys().isdisjoint(some))
             for address, some in sorted(numbers_of.items())
         ]
 
     def _redirected(
-        self, replies: Sequence[Reply], numbers: Sequence[int]
+        self, replies: Sequence[Reply], asked: Mapping[int, Address]
     ) -> tuple[list[int], dict[int, Address]]:
-        """Which of *numbers* were sent elsewhere; and where to, unless the new map will say."""
+        """Which of those *asked* sent us elsewhere; and where to, unless the new map will say."""
         left: list[int] = []
         moving: dict[int, Address] = {}
-        for number in numbers:
+        for number, teller in asked.items():
             reply = replies[number]
             if isinstance(reply, StoreUnavailable):
                 self._is_outdated = True  # a replica may be the master by now
@@ -143,7 +148,7 @@ class Cluster:
                 left.append(number)
             if reply.code == "ASK":  # "ASK slot host:port"
                 host, _, port = reply.text.rpartition(" ")[2].rpartition(":")
-                moving[number] = Address(host, int(port))
+                moving[number] = _told_by(teller, host, int(port))
         return left, moving
 
     def _node(self, address: Address) -> Single:
@@ -176,7 +181,8 @@ class Cluster:
             if type(told) is Refusal:
                 # Found when the store is opened; later, it is a server that has changed.
                 kind = StoreUnavailable if self._masters else Misconfigured
-                raise kind(f"redis {address}: {told}; redis:// is for a single server")
+                message = f"redis {address}: {told}; redis:// is for a single server"
+                raise kind(f"{message}, {SENTINEL_EXAMPLE} for one that Sentinels watch")
             self._adopt(told, address)
             return
         raise errors[-1]
@@ -184,9 +190,8 @@ class Cluster:
     def _adopt(self, told: Sequence[Reply], teller: Address) -> None:
         owners: list[Address | None] = [None] * SLOTS
         for first, last, master, *_replicas in told:
-            # A node that does not know its own name is at the address where we have asked it.
-            host = master[0].decode() if master[0] else teller.host
-            owners[first : last + 1] = [Address(host, master[1])] * (last + 1 - first)
+            owner = _told_by(teller, (master[0] or b"").decode(), master[1])
+            owners[first : last + 1] = [owner] * (last + 1 - first)
         self._owners = owners
         self._masters = sorted({owner for owner in owners if owner is not None})
         self._is_outdated = False
@@ -199,6 +204,16 @@ class Cluster:
         self._is_outdated = True
         self._learn_if_outdated()
         return [self._node(address).operator for address in self._masters]
+
+    def an_id_each(self) -> Sequence[bytes]:
+        """Drawn until every master has one."""
+        self._learn_if_outdated()
+        ids: dict[Address, bytes] = {}
+        while len(ids) < len(self._masters):
+            id = os.urandom(ID_BYTES)
+            if owner := self._owners[slot_of(id)]:
+                ids.setdefault(owner, id)
+        return list(ids.values())
 
     def wire(self, flows: Flows) -> Wire:
         """None: who has several servers to ask asks all of them from one thread."""
@@ -216,6 +231,11 @@ class Cluster:
         with self._mutex:
             for node in self._nodes.values():
                 node.close()
+
+
+def _told_by(teller: Address, host: str, port: int) -> Address:
+    """Where *teller* sends us; a node that it cannot name, or will not, is where it is itself."""
+    return Address(teller.host if host in ("", "?") else host, port)
 
 
 def slot_of(id: bytes) -> int:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.contract import Finding
 from coatcheck.stores.redis_replies import Refusal, Reply
-from coatcheck.stores.redis_url import Shape
+from coatcheck.stores.redis_url import SENTINEL_EXAMPLE, Shape
 from coatcheck.stores.redis_values import Command, packed
 
 logger = logging.getLogger("coatcheck")
@@ -152,7 +152,9 @@ def _about_kind(info: Mapping[str, str], *, is_cluster: bool) -> Iterator[Danger
     numbers = tuple(int(word) for word in version.split(".")[:2] if word.isdecimal())
     if numbers and numbers < _VERSION_MIN:
         yield Danger("", f"Redis {version}; at least 6.2 is needed, or any Valkey")
-    if info.get("cluster_enabled") == "1" and not is_cluster:
+    if "sentinel" in (info.get("redis_mode"), info.get("server_mode")):  # in Redis, in Valkey
+        yield Danger("", f"is a Sentinel, which holds no records; write {SENTINEL_EXAMPLE}")
+    elif info.get("cluster_enabled") == "1" and not is_cluster:
         yield Danger("", "is a node of a cluster; write redis+cluster://")
 
 

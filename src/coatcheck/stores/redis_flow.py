@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from coatcheck.core.flow import Effect, Flow
 from coatcheck.core.record import GONE, RUNNING, Record, Swap
@@ -18,6 +19,7 @@ from coatcheck.stores import redis_values as values
 from coatcheck.stores.fates import Fate, results_of
 from coatcheck.stores.redis_dangers import QUESTIONS, Watch
 from coatcheck.stores.redis_replies import Refusal, Reply
+from coatcheck.stores.unread import Unread
 
 # Said of the server, not of one record: everybody in the batch would be told the same.
 _OF_THE_SERVER = frozenset(
@@ -66,10 +68,11 @@ class Flows:
             yield from self._repeated(calls, replies)
         self._learn(replies)
         for call, reply in zip(calls, replies, strict=True):
-            standing = self._values_of(reply, len(call.swaps))
+            standing = self._values_of(bare(reply), len(call.swaps))
             for place, value in enumerate(standing, call.start):
                 if value is not None:
                     fates[place] = self._fate(swaps[place].id, value) if value else GONE
+            _refuse_unacknowledged(call, reply, fates)
         return results_of(fates)
 
     def _repeated(self, calls: Sequence[values.Command], replies: list[Reply]) -> Flow[None]:
@@ -98,7 +101,7 @@ class Flows:
         if not beginnings:
             return
         if not self.watch.is_spread:  # else several servers were asked already
-            told = yield from Send(QUESTIONS)
+            told = [bare(reply) for reply in (yield from Send(QUESTIONS))]
             self.watch.learn({self.name: self.watch.health_of(self.name, told)})
         if self.watch.refused:
             mixed = beginnings < len(swaps)  # then each is asked for alone, and may end
@@ -119,7 +122,7 @@ class Flows:
     def _values_of(self, reply: Reply, count: int) -> Sequence[Reply]:
         """What a *reply* about *count* records has of each: a value, or an error of it alone."""
         if type(reply) is Refusal:
-            if count > 1 and reply.code not in _OF_THE_SERVER:
+            if count > 1 and not _is_of_the_server(reply):
                 # Of one of them: whoever groups asks for each alone when this is raised.
                 raise values.UnreadableValue(str(reply))
             reply = StoreUnavailable(f"{self.name}: {reply}")
@@ -132,7 +135,7 @@ class Flows:
         try:
             return values.record_of(id, value)
         except values.UnreadableValue as error:
-            return StoreUnavailable(f"{self.name}: {error}")
+            return Unread(f"{self.name}: {error}")
 
 
 def _begins(swap: Swap) -> bool:
@@ -146,6 +149,24 @@ def _begins(swap: Swap) -> bool:
     return record is not None and record.state == RUNNING and record.version > swap.expected + 1
 
 
+def _refuse_unacknowledged(call: values.Command, reply: Reply, fates: list[Fate]) -> None:
+    """Those of *call* that have written something, where too few replicas have it."""
+    if type(reply) is Unacknowledged:
+        for place, swap in enumerate(call.swaps, call.start):
+            if _has_written(swap, fates[place]):
+                fates[place] = reply.outage
+
+
+def _has_written(swap: Swap, fate: Fate) -> bool:
+    """*swap* took effect: now, or before, where its writer has come again and found its own."""
+    if not isinstance(fate, Record):
+        return fate is None
+    if swap.record is None:
+        return fate is GONE
+    # Not by what is sealed, which is never the same twice.
+    return (fate.version, fate.nonce) == (swap.record.version, swap.record.nonce)
+
+
 def _is_unknown(reply: Reply) -> bool:
     """The server does not know the script, or not the command for a claim: nothing was done."""
     if type(reply) is not Refusal:
@@ -154,22 +175,32 @@ def _is_unknown(reply: Reply) -> bool:
     return reply.code == "NOSCRIPT" or str(reply).endswith("syntax error")
 
 
-def refuse_refusals(name: str, replies: Sequence[Reply]) -> None:
-    """Raise, if any command was refused."""
-    refusals = [reply for reply in replies if type(reply) is Refusal]
-    for refusal in refusals:
-        if refusal.code not in _OF_THE_SERVER:
-            raise values.UnreadableValue(str(refusal))
-    if refusals:
-        raise StoreUnavailable(
-            f"{name}: {refusals[0]}",
-            is_ambiguous=len(refusals) < len(replies),  # some of the commands were performed
-        )
+def _is_of_the_server(refusal: Refusal) -> bool:
+    # What it calls a command that was renamed, or that a proxy does not pass on, has no code.
+    return refusal.code in _OF_THE_SERVER or "unknown " in str(refusal).lower()
+
+
+def refuse_refusal(name: str, reply: Reply) -> None:
+    """Raise, if a command was refused that changes nothing."""
+    if type(reply) is Refusal:
+        raise StoreUnavailable(f"{name}: {reply}")
 
 
 def is_demoted(replies: Sequence[Reply]) -> bool:
     """Whoever has said this is the master no longer; connecting anew finds who is."""
     return any(type(reply) is Refusal and reply.code == "READONLY" for reply in replies)
+
+
+class Unacknowledged(NamedTuple):
+    """A *reply* to what may have written something; if it has, too few have it: the *outage*."""
+
+    reply: Reply
+    outage: StoreUnavailable
+
+
+def bare(reply: Reply) -> Reply:
+    """*reply* to what has written nothing."""
+    return reply.reply if type(reply) is Unacknowledged else reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,15 +215,16 @@ class Wait:
         limit_ms = self.timeout_s * _WAIT_SHARE * 1_000
         return values.packed(b"WAIT", b"%d" % self.replicas, b"%d" % limit_ms)
 
-    def refuse_too_few(self, name: str, replies: Sequence[Reply], waited: Reply) -> None:
-        """Raise, if *replies* are of writes that fewer have; *waited* is the reply to `command`."""
+    def judged(self, name: str, replies: Sequence[Reply], waited: Reply) -> list[Reply]:
+        """*replies*, and that few know of them where it is so, by the reply to `command`."""
         acknowledged = waited if type(waited) is int else 0  # none, where it refuses to wait
-        is_done = any(type(reply) is not Refusal for reply in replies)
-        if acknowledged < self.replicas and is_done:
-            raise StoreUnavailable(
-                f"{name}: acknowledged by {acknowledged} replicas, but wait={self.replicas}",
-                is_ambiguous=True,
-            )
+        if acknowledged >= self.replicas:
+            return list(replies)
+        outage = StoreUnavailable(
+            f"{name}: acknowledged by {acknowledged} replicas, but wait={self.replicas}",
+            is_ambiguous=True,
+        )
+        return [r if type(r) is Refusal else Unacknowledged(r, outage) for r in replies]
 
 
 # For whoever does not write, or trusts one server.

@@ -123,9 +123,7 @@ class Line:
             self.abandon()
             raise
         self._mutex.release()
-        if self._wait.replicas:
-            self._wait.refuse_too_few(self.name, replies, waited)
-        return replies
+        return self._wait.judged(self.name, replies, waited) if self._wait.replicas else replies
 
     def _ready(self) -> Connection:
         """A connection on which nothing is unread."""

@@ -6,9 +6,11 @@ made of single servers: see `redis_cluster.py`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+from coatcheck.core.scope import ID_BYTES
 from coatcheck.stores.contract import Wire
 from coatcheck.stores.redis_dangers import Watch
 from coatcheck.stores.redis_flow import Flows, Wait, is_demoted
@@ -40,6 +42,10 @@ class Place(Protocol):
 
     def servers(self) -> Iterable[Line]:
         """A line to each server that holds records, for operators."""
+        ...
+
+    def an_id_each(self) -> Sequence[bytes]:
+        """For each server an id that nobody has, and whose record would live there."""
         ...
 
     def wire(self, flows: Flows) -> Wire:
@@ -89,6 +95,10 @@ class Single:
     def servers(self) -> Iterable[Line]:
         """The one line for operators."""
         return (self.operator,)
+
+    def an_id_each(self) -> Sequence[bytes]:
+        """Any id."""
+        return (os.urandom(ID_BYTES),)
 
     def wire(self, flows: Flows) -> Wire:
         """Connections of the running event loop's own."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Literal, NamedTuple, TypeAlias, TypedDict
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from coatcheck.core.policy import duration_ms
 from coatcheck.errors import Misconfigured
+from coatcheck.stores.url import seconds_of, shown
 
 # The dangers that are refused unless they are allowed by name; see `redis_dangers.py`.
 DANGERS = ("eviction", "no-persistence", "replica")
@@ -25,8 +25,9 @@ _SHAPES: dict[str, Shape] = {
     "redis+sentinel": "sentinel",
     "redis+cluster": "cluster",
 }
+SENTINEL_EXAMPLE = "redis+sentinel://host1:26379,host2:26379/service/0"
 _EXAMPLES = (
-    "redis://host:6379/0, rediss://host:6379/0, redis+sentinel://host1:26379,host2:26379/service/0 "
+    f"redis://host:6379/0, rediss://host:6379/0, {SENTINEL_EXAMPLE} "
     "or redis+cluster://host1:6379,host2:6379"
 )
 _THERE_ARE = (
@@ -96,7 +97,7 @@ def target_and_options(url: str) -> tuple[Target, Options]:
     username, _, password = login.partition(":")
     service, database = _path(parts, shape)
     default_port = _SENTINEL_PORT if shape == "sentinel" else _PORT
-    addresses = tuple(_address(host, default_port, url) for host in hosts.split(","))
+    addresses = tuple(_address(host, default_port) for host in hosts.split(","))
     if shape == "single" and len(addresses) > 1:
         raise Misconfigured(f"{parts.scheme}:// names one server; write {_EXAMPLES}")
     target = Target(
@@ -114,13 +115,14 @@ def target_and_options(url: str) -> tuple[Target, Options]:
     return target, options
 
 
-def _address(text: str, default_port: int, url: str) -> Address:
+def _address(text: str, default_port: int) -> Address:
     try:
         parts = urlsplit(f"//{text}")
         return Address(parts.hostname or "localhost", parts.port or default_port)
-    except ValueError as error:
-        shown = urlsplit(url)._replace(netloc=text).geturl()  # without a password
-        raise Misconfigured(f"{shown!r} names no server ({error}); write {_EXAMPLES}") from error
+    except ValueError:
+        # Not from that error, and not as it is written: what it takes for a port may be a password.
+        host = text.partition(":")[0]
+        raise Misconfigured(f"redis: {host}:… names no server; write {_EXAMPLES}") from None
 
 
 def _path(parts: SplitResult, shape: str) -> tuple[str, int]:
@@ -130,7 +132,7 @@ def _path(parts: SplitResult, shape: str) -> tuple[str, int]:
     database = words.pop(0) if words else ""
     is_known = not words and not parts.fragment and (database or "0").isdecimal()
     if not is_known or (shape == "sentinel" and not service):
-        raise Misconfigured(f"{parts.scheme}://…{parts.path} cannot be meant; write {_EXAMPLES}")
+        raise Misconfigured(f"{shown(parts.geturl())} cannot be meant; write {_EXAMPLES}")
     number = int(database or "0")
     if shape == "cluster" and number:
         raise Misconfigured(f"redis+cluster: database {number}; a cluster has none but 0")
@@ -154,10 +156,7 @@ def _take(options: Options, name: str, value: str) -> None:
 
 
 def _seconds(name: str, value: str) -> float:
-    try:
-        seconds = duration_ms(value) / 1_000
-    except ValueError as error:
-        raise Misconfigured(f"redis: {name}: {error}") from error
+    seconds = seconds_of(f"redis: {name}", value)
     if seconds <= 0:
         raise Misconfigured(f"redis: {name}={value} leaves no time to answer")
     return seconds

@@ -78,7 +78,7 @@ def stored(record: Record, *, compact: bool) -> tuple[bytes, int]:
 def record_of(id: bytes, value: bytes) -> Record:
     """The record that *value* was made of."""
     if len(value) < _HEAD.size or value[0] != _FORMAT:
-        raise UnreadableValue(f"the value of {id.hex()} is not a record that this release can read")
+        raise _unreadable(id)
     # fmt: off
     (_, version, state, attempt, created_ms, lease_until_ms, window_until_ms,
         expires_ms, nonce, a, b, c, d, progress_bytes, has_response) = _HEAD.unpack_from(value)
@@ -89,6 +89,14 @@ def record_of(id: bytes, value: bytes) -> Record:
     c += b
     d += c
     e = d if progress_bytes == _NONE else d + progress_bytes
+    try:
+        label, scope, key = (
+            value[a:b].decode("utf-8", "surrogatepass"),
+            value[b:c].decode("utf-8", "surrogatepass"),
+            value[c:d].decode("utf-8", "surrogatepass"),
+        )
+    except UnicodeDecodeError as error:
+        raise _unreadable(id) from error
     return new_record(
         (
             id,
@@ -101,13 +109,17 @@ def record_of(id: bytes, value: bytes) -> Record:
             window_until_ms,
             expires_ms,
             nonce,
-            value[a:b].decode("utf-8", "surrogatepass"),
-            value[b:c].decode("utf-8", "surrogatepass"),
-            value[c:d].decode("utf-8", "surrogatepass"),
+            label,
+            scope,
+            key,
             None if progress_bytes == _NONE else value[d:e],
             value[e:] if has_response else None,
         )
     )
+
+
+def _unreadable(id: bytes) -> UnreadableValue:
+    return UnreadableValue(f"the value of {id.hex()} is not a record that this release can read")
 
 
 class Keys:

@@ -163,10 +163,8 @@ class _Link:
 
     def _hear_waited(self, hear: _Hear, replies: list[Reply], error: BaseException | None) -> None:
         if error is None:
-            try:
-                self._wait.refuse_too_few(self._name, replies, replies.pop())
-            except StoreUnavailable as too_few:
-                error = too_few
+            *replies, waited = replies
+            replies = self._wait.judged(self._name, replies, waited)
         hear(replies, error)
 
     def _outage_of(self, error: Exception) -> StoreUnavailable:

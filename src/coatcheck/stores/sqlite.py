@@ -19,7 +19,6 @@ from collections.abc import Iterable, Sequence
 from typing import TypedDict
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from coatcheck.core.policy import duration_ms
 from coatcheck.core.record import GONE, Record, Swap
 from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.stores import sqlite_file as file
@@ -30,6 +29,7 @@ from coatcheck.stores.migration import Migration
 from coatcheck.stores.sqlite_file import findings_about, identity_of, in_turn
 from coatcheck.stores.sqlite_ledger import ledger_for
 from coatcheck.stores.sqlite_line import Line
+from coatcheck.stores.url import seconds_of, shown
 
 _GONE = "it was deleted or replaced while in use; restart whoever uses it"
 # 5 s: thousands of commits of others. Who has waited that long for a lock is better told so.
@@ -293,12 +293,20 @@ def _flat(written: Iterable[rows.Row]) -> list[object]:
 def _named_by(url: str) -> tuple[str, _Options]:
     parts = urlsplit(url)
     path = unquote(parts.path.removeprefix("/"))
-    if parts.netloc or parts.fragment or path in ("", ":memory:"):
+    if parts.netloc or parts.fragment or path in ("", ":memory:") or not _can_name(path):
         raise Misconfigured(
-            f"{url!r} names no file; write sqlite:///relative.db or sqlite:////absolute.db "
+            f"{shown(url)} names no file; write sqlite:///relative.db or sqlite:////absolute.db "
             "('#' as %23), or memory:// for a store that may forget"
         )
     return path, _options(parts.query)
+
+
+def _can_name(path: str) -> bool:
+    """The system could have a file of this name."""
+    try:
+        return b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
 
 
 class _Options(TypedDict, total=False):
@@ -313,17 +321,10 @@ def _options(query: str) -> _Options:
         if name == "compact" and value in ("0", "1"):
             options["compact"] = value == "1"
         elif name == "busy_timeout":
-            options["busy_timeout_s"] = _seconds(name, value)
+            options["busy_timeout_s"] = seconds_of(f"sqlite: {name}", value)
         else:
             raise Misconfigured(
                 f"sqlite: {name}={value} is no option; there are compact=0 or 1 (keep only "
                 "digests) and busy_timeout=5s (how long to wait while others write)"
             )
     return options
-
-
-def _seconds(name: str, value: str) -> float:
-    try:
-        return duration_ms(value) / 1_000
-    except ValueError as error:
-        raise Misconfigured(f"sqlite: {name}: {error}") from error
