@@ -7,13 +7,15 @@ under "coatcheck.operation", or from `current_operation()` anywhere below.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from coatcheck.core.key import reference_of
-from coatcheck.core.policy import Duration, duration_ms
+from coatcheck.core.not_awaited import refuse_async
+from coatcheck.core.policy import Duration, duration_ms, header_name
 from coatcheck.core.progress import Note, progress_of
 from coatcheck.core.record import Record
 from coatcheck.core.scope import derive
@@ -270,6 +272,7 @@ class Operation:
 
     def on_lost(self, callback: Callable[[], object]) -> None:
         """Have *callback* called, in some thread, when another attempt has taken over."""
+        refuse_async("on_lost", callback)
         self._writing().on_lost(callback)
 
     def _standing(self) -> Record:
@@ -295,7 +298,9 @@ class Operation:
         The same for every attempt, another for every *name*, and shaped like a UUID, so that
         every provider accepts it.
         """
-        return derive(self._claim.id, name, life=self._claim.created_ms, secret=self._secret)
+        claim = self._claim
+        life, request = claim.created_ms, claim.fingerprint
+        return derive(claim.id, name, life=life, request=request, secret=self._secret)
 
 
 def _lease_ms(lease: Duration) -> int:
@@ -330,6 +335,34 @@ class Happened:
     body: bytes = b""
     # For guarded functions: what the function would have returned.
     value: Any = field(default=None)
+
+    def __post_init__(self) -> None:
+        """Refuse what could not be served: every retry would meet it, and nobody else."""
+        status: object = self.status
+        headers: object = self.headers
+        body: object = self.body
+        if not isinstance(status, int) or not 200 <= status <= 599:
+            raise Misconfigured(f"status is {status!r}; it is a number from 200 to 599")
+        if not isinstance(headers, (tuple, list)):
+            raise Misconfigured(f"headers is {headers!r}; it is a list of pairs of texts")
+        for header in headers:
+            _check_header(header)
+        if not isinstance(body, bytes):
+            raise Misconfigured(f"body is a {type(body).__name__}; it is bytes")
+
+
+# RFC 9110 §5.5: no control characters but tabs, and what Latin-1 can say.
+_HEADER_VALUE = re.compile(r"[\t -~\x80-\xff]*")
+
+
+def _check_header(header: object) -> None:
+    match header:
+        case (name, str(value)):
+            header_name(name)
+            if _HEADER_VALUE.fullmatch(value) is None:
+                raise Misconfigured(f"{value!r} cannot be the value of the header {name}")
+        case _:
+            raise Misconfigured(f"{header!r} is no header; it is a pair of texts")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,17 +15,25 @@ logger = logging.getLogger("coatcheck")
 
 
 class Decision(NamedTuple):
-    """What became of one guarded request."""
+    """
+    What became of one guarded request or call; what observers get.
+
+    "executed": it ran here, now; "replayed": it had its answer already; "refused": its answer is a
+    problem, and *code* says which; "failed": its handler raised, or its transaction was undone.
+    """
 
     outcome: Literal["executed", "replayed", "refused", "failed"]
+    # For people, and for `coatcheck lookup`; "" where nothing could be made of its key.
     reference: str
-    label: str
-    scope: str
-    attempt: int
+    label: str  # "POST /orders", or what a guarded function is called
+    scope: str  # the caller's digest
+    attempt: int  # 1 for the first; 0 where it was refused or has failed
     code: str  # the problem's code where it was refused, else ""
     duration_ms: int
 
 
+# Called in the thread or on the event loop of the request, so it must not take long. What it raises
+# is logged and goes no further.
 Observer: TypeAlias = Callable[[Decision], object]
 
 
@@ -37,7 +45,7 @@ def log_decision(decision: Decision) -> None:
             level,
             "%s %s %s attempt=%d %s%dms",
             decision.outcome,
-            decision.reference,
+            decision.reference or "-",
             decision.label,
             decision.attempt,
             decision.code + " " if decision.code else "",

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from coatcheck.core.key import reference_of
-from coatcheck.core.progress import NOT_KEPT, Progress, progress_of
+from coatcheck.core.progress import NOT_KEPT, Progress, is_sealed, readable_progress_of
 from coatcheck.core.record import (
     RUNNING,
     STATE_NAMES,
@@ -19,7 +19,7 @@ from coatcheck.core.record import (
     attempt_began_ms,
     is_lease_over,
 )
-from coatcheck.core.replay import PACKED, outline_of
+from coatcheck.core.replay import outline_of
 
 
 def facts_of(record: Record, now_ms: int) -> dict[str, Any]:
@@ -40,13 +40,8 @@ def facts_of(record: Record, now_ms: int) -> dict[str, Any]:
         "expires": iso(record.expires_ms),
         "is_lease_over": is_lease_over(record, now_ms) if running else None,
         "response": _answer(record.response),
-        **_story(None if is_sealed(record) else progress_of(record)),
+        **_story(readable_progress_of(record)),
     }
-
-
-def is_sealed(record: Record) -> bool:
-    """What was noted in *record* can only be read with a key ring (X1)."""
-    return record.progress is not None and record.progress[:1] in PACKED
 
 
 def _answer(blob: bytes | None) -> dict[str, Any] | None:
@@ -57,7 +52,7 @@ def _answer(blob: bytes | None) -> dict[str, Any] | None:
 
 
 def _story(progress: Progress | None) -> dict[str, Any]:
-    """What the attempts and people have written down; None where that is sealed."""
+    """What the attempts and people have written down; None where nobody can read it."""
     if progress is None:
         return dict.fromkeys(("steps", "notes", "progress", "resolutions"))
     report = progress.report
@@ -88,10 +83,10 @@ def times_of(record: Record) -> str:
 
 def story_of(record: Record) -> Iterator[tuple[str, str]]:
     """The same story for people: what each line is, and what it says."""
-    if is_sealed(record):
-        yield "notes", "sealed"
+    progress = readable_progress_of(record)
+    if progress is None:
+        yield "notes", "sealed" if is_sealed(record) else "damaged"
         return
-    progress = progress_of(record)
     for step in progress.steps:
         end = "done" if step.value is not None else "begun"
         not_kept = ", its result was not kept" if step.value == NOT_KEPT else ""

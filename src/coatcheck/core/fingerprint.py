@@ -79,7 +79,7 @@ def fingerprint_of(
         is_retry
         and not headers
         and isinstance(body, bytes)
-        and len(body) + len(path) + len(query) <= REMEMBERED_BYTES_MAX
+        and len(body) + len(path) + len(query) + len(content_type) <= REMEMBERED_BYTES_MAX
     ):
         return _remembered(method, path, query, content_type, body, ignore, secret)
     included = _framed((name.lower(), value) for name, value in headers) if headers else b""
@@ -90,8 +90,9 @@ def fingerprint_of(
     else:
         body, read = _read(media, body, ignore)
     content, as_what = (body, media.as_bytes) if read is None else (read, media.as_read)
-    # What is remembered is bounded: no honest path is longer.
-    make = _remembered_head if len(path) <= REMEMBERED_BYTES_MAX else _head_of
+    # What is remembered is bounded: no honest path, and no honest content type, is longer.
+    is_short = len(path) + len(as_what) <= REMEMBERED_BYTES_MAX
+    make = _remembered_head if is_short else _head_of
     head = make(as_what, method, path, len(query), len(included))
     if isinstance(content, bytes):
         return digested(_DOMAIN, secret, b"".join((head, query, included, content)))

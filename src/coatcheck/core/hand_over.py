@@ -26,11 +26,10 @@ from coatcheck.core.record import (
     next_version,
     renewed,
 )
-from coatcheck.core.replay import KEEP, Fate, Response, encode_response, fate_of
+from coatcheck.core.replay import Fate
 from coatcheck.core.scope import ID_BYTES, digested
 from coatcheck.core.serve import (
     Answer,
-    Ending,
     Execute,
     Executed,
     Reconcile,
@@ -139,16 +138,3 @@ def _executed(claim: Record, ticket: Ticket, policy: Policy) -> Flow[Answer]:
     if lost is None or lost.version == 0:  # gone: its whole retention passed while it ran
         return Executed(claim)
     return superseded(lost, ticket, policy)
-
-
-def ending_of_accepted(response: Response, policy: Policy) -> Ending:
-    """
-    What *response* means for a claim whose client was told to ask for it later.
-
-    A refusal at the door (401, 403 …) is kept here: its client would never see it otherwise.
-    """
-    fate = fate_of(response, policy.keep, reruns=policy.reruns)
-    if fate not in (KEEP, Fate.FORGET):
-        return Ending(fate)
-    is_kept = len(response.body) <= policy.response_bytes_max
-    return Ending(KEEP, encode_response(response) if is_kept else None)

@@ -1,6 +1,7 @@
 """Functions of the application's that are called, and not awaited.
 
-An async one would give a coroutine, and a key made of that is another one with every retry.
+An async one would give a coroutine: a key made of that is another one with every retry, and an
+archive that only gives one has archived nothing.
 """
 
 from __future__ import annotations

@@ -52,7 +52,10 @@ class Policy:
 
     # The status for the same key with another request.
     mismatch: Literal[400, 409, 422] = 422
-    # Which answers are kept: "final", "all" (5xx too), or a function of the response.
+    # Which answers are kept: "final", "all" (5xx too), or a function of the response. It is not
+    # asked about one over *response_bytes_max*, where the status decides. If it raises, that is
+    # logged and the answer is kept; under "reconcile" and "manual" one that is not final leaves the
+    # operation in doubt: nothing runs twice because of it.
     keep: Keep = "final"
 
     # What follows an attempt that died: "retry", "reconcile" (ask *reconcile*) or "manual".
@@ -103,7 +106,8 @@ class Policy:
     reference_header: str = "Idempotency-Reference"
     # Where operations that answered 202 are asked after.
     status_path: str = "/idempotency/operations/"
-    # Where the problem types are explained.
+    # The `type` of a problem is this, "#" and its code. The default is a name and need not lead
+    # anywhere; give the address of a page of your own, with what is in docs/reference/problems.md.
     docs_url: str = "https://coatcheck.readthedocs.io/problems"
 
     # Worked out once, for the path of a request.
@@ -137,10 +141,10 @@ class Policy:
         set_(self, "reconcile_timeout_ms", _ms("reconcile_timeout", self.reconcile_timeout))
         set_(self, "patience_ms", _ms("patience", self.patience))
         set_(self, "pointers", tuple(_pointer(text) for text in self.ignore))
-        set_(self, "header_names", tuple(_header_name(n) for n in self.include_headers))
-        set_(self, "key_name", _header_name(self.key_header))
-        set_(self, "replayed_name", _header_name(self.replayed_header))
-        set_(self, "reference_name", _header_name(self.reference_header))
+        set_(self, "header_names", tuple(header_name(n) for n in self.include_headers))
+        set_(self, "key_name", header_name(self.key_header))
+        set_(self, "replayed_name", header_name(self.replayed_header))
+        set_(self, "reference_name", header_name(self.reference_header))
         set_(self, "names_given", (self.replayed_name, self.reference_name))
         set_(self, "reruns", self.recovery == "retry")
         set_(self, "mark", _mark(self.recovery, self.reconcile))
@@ -164,8 +168,16 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     # draft-ietf-httpapi-idempotency-key-header: 400, 409 and 422 as it says, the key required
     # where the route says so, and a duplicate is told of the conflict rather than held.
     "ietf": {"in_flight": "409", "wait": 0},
-    # What Stripe documents: every answer is kept, a mismatch is a 400, a conflict a 409 at once.
-    "stripe": {"in_flight": "409", "wait": 0, "mismatch": 400, "keep": "all", "window": "24h"},
+    # What Stripe documents: every answer is kept, a mismatch is a 400, a conflict a 409 at once. A
+    # late retry, where it is refused, is a 429, as its clients know refusals.
+    "stripe": {
+        "in_flight": "409",
+        "wait": 0,
+        "mismatch": 400,
+        "keep": "all",
+        "window": "24h",
+        "expired_status": 429,
+    },
     # For money: no key, no charge; three days, so that a Friday's outage survives the weekend;
     # and nothing with an unclear end runs again by itself.
     "payments": {"required": True, "window": "72h", "recovery": "manual"},
@@ -186,6 +198,9 @@ POLICY_FIELDS = frozenset(name for name, f in Policy.__dataclass_fields__.items(
 _UNITS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "min": 60_000, "h": 3_600_000, "d": 86_400_000}
 # A hundred years: what is added to today's date stays one that calendars and databases know.
 DURATION_MS_MAX = 100 * 365 * _UNITS_MS["d"]
+# 50 ms: a thread that renews it gets its turn within that, and a store answers; below, what lives
+# is taken over, and the heart beats without a rest.
+LEASE_MS_MIN = 50
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|min|h|d)\s*")
 
 
@@ -237,6 +252,9 @@ def _strings(name: str, values: Collection[str]) -> tuple[str, ...]:
 
 def _methods(values: Collection[str]) -> tuple[str, ...]:
     methods = tuple(method.upper() for method in _strings("methods", values))
+    for method in methods:
+        if _TOKEN.fullmatch(method) is None:
+            raise Misconfigured(f"{method!r} cannot be a method: it is one word, such as 'POST'")
     safe = sorted(SAFE_METHODS.intersection(methods))
     if safe:
         raise Misconfigured(f"{', '.join(safe)} cannot be guarded: it changes nothing")
@@ -250,11 +268,13 @@ def _pointer(text: str) -> Pointer:
         raise Misconfigured(f"ignore: {error}") from error
 
 
-_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+# RFC 9110 §5.6.2: what headers and methods are called.
+_TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
-def _header_name(name: object) -> bytes:
-    if not isinstance(name, str) or _HEADER_NAME.fullmatch(name) is None:
+def header_name(name: object) -> bytes:
+    """*name* as headers are compared; one that no header can have is refused."""
+    if not isinstance(name, str) or _TOKEN.fullmatch(name) is None:
         raise Misconfigured(f"{name!r} cannot be the name of a header")
     return name.lower().encode()
 
@@ -273,7 +293,7 @@ _CHOICES: Mapping[str, tuple[Any, ...]] = {
 def _check_choices(policy: Policy) -> None:
     for name, choices in _CHOICES.items():
         value = getattr(policy, name)
-        if value not in choices:
+        if value not in choices or not isinstance(value, type(choices[0])):  # 422.0 is no status
             offered = ", ".join(map(repr, choices))
             raise Misconfigured(f"{name} is {value!r}; choose one of {offered}")
     refuse_async("keep", policy.keep)
@@ -286,6 +306,11 @@ def _check_choices(policy: Policy) -> None:
 def _check_times(policy: Policy) -> None:
     if policy.lease_ms <= 0:
         raise Misconfigured("lease must be longer than zero: it is how long a claim holds")
+    if policy.lease_ms < LEASE_MS_MIN:
+        raise Misconfigured(
+            f"lease is {policy.lease!r}; {LEASE_MS_MIN} ms is the least: it is renewed three times "
+            "in its span, and would run out while its executor lives"
+        )
     if policy.reconcile_timeout_ms <= 0:
         raise Misconfigured("reconcile_timeout must be longer than zero: nothing answers at once")
     if policy.window_ms < policy.lease_ms:
@@ -320,9 +345,34 @@ def _check_limits(policy: Policy) -> None:
             raise Misconfigured(f"{name} is {value!r}; it is a whole number from {smallest} up")
 
 
+# Headers that mean something to every client, server and proxy; ours would be in their place.
+_OF_HTTP = frozenset(
+    b"""accept accept-charset accept-encoding accept-language accept-ranges age allow alt-svc
+    authorization cache-control connection content-disposition content-encoding content-language
+    content-length content-location content-range content-type cookie date etag expect expires
+    forwarded from host if-match if-modified-since if-none-match if-range if-unmodified-since
+    keep-alive last-modified link location origin prefer preference-applied proxy-authenticate
+    proxy-authorization proxy-connection range referer retry-after server set-cookie te trailer
+    transfer-encoding upgrade user-agent vary via warning www-authenticate""".split()
+)
+_PATH = re.compile(r"/(?:[!-\"$->@-~]+/)+")  # printable, without "?" and "#"
+
+
 def _check_names(policy: Policy) -> None:
-    if not (policy.status_path.startswith("/") and policy.status_path.endswith("/")):
-        raise Misconfigured(f"status_path is {policy.status_path!r}; it begins and ends with '/'")
+    path: object = policy.status_path
+    url: object = policy.docs_url
+    if not isinstance(path, str) or _PATH.fullmatch(path) is None:
+        raise Misconfigured(
+            f"status_path is {path!r}; it is a path that begins and ends with '/', such as "
+            "'/operations/'"
+        )
+    if not isinstance(url, str) or any(c <= " " for c in url):
+        raise Misconfigured(f"docs_url is {url!r}; it is a URL")
+    for name in ("key_header", "replayed_header", "reference_header"):
+        if getattr(policy, name).lower().encode() in _OF_HTTP:
+            raise Misconfigured(
+                f"{name} is {getattr(policy, name)!r}, which is HTTP's own: choose another"
+            )
     names = (policy.key_name, policy.replayed_name, policy.reference_name)
     if len(set(names)) < len(names):
         raise Misconfigured(

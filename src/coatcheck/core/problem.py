@@ -45,7 +45,8 @@ class Kind(NamedTuple):
 
 # "new-key" is said only where nothing ran for this key and nothing will, so that a new key cannot
 # do it twice. Retry-After is 1 s: what outlives the wait is usually nearly done, and a polite
-# client adds its own backoff and jitter.
+# client adds its own backoff and jitter. But no work's end frees a place among a caller's keys,
+# only that of a window, which may be hours away: a minute keeps those who ask anyway from a flood.
 KINDS: dict[Code, Kind] = {
     "key-missing": Kind(
         *(400, "new-key", None, errors.KeyRejected),
@@ -102,9 +103,10 @@ KINDS: dict[Code, Kind] = {
         "as many requests as may wait for key {key} already do; retry after 1 s",
     ),
     "too-many-keys": Kind(
-        *(429, "same-key", 1, errors.LimitExceeded),
+        *(429, "same-key", 60, errors.LimitExceeded),
         "Too many keys in use",
-        "this caller has as many keys in use as it may have; slow down",
+        "this caller has as many keys in use as it may have, each until its window is over, so "
+        "nothing was run; retry after 60 s, and slow down",
     ),
     "too-much-work": Kind(
         *(503, "same-key", 1, errors.LimitExceeded),
@@ -117,6 +119,12 @@ KINDS: dict[Code, Kind] = {
         "{reason}; retry with the same key",
     ),
 }
+
+
+# Said with "key-reused" where it may be the difference, and the client looks for it in the body.
+COOKIE_IS_COMPARED = (
+    "the Cookie header is part of what is compared, because nothing else says who sends this"
+)
 
 
 @dataclass(frozen=True, slots=True)

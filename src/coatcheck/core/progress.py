@@ -12,6 +12,8 @@ import json
 from typing import Any, NamedTuple
 
 from coatcheck.core.record import Record
+from coatcheck.core.replay import PACKED
+from coatcheck.errors import Unreadable
 
 # 64 KiB: what a downstream answers to one call fits many times; what does not is for a database.
 STEP_BYTES_MAX = 64 * 1024
@@ -93,11 +95,33 @@ class Progress(NamedTuple):
 NOTHING = Progress()
 
 
+def is_sealed(record: Record) -> bool:
+    """What was noted in *record* can only be read with a key ring (X1)."""
+    return record.progress is not None and record.progress[:1] in PACKED
+
+
 def progress_of(record: Record) -> Progress:
-    """What stands in *record*."""
+    """What stands in *record*; raises `Unreadable` where it is sealed or damaged."""
     if record.progress is None:
         return NOTHING
-    members = json.loads(record.progress)
+    if is_sealed(record):
+        raise Unreadable("what earlier attempts wrote down is sealed, and here is no key")
+    try:
+        return _decoded(record.progress)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise Unreadable("what earlier attempts wrote down is damaged") from error
+
+
+def readable_progress_of(record: Record) -> Progress | None:
+    """The same for who only looks: None where it is sealed or damaged."""
+    try:
+        return progress_of(record)
+    except Unreadable:
+        return None
+
+
+def _decoded(text: bytes) -> Progress:
+    members = json.loads(text)
     return Progress(
         tuple(
             Step(name, attempt, None if value is None else base64.b85decode(value), tuple(beside))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from coatcheck.core.not_awaited import refuse_awaitable
 from coatcheck.core.spelling import speller
 from coatcheck.errors import Unreadable
 
@@ -59,6 +60,7 @@ def fate_of(response: Response, keep: Keep, *, reruns: bool) -> Fate:
     status = response.status
     if callable(keep):
         is_kept = keep(response)
+        refuse_awaitable("keep", is_kept)  # it would count as a yes
     elif status < _CLIENT_ERROR:
         is_kept = True
     elif status in _TRANSIENT or status in _AT_THE_DOOR:
@@ -262,7 +264,8 @@ def for_client(response: Response, accept_encoding: bytes) -> Response | None:
     *response* in a coding this client accepts; None if that cannot be made.
 
     The first caller may have asked for gzip where this one does not understand it (RFC 9110
-    §12.5.3): then the body is decoded, and an entity tag that named the coded bytes turns weak.
+    §12.5.3): then the body is decoded, an entity tag that named the coded bytes turns weak, and
+    digests of them, with the signatures that may cover those, are left out.
     """
     coding = b""
     for name, value in response.headers:
@@ -276,9 +279,16 @@ def for_client(response: Response, accept_encoding: bytes) -> Response | None:
     return Response(response.status, list(_identity_headers(response.headers)), body)
 
 
+# RFC 9530 §2 and §3, RFC 3230, RFC 1864, RFC 9421; Unencoded-Digest stays true.
+_OF_CODED_BYTES = frozenset(
+    b"""content-encoding content-digest repr-digest digest content-md5 signature
+    signature-input""".split()
+)
+
+
 def _identity_headers(headers: Headers) -> Iterable[tuple[bytes, bytes]]:
     for name, value in headers:
-        if name == b"content-encoding":
+        if name in _OF_CODED_BYTES:
             continue
         weakened = name == b"etag" and not value.startswith(b"W/")
         yield name, b"W/" + value if weakened else value

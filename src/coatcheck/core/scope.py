@@ -23,10 +23,15 @@ ID_BYTES = 16
 # listing; nothing is ever looked up by it.
 SCOPE_CHARS = 16
 
+# What a record keeps of what it is called. 200: longer than the routes of any API; but a path that
+# matches none is as long as its client has made it.
+LABEL_CHARS_MAX = 200
+
 # One domain for each use, so that no digest can stand in for another. At most 16 bytes each.
 _ID_DOMAIN = b"coatcheck-id"
 _CALLER_DOMAIN = b"coatcheck-caller"
 _LIFE_DOMAIN = b"coatcheck-life"
+_LABEL_DOMAIN = b"coatcheck-label"
 
 # The bits of a UUID that say what it is: four for the version, two for the variant.
 _UUID_FIXED = 0xF << 76 | 0b11 << 62
@@ -47,6 +52,15 @@ def operation_id(*, caller: str, route: str, key: str, secret: bytes = b"") -> b
     return digested(_ID_DOMAIN, secret, text.encode("utf-8", "surrogatepass"))
 
 
+def label_of(route: str) -> str:
+    """What *route* is called in its record: its beginning and a digest, where it is too long."""
+    if len(route) <= LABEL_CHARS_MAX:
+        return route
+    # The digest, because policies are looked up by it: two routes must not be called the same.
+    digest = digested(_LABEL_DOMAIN, b"", route.encode("utf-8", "surrogatepass")).hex()
+    return f"{route[: LABEL_CHARS_MAX - len(digest) - 1]}…{digest}"
+
+
 def caller_digest(*parts: bytes | str, secret: bytes = b"") -> str:
     """
     Who calls, as 32 hexadecimal characters made from *parts*: the border between callers.
@@ -62,19 +76,20 @@ def caller_digest(*parts: bytes | str, secret: bytes = b"") -> str:
     return digested(_CALLER_DOMAIN, secret, b"".join(framed)).hex()
 
 
-def derive(id: bytes, name: str, *, life: int, secret: bytes = b"") -> str:
+def derive(id: bytes, name: str, *, life: int, request: bytes = b"", secret: bytes = b"") -> str:
     """
     The key to send downstream in step *name* of an operation: a UUID, the same in every attempt.
 
     *life* is the record's `created_ms`. A key that is used again after its window is a new
     operation, and its downstream calls must be new as well; with the id alone, the provider
-    would replay the charge of the life before.
+    would replay the charge of the life before. *request* is its `fingerprint`: after a refusal at
+    the door another request may follow in the same life, and it asks for something else.
 
     A version 5 UUID (RFC 9562 §5.5) in a namespace that is this life's own: many providers
     insist on a UUID, and older validators know versions 1 to 5 only.
     """
     assert len(id) == ID_BYTES
-    of_life = digested(_LIFE_DOMAIN, secret, id + life.to_bytes(8, "big"))
+    of_life = digested(_LIFE_DOMAIN, secret, id + life.to_bytes(8, "big") + request)
     named = sha1(of_life + name.encode("utf-8"), usedforsecurity=False)
     bits = int.from_bytes(named.digest()[:16], "big")
     text = f"{bits & ~_UUID_FIXED | _UUID_VERSION_5:032x}"

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, TypeAlias
 from coatcheck.core.flow import Effect, Flow
 from coatcheck.core.policy import Policy
 from coatcheck.core.problem import Code, Problem, problem
+from coatcheck.core.progress import progress_of
 from coatcheck.core.record import (
     COMPLETED,
     GONE,
@@ -342,9 +343,9 @@ def ended(claim: Record, ending: Ending, *, is_fresh: bool = False) -> Record:
     if ending.fate is Fate.DOUBT:
         return in_doubt(claim)
     released = failed(claim)
-    # Only where nothing ran before: it may have had its effect, and that belongs to the request
-    # that asked for it.
-    is_forgotten = ending.fate is Fate.FORGET and is_fresh
+    # Only where nothing ran before, nor wrote anything down now: either may have had its effect,
+    # and that belongs to the request that asked for it.
+    is_forgotten = ending.fate is Fate.FORGET and is_fresh and claim.progress is None
     return released._replace(fingerprint=b"") if is_forgotten else released
 
 
@@ -386,9 +387,8 @@ def first_attempt(ticket: Ticket, policy: Policy, standing: Record, now_ms: int)
 
 
 def next_attempt(standing: Record, ticket: Ticket, policy: Policy, now_ms: int) -> Record:
-    """The claim that goes on with the life of *standing*."""
-    if standing.progress is not None and standing.progress[:1] in PACKED:
-        raise Unreadable("what its steps remember is sealed, and here is no key")
+    """The claim that goes on with the life of *standing*; raises `Unreadable`."""
+    progress_of(standing)  # who cannot read what was done may not go on with it
     return standing._replace(
         version=next_version(standing, now_ms),
         state=RUNNING,

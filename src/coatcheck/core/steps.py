@@ -21,7 +21,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from coatcheck.core.facts import is_sealed
 from coatcheck.core.flow import Effect, Flow
 from coatcheck.core.progress import (
     NOT_KEPT,
@@ -69,6 +68,10 @@ class Plan(NamedTuple):
     beside: Callable[[], tuple[str, ...]] = tuple  # the steps that are under way just now
 
 
+_TAKEN_OVER = "another attempt has taken over; what this one does no longer counts"
+_HAS_ENDED = "its answer was given already, so nothing more is noted of it: note before you answer"
+
+
 def remember(
     claim: Record, change: Callable[[Progress], Progress], *, has_limit: bool = True
 ) -> Flow[Record]:
@@ -81,7 +84,7 @@ def remember(
         if lost is None:
             return record
         if not is_same_attempt(lost, claim):
-            raise ClaimLost("another attempt has taken over; what this one does no longer counts")
+            raise ClaimLost(_HAS_ENDED if lost.nonce == claim.nonce else _TAKEN_OVER)
         claim = lost
 
 
@@ -193,11 +196,10 @@ def unmet(claim: Record, asked: Collection[str], *, may_differ: bool) -> Unmet |
     finished a step that this one does not know of, so that it says "done" of something else;
     unless it *may_differ*, because it refuses, or because a person has said what to run.
     """
-    if claim.progress is None:
-        return None
-    if is_sealed(claim):
-        return Unreadable("what earlier attempts wrote down is sealed, and here is no key")
-    left = _left(progress_of(claim), asked)
+    try:
+        left = _left(progress_of(claim), asked)
+    except Unreadable as error:
+        return error
     begun = [step.name for step in left if step.value is None]
     if begun:
         return StepInDoubt(begun[0])

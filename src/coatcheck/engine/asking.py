@@ -4,7 +4,8 @@ It may hang, and the claim of whoever asks would be renewed for ever. So what is
 when its time is over, and what blocks is asked in a thread that can be abandoned: never in that of
 a request, and never on an event loop. An answer that comes too late finds nobody who listens.
 
-Invariant: whoever asks goes on after the limit, whatever the function does.
+Invariant: whoever asks goes on after the limit, whatever the function does. One that ends with
+`SystemExit` has failed like any other: all else that is to be recovered must not wait for it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -42,6 +43,10 @@ UNANSWERED: Final = Ending(Fate.DOUBT)
 
 class Unanswered(Exception):
     """A question has got no answer in its time."""
+
+
+class Exited(Exception):
+    """A question was answered with what is no error: `SystemExit`, or a framework's own."""
 
 
 class Question(NamedTuple):
@@ -83,7 +88,7 @@ class Asker:
 
     async def answer(self, question: Question) -> Any:  # noqa: ANN401 - what a user's function answers
         """The answer to *question*, which is asked beside the running event loop if it blocks."""
-        return await _within(self._answer(question.ask), question)
+        return await _within(_Ending(self._answer(question.ask)), question)
 
     async def _answer(self, ask: Callable[[], Any]) -> Any:  # noqa: ANN401 - as above
         is_async = inspect.iscoroutinefunction(ask)
@@ -128,8 +133,10 @@ class Asker:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(ask())
-                except BaseException as error:  # noqa: BLE001 - handed to whoever asked
+                except Exception as error:  # noqa: BLE001 - handed to whoever asked
                     future.set_exception(error)
+                except BaseException as error:  # noqa: BLE001 - as above
+                    future.set_exception(Exited(repr(error)))
 
 
 def _in_full(question: Question) -> Any:  # noqa: ANN401 - as above
@@ -175,8 +182,40 @@ def _result(
 
 
 def _coroutine_of(answer: Awaitable[Any]) -> Coroutine[Any, Any, Any]:
-    # One that is cancelled before it has begun must itself be told, or Python would complain.
-    return answer if inspect.iscoroutine(answer) else _awaited(answer)
+    return _Ending(answer if inspect.iscoroutine(answer) else _awaited(answer))
+
+
+class _Ending(Coroutine[Any, Any, Any]):
+    """
+    *answer*, of which an event loop does not end: `SystemExit` in a task would end it.
+
+    No coroutine around another: one that is cancelled before it has begun must itself be told, or
+    Python would complain.
+    """
+
+    def __init__(self, answer: Coroutine[Any, Any, Any]) -> None:
+        self._answer = answer
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._answer.__await__()
+
+    def send(self, value: Any) -> Any:  # noqa: ANN401 - what the event loop and a coroutine exchange
+        return _without_exit(self._answer.send, value)
+
+    def throw(self, *error: Any) -> Any:  # noqa: ANN401 - as above
+        return _without_exit(self._answer.throw, *error)
+
+    def close(self) -> None:
+        self._answer.close()
+
+
+def _without_exit(advance: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401 - as above
+    try:
+        return advance(*args)
+    except (Exception, asyncio.CancelledError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise Exited(repr(error)) from error
 
 
 async def _awaited(answer: Awaitable[Any]) -> Any:  # noqa: ANN401 - as above

@@ -20,6 +20,7 @@ from coatcheck.core.serve import Answer, Execute, Executed, Refuse, Replay, Seen
 from coatcheck.engine.desk import ending_of_error, policy_of
 from coatcheck.engine.driver_async import AsyncDriver
 from coatcheck.engine.functions import (
+    arguments_of,
     checked,
     ending_of_result,
     has_run,
@@ -93,7 +94,7 @@ class AsyncEngine(AsyncDriver):
             await self.start()
         desk = self.desk
         policy = desk.policy if policy is None else policy_of(policy)
-        ticket = desk.ticket_of_call(key_of_call(key), label, call, policy)
+        ticket = desk.ticket_of_call(key_of_call(key), label, arguments_of(call), policy)
         known = desk.recall(ticket, policy)
         if known is not None:
             value: T = desk.result_of(ticket, known, None, None)

@@ -17,7 +17,7 @@ from coatcheck.core.record import Record
 CACHE_BYTES_MAX = 16 * 1024 * 1024
 CACHE_RECORDS_MAX = 10_000
 # A few large responses must not push out thousands of small ones.
-RESPONSE_BYTES_MAX = 64 * 1024
+RECORD_BYTES_MAX = 64 * 1024
 
 
 class Cache:
@@ -49,16 +49,23 @@ class Cache:
         return record
 
     def put(self, record: Record) -> None:
-        """Remember a completed *record*."""
-        size = len(record.response or b"")
-        if size > RESPONSE_BYTES_MAX:
+        """Remember a completed *record*, but for its steps: a replay needs none of them."""
+        size = _size_of(record)
+        if size > RECORD_BYTES_MAX:
             return
+        if record.progress is not None:
+            record = record._replace(progress=None)
         records = self._records
         with self._mutex:
             if record.id in records:  # of a life before
-                self._bytes -= len(records.pop(record.id).response or b"")
+                self._bytes -= _size_of(records.pop(record.id))
             records[record.id] = record
             self._bytes += size
             while self._bytes > self._bytes_max or len(records) > self._records_max:
                 _, oldest = records.popitem(last=False)
-                self._bytes -= len(oldest.response or b"")
+                self._bytes -= _size_of(oldest)
+
+
+def _size_of(record: Record) -> int:
+    """What is as long as clients and handlers have made it; all else is bounded by the number."""
+    return len(record.response or b"") + len(record.label) + len(record.key)

@@ -6,6 +6,7 @@ account. A caller's count is bounded by its limit, and the number of callers by 
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 
 # The quietest callers are forgotten first, which frees them.
@@ -17,6 +18,7 @@ class Crowd:
 
     def __init__(self) -> None:
         self._callers: OrderedDict[str, dict[bytes, int]] = OrderedDict()
+        self._mutex = threading.Lock()
 
     def admits(self, caller: str, id: bytes, *, now_ms: int, ends_ms: int, keys_max: int) -> bool:
         """
@@ -24,16 +26,14 @@ class Crowd:
 
         Counted before it runs, because a flood comes at once; and once, however often it is tried.
         """
-        keys = self._callers.setdefault(caller, {})
-        self._callers.move_to_end(caller)
-        while len(self._callers) > CALLERS_MAX:
-            self._callers.popitem(last=False)
-        try:
-            while keys[oldest := next(iter(keys))] <= now_ms:
+        with self._mutex:
+            keys = self._callers.setdefault(caller, {})
+            self._callers.move_to_end(caller)
+            while len(self._callers) > CALLERS_MAX:
+                self._callers.popitem(last=False)
+            while keys and keys[oldest := next(iter(keys))] <= now_ms:
                 del keys[oldest]
-        except (StopIteration, KeyError, RuntimeError):  # empty, or another thread was quicker
-            pass
-        if id not in keys and len(keys) >= keys_max:
-            return False
-        keys.setdefault(id, ends_ms)
-        return True
+            if id not in keys and len(keys) >= keys_max:
+                return False
+            keys.setdefault(id, ends_ms)
+            return True

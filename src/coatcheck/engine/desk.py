@@ -18,8 +18,9 @@ from typing import Any, Literal, TypeVar
 from coatcheck.core.call import fingerprint_of_call
 from coatcheck.core.flow import Effect
 from coatcheck.core.key import reference_of
+from coatcheck.core.not_awaited import refuse_async
 from coatcheck.core.policy import Policy, changed
-from coatcheck.core.problem import problem
+from coatcheck.core.problem import Problem, problem
 from coatcheck.core.record import (
     COMPLETED,
     FAILED,
@@ -30,7 +31,7 @@ from coatcheck.core.record import (
     is_same_write,
 )
 from coatcheck.core.replay import Fate, Response, decode_value, encode_response, encode_value
-from coatcheck.core.scope import SCOPE_CHARS, operation_id
+from coatcheck.core.scope import LABEL_CHARS_MAX, SCOPE_CHARS, label_of, operation_id
 from coatcheck.core.serve import (
     Answer,
     Claim,
@@ -49,6 +50,7 @@ from coatcheck.engine.cache import Cache
 from coatcheck.engine.clock import StoreClock
 from coatcheck.engine.crowd import Crowd
 from coatcheck.engine.heart import Heart
+from coatcheck.engine.settings import every, observing, secret_of
 from coatcheck.engine.sweeping import Archive
 from coatcheck.engine.waiting import Line
 from coatcheck.errors import Misconfigured, StoreUnavailable
@@ -82,13 +84,13 @@ class Desk:
     ) -> None:
         self.policy = policy_of(policy)
         self._together: Policy | None = None
-        self.secret = secret.encode() if isinstance(secret, str) else secret
+        self.secret = secret_of(secret)
         self.clock = StoreClock(store, clock)
         self.now_ms = self.clock.now_ms
-        self._crowd = Crowd()
-        self._observers = tuple(observers)
+        self._observers = observing(observers)
         self._store = store
-        self._sweep_every_s = sweep_every_s
+        self._sweep_every_s = every("sweep_every_s", sweep_every_s)
+        refuse_async("archive", archive)
         self._archive = archive
         self._bell = bell_of(store)
         # What the heart does beside its own work, at each beat; none of it may take long.
@@ -99,6 +101,7 @@ class Desk:
     def _renew(self) -> None:
         """Make what belongs to one process: a child of a fork has no heart and nobody waiting."""
         self.cache = Cache()
+        self._crowd = Crowd()
         self.line = Line()
         # What is claimed here in a transaction that is still open; see `together.py`.
         self.under_way: dict[bytes, Record] = {}
@@ -132,21 +135,23 @@ class Desk:
 
         *mark* is that of the policy by which it is recovered.
         """
-        nonce = next(self._nonces) | mark
-        return new_ticket((id, fingerprint, self.now_ms(), nonce, route, caller[:SCOPE_CHARS], key))
+        nonce, scope = next(self._nonces) | mark, caller[:SCOPE_CHARS]
+        label = route if len(route) <= LABEL_CHARS_MAX else label_of(route)
+        return new_ticket((id, fingerprint, self.now_ms(), nonce, label, scope, key))
 
     def ticket_of_call(
-        self, key: str, scope: str, call: functools.partial[Any], policy: Policy
+        self,
+        key: str,
+        scope: str,
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        policy: Policy,
     ) -> Ticket:
-        """The ticket of a guarded function's call."""
-        if not 1 <= len(key) <= self.policy.key_chars_max:
-            reason = f"a key has 1 to {self.policy.key_chars_max} characters, this has {len(key)}"
+        """The ticket of a guarded function's call with *arguments*."""
+        if not 1 <= len(key) <= policy.key_chars_max:
+            reason = f"a key has 1 to {policy.key_chars_max} characters, this has {len(key)}"
             raise problem("key-invalid", reason=reason).error()
-        args, kwargs, inner = call.args, call.keywords, call.func
-        while isinstance(inner, functools.partial):  # not always folded into one by Python
-            args, kwargs, inner = (*inner.args, *args), inner.keywords | kwargs, inner.func
         id = operation_id(caller="", route=scope, key=key, secret=self.secret)
-        fingerprint = fingerprint_of_call(args, kwargs)
+        fingerprint = fingerprint_of_call(*arguments)
         return self.ticket(id, fingerprint, key=key, caller="", route=scope, mark=policy.mark)
 
     def together(self, policy: Policy | None) -> Policy:
@@ -244,13 +249,19 @@ class Desk:
         """Tell the observers what became of *ticket*; None: its handler failed."""
         level = logging.WARNING if isinstance(answer, Refuse) else logging.INFO
         if self._observers or logger.isEnabledFor(level):
-            decision = _decision(ticket, answer, self.now_ms())
-            log_decision(decision)
-            for observer in self._observers:
-                try:
-                    observer(decision)
-                except Exception:  # the work is done, and must not look undone because of this
-                    logger.exception("an observer failed")
+            self._publish(_decision(ticket, answer, self.now_ms()))
+
+    def tell_refusal(self, refusal: Problem, label: str) -> None:
+        """Tell the observers of a request that was refused before it had a ticket."""
+        self._publish(Decision("refused", refusal.reference or "", label, "", 0, refusal.code, 0))
+
+    def _publish(self, decision: Decision) -> None:
+        log_decision(decision)
+        for observer in self._observers:
+            try:
+                observer(decision)
+            except Exception:  # the work is done, and must not look undone because of this
+                logger.exception("an observer failed")
 
     def tell_failure(self, ticket: Ticket, error: Exception) -> None:
         """Tell the observers that a transaction came to nothing."""

@@ -25,6 +25,7 @@ from coatcheck.engine.sweeping import Archive
 from coatcheck.engine.together import Lender
 from coatcheck.engine.transaction import Transaction
 from coatcheck.engine.waiting import Waiter, has_changed
+from coatcheck.errors import Misconfigured
 from coatcheck.lent.shelf import Shelf
 from coatcheck.lent.source import Source, source_of
 from coatcheck.operation import Operation
@@ -56,6 +57,13 @@ class Driver:
         compress: bool = False,
         transactions: object = None,
     ) -> None:
+        if not isinstance(store, str) and (
+            hasattr(store, "blocking") or not hasattr(store, "swap")
+        ):
+            raise Misconfigured(
+                f"an Engine needs a store that blocks, and not a {type(store).__name__}: give its "
+                "URL, or open_store(url); an AsyncEngine takes the others"
+            )
         if archive is not None:
             refuse_archive(store)
         self._transactions = None if transactions is None else source_of(transactions)
@@ -121,7 +129,7 @@ class Driver:
 
     def within(self, lender: Lender | None = None) -> Transaction:
         """A transaction for one operation."""
-        return Transaction(self.desk, lender or self.lender(), self._standing)
+        return Transaction(self.desk, lender or self.lender(), self._standing, self._batcher.swap)
 
     def _standing(self, id: bytes) -> Record:
         return (self._look(id)).record

@@ -32,6 +32,7 @@ from coatcheck.engine.sweeping import Archive
 from coatcheck.engine.together import Lender
 from coatcheck.engine.transaction_async import AsyncTransaction
 from coatcheck.engine.waiting import AsyncWaiter, has_changed
+from coatcheck.errors import Misconfigured
 from coatcheck.lent.shelf import AsyncShelf
 from coatcheck.lent.source import Source, source_of
 from coatcheck.operation import Operation
@@ -63,6 +64,11 @@ class AsyncDriver:
         compress: bool = False,
         transactions: object = None,
     ) -> None:
+        if not isinstance(store, str) and not hasattr(store, "blocking"):
+            raise Misconfigured(
+                f"an AsyncEngine needs an async store, and not a {type(store).__name__}: give its "
+                "URL, or open_async_store(url), or put one that blocks into a ThreadedStore"
+            )
         if archive is not None:
             refuse_archive(store if isinstance(store, str) else store.blocking)
         self._transactions = None if transactions is None else source_of(transactions)
@@ -130,7 +136,7 @@ class AsyncDriver:
 
     def within(self, lender: Lender | None = None) -> AsyncTransaction:
         """A transaction for one operation."""
-        return AsyncTransaction(self.desk, lender or self.lender(), self._standing)
+        return AsyncTransaction(self.desk, lender or self.lender(), self._standing, self._swap)
 
     async def _standing(self, id: bytes) -> Record:
         return (await self._look(id)).record

@@ -90,6 +90,7 @@ class Unfinished:
         ):
             logger.warning("the end of %s came too late", reference_of(swap.id))
             return None
-        version = lost.version
-        ended = record._replace(version=version + 1, progress=lost.progress)
-        return Swap(swap.id, version, ended)
+        ended = record._replace(version=lost.version + 1, progress=lost.progress)
+        if lost.progress is not None:  # then nothing is forgotten; see `core/serve.py`
+            ended = ended._replace(fingerprint=lost.fingerprint)
+        return Swap(swap.id, lost.version, ended)

@@ -10,7 +10,12 @@ import functools
 import logging
 from collections.abc import Callable
 from http import HTTPStatus
-from types import AsyncGeneratorType, CoroutineType, GeneratorType
+from types import (
+    AsyncGeneratorType,
+    CoroutineType,
+    GeneratorType,
+    MethodType,
+)
 from typing import Any, TypeVar
 
 from coatcheck.core.not_awaited import refuse_awaitable
@@ -34,6 +39,20 @@ def name_of(function: Callable[..., object]) -> str:
             "a lambda has no name, and its keys would be those of every other one: give it a scope="
         )
     return f"{named.__module__}.{named.__qualname__}"
+
+
+def arguments_of(call: functools.partial[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """
+    The arguments of *call*, with all that partials hold.
+
+    The first of a method is its object, where that has a value; see `core/call.py`.
+    """
+    args, kwargs, inner = call.args, call.keywords, call.func
+    while isinstance(inner, functools.partial):  # not always folded into one by Python
+        args, kwargs, inner = (*inner.args, *args), inner.keywords | kwargs, inner.func
+    if isinstance(inner, MethodType) and type(inner.__self__).__eq__ is not object.__eq__:
+        args = (inner.__self__, *args)
+    return args, kwargs
 
 
 def key_of_call(found: object) -> str:

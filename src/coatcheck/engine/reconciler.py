@@ -27,11 +27,13 @@ from coatcheck.core.policy import Policy
 from coatcheck.core.record import IN_DOUBT, RUNNING, Record, State, Swap, is_lease_over, mark_of
 from coatcheck.core.recover import ask_from_ms, recover
 from coatcheck.core.replay import Fate
+from coatcheck.core.scope import label_of
 from coatcheck.core.serve import Ending, Reconcile, Seen
 from coatcheck.engine.asking import UNANSWERED, Asker, doubt_of, question_of
 from coatcheck.engine.clock import local_ms
 from coatcheck.engine.desk import Desk, ending_of_reconcile, policy_of
 from coatcheck.engine.patience import Patience
+from coatcheck.engine.settings import every
 from coatcheck.errors import CoatcheckError, StoreUnavailable
 from coatcheck.stores import Query, Store
 from coatcheck.stores.fork import renew_after_fork
@@ -62,7 +64,7 @@ class Reconciler:
     def __init__(self, desk: Desk, store: Store, *, every_s: float | None) -> None:
         self._desk = weakref.ref(desk)  # which holds us in turn
         self._store = store
-        self._every_s = every_s
+        self._every_s = every("recover_every_s", every_s)
         self.asker = Asker()
         self._functions: dict[str, Policy] = {}
         self._routes: dict[str, Policy] = {}
@@ -87,13 +89,13 @@ class Reconciler:
 
     def know_function(self, label: str, policy: Policy | str) -> None:
         """Functions that are guarded as *label* have this *policy*."""
-        policy = policy_of(policy)
+        policy, label = policy_of(policy), label_of(label)
         if policy.recovery != "retry" and self._functions.get(label) is not policy:
             self._know(self._functions, label, policy)
 
     def know_route(self, label: str, policy: Policy) -> None:
         """Requests of the route that is called *label* ("POST /orders/{id}") have this *policy*."""
-        self._know(self._routes, label, policy)
+        self._know(self._routes, label_of(label), policy)
 
     def know_requests(self, policy: Policy) -> None:
         """All other requests have this *policy*."""
@@ -148,7 +150,7 @@ class Reconciler:
         # Jittered from the first time on, so that many nodes do not look at the same moment.
         jitter = random.uniform(0.5, 1.5)  # noqa: S311 - no secret
         pause_ms = round(1_000 * self._every_s * jitter)
-        self._due_ms = now_ms + max(pause_ms, PAUSE_PER_LOOK * self._looked_ms)
+        self._due_ms = now_ms + pause_ms
         if due_ms is not None and not self._is_closed:
             self._thread = threading.Thread(
                 target=self._round_or_log, name="coatcheck-reconciler", daemon=True
@@ -171,6 +173,14 @@ class Reconciler:
             logger.warning("a round of recovery failed and is tried again: %s", error)
         except Exception:
             logger.exception("a round of recovery failed")
+        finally:
+            self._rest()
+
+    def _rest(self) -> None:
+        """Put off the next round, from the end of this one on, however it has ended."""
+        desk, due_ms = self._desk(), self._due_ms
+        if desk is not None and due_ms is not None:
+            self._due_ms = max(due_ms, desk.now_ms() + PAUSE_PER_LOOK * self._looked_ms)
 
     def round(self) -> None:
         """Look at some of what may be abandoned, and settle what is."""
@@ -179,9 +189,11 @@ class Reconciler:
         for state in (RUNNING, IN_DOUBT) if "reconcile" in self._recoveries else (RUNNING,):
             started_ms = local_ms()
             query = Query(state=state, after_id=self._after[state], limit=RECORDS_MAX)
-            records, more = self._store.find(query)
+            try:
+                records, more = self._store.find(query)
+            finally:
+                self._looked_ms += local_ms() - started_ms
             self._after[state] = more or b""
-            self._looked_ms += local_ms() - started_ms
             for record in records:
                 desk, policy = self._desk(), self._policy_of(record)
                 if self._is_closed or desk is None:

@@ -9,11 +9,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from coatcheck.core.facts import is_sealed
 from coatcheck.core.flow import Flow
 from coatcheck.core.key import parse_reference, prefix_of, reference_of
 from coatcheck.core.policy import changed
-from coatcheck.core.progress import Resolution, progress_of
+from coatcheck.core.progress import Resolution, is_sealed, progress_of
 from coatcheck.core.record import COMPLETED, RUNNING, Record, is_lease_over, mark_of
 from coatcheck.core.replay import Fate, decode_value
 from coatcheck.core.resolve import Resolved, Stands, rerun, resolve

@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from coatcheck.core.flow import Effect, Flow, run, run_async
-from coatcheck.core.hand_over import Handed, ending_of_accepted, offer, opened, resume, sealed
+from coatcheck.core.hand_over import Handed, offer, opened, resume, sealed
 from coatcheck.core.policy import Policy
 from coatcheck.core.problem import problem
 from coatcheck.core.record import Record, Swap, mark_of
@@ -20,6 +20,7 @@ from coatcheck.engine.desk import Desk, logger
 from coatcheck.engine.driver import Driver
 from coatcheck.engine.driver_async import AsyncDriver
 from coatcheck.engine.held import Held
+from coatcheck.engine.keeping import ending_of_accepted
 from coatcheck.operation import Happened
 
 # --- from a request ---------------------------------------------------------------------------

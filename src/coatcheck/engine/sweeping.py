@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
+from coatcheck.core.not_awaited import refuse_awaitable
 from coatcheck.core.record import Record, Swap
 from coatcheck.stores.contract import SWEEP_BATCH, HasStretches, Query, Store
 
@@ -124,6 +125,6 @@ def _archive_and_delete(store: Store, now_ms: int, archive: Archive) -> tuple[in
     records = store.find(Query(expired_at_ms=now_ms, limit=SWEEP_BATCH)).records
     if not records:
         return 0, 0
-    archive(records)
+    refuse_awaitable("archive", archive(records))  # it has taken nothing yet
     lost = store.swap([Swap(record.id, record.version, None) for record in records])
     return lost.count(None), len(records)

@@ -15,7 +15,14 @@ from coatcheck.core.replay import Response
 from coatcheck.core.serve import Answer, Execute, Executed, Refuse, Replay, Seen, Ticket
 from coatcheck.engine.desk import ending_of_error, policy_of
 from coatcheck.engine.driver import Driver
-from coatcheck.engine.functions import checked, ending_of_result, has_run, key_of_call, name_of
+from coatcheck.engine.functions import (
+    arguments_of,
+    checked,
+    ending_of_result,
+    has_run,
+    key_of_call,
+    name_of,
+)
 from coatcheck.engine.held import Held
 from coatcheck.engine.resolving import Case, id_among, query_of
 from coatcheck.engine.resuming import Work
@@ -36,8 +43,10 @@ class Engine(Driver):
         store: a URL (`sqlite:///orders.db`) or a store.
         policy: a `Policy`, the name of a preset, or None for the default.
         secret: makes operation ids and derived keys unguessable; the same on every node.
-        clock: milliseconds; the store's own clock unless a test brings another.
-        observers: called with each `Decision`.
+        clock: a function that says what time it is, in whole milliseconds, for tests that do not
+            want to wait; without it the store's own clock rules.
+        observers: functions that are called with a `Decision` for each guarded request or call,
+            for metrics and traces. The log line does not need one.
         sweep_every_s: about how often this engine sweeps; None: never.
         archive: called with expired records before they are deleted; refused on a store that
             forgets by itself.
@@ -103,7 +112,7 @@ class Engine(Driver):
             self.start()
         desk = self.desk
         policy = desk.policy if policy is None else policy_of(policy)
-        ticket = desk.ticket_of_call(key_of_call(key), label, call, policy)
+        ticket = desk.ticket_of_call(key_of_call(key), label, arguments_of(call), policy)
         known = desk.recall(ticket, policy)
         if known is not None:
             value: T = desk.result_of(ticket, known, None, None)

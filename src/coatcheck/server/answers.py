@@ -13,15 +13,12 @@ from coatcheck.core.key import reference_of
 from coatcheck.core.policy import Policy
 from coatcheck.core.problem import Problem, problem
 from coatcheck.core.replay import (
-    KEEP,
     Headers,
     Response,
     decode_response,
-    encode_response,
-    fate_of,
     for_client,
 )
-from coatcheck.core.serve import Ending, Replay, Ticket
+from coatcheck.core.serve import Replay, Ticket
 from coatcheck.errors import StoreUnavailable, Unreadable
 
 logger = logging.getLogger("coatcheck")
@@ -38,14 +35,6 @@ RAN_UNRECORDED = "this request ran, but its outcome could not be recorded"
 COMMIT_UNKNOWN = "whether what this request did is committed cannot be told now"
 
 
-def ending_of(response: Response, policy: Policy) -> Ending:
-    """What the handler's *response* means for its claim."""
-    fate = fate_of(response, policy.keep, reruns=policy.reruns)
-    if fate is not KEEP or len(response.body) > policy.response_bytes_max:
-        return Ending(fate)
-    return Ending(KEEP, encode_response(response))
-
-
 def is_told_anyway(response: Response, error: Exception) -> bool:
     """
     *response* is an error of the handler's own, so that nothing was to be committed anyway.
@@ -57,6 +46,12 @@ def is_told_anyway(response: Response, error: Exception) -> bool:
         return False
     logger.warning("a refusal was not kept, because its transaction had failed: %s", error)
     return True
+
+
+def unrun(error: Exception, id: bytes | None = None) -> Problem:
+    """Fail closed: without the store nothing runs (D2)."""
+    logger.error("refused, the store is unavailable: %s", error)
+    return problem("store-unavailable", id=id, reason=RAN_NOT)
 
 
 def refused(refusal: Problem, policy: Policy) -> Response:
@@ -80,7 +75,8 @@ _NO_CONTENT = frozenset({204, 205, 304})
 def replayed(replay: Replay, ticket: Ticket, policy: Policy, accept_encoding: bytes) -> Response:
     """The answer on the wire for a replay."""
     names, blob = (policy.replayed_name, policy.reference_name), replay.response
-    make = _remembered if len(blob) <= REMEMBERED_BYTES_MAX else _replayed
+    is_short = len(blob) + len(accept_encoding) <= REMEMBERED_BYTES_MAX
+    make = _remembered if is_short else _replayed
     reason = "its response is kept in a content coding that this request does not accept"
     try:
         response = make(blob, replay.record.id, accept_encoding, names)

@@ -2,7 +2,7 @@
 
     app.add_middleware(IdempotencyMiddleware, store="sqlite:///orders.db")
 
-Pure ASGI: nothing between the server and the application but this file. Requests that are not
+Pure ASGI: it needs no framework, and stands right before the application. Requests that are not
 guarded pass untouched. A guarded one is read whole; a retry is answered from memory if it can be,
 and anything else is a visit (`asgi_visit.py`). The response leaves when its record is safe; what
 the application does after its last byte (background tasks) goes on as without us.
@@ -15,13 +15,14 @@ from collections.abc import Sequence
 
 from coatcheck.core.policy import SAFE_METHODS, Policy
 from coatcheck.core.problem import Problem
+from coatcheck.core.replay import Response
 from coatcheck.engine import AsyncEngine
 from coatcheck.errors import Misconfigured
-from coatcheck.server.answers import OUTAGES, refused
+from coatcheck.server.answers import OUTAGES, refused, unrun
 from coatcheck.server.asgi_client import respond
 from coatcheck.server.asgi_input import App, AsgiScope, Passed, Receive, Send, read, request_of
 from coatcheck.server.asgi_transaction import TransactionVisit
-from coatcheck.server.asgi_visit import Visit, finishing, refuse_unrun
+from coatcheck.server.asgi_visit import Visit, finishing
 from coatcheck.server.body import Body
 from coatcheck.server.callers import Caller
 from coatcheck.server.counter import Counter, NaturalKey
@@ -74,8 +75,10 @@ class IdempotencyMiddleware:
 
     async def __call__(self, asgi_scope: AsgiScope, receive: Receive, send: Send) -> None:
         """Serve one connection; only requests with unsafe methods concern us."""
-        if asgi_scope["type"] == "http" and asgi_scope["method"].upper() not in SAFE_METHODS:
-            policy, template = self._routes.policy_for(asgi_scope)
+        is_http = asgi_scope["type"] == "http"
+        # In capitals, because some servers pass on what Django takes for PATCH.
+        if is_http and (method := asgi_scope["method"].upper()) not in SAFE_METHODS:
+            policy, template = self._routes.policy_for(asgi_scope, method)
             if policy is not None:
                 fields = dict(asgi_scope["headers"])
                 if policy.key_name in fields or policy.required or self.counter.has_natural_keys:
@@ -83,7 +86,7 @@ class IdempotencyMiddleware:
                         asgi_scope, receive, send, fields=fields, policy=policy, template=template
                     )
                     return
-        elif asgi_scope["type"] == "http" and self._status_path in asgi_scope["path"]:
+        elif is_http and self._status_path in asgi_scope["path"]:
             await self._tell_status_or_pass(asgi_scope, receive, send)
             return
         else:
@@ -110,11 +113,13 @@ class IdempotencyMiddleware:
             values, fields = lines_of(policy.key_name, headers), fields_of(headers)
         key = self.counter.key_of(values, policy)
         if isinstance(key, Problem):
-            await respond(send, refused(key, policy))
+            request = request_of(asgi_scope, fields, Body())
+            await respond(send, self.counter.refused(request, key, policy, template))
             return
         body = await read(fields, receive, policy)
         if isinstance(body, Problem):
-            await respond(send, refused(body, policy))
+            request = request_of(asgi_scope, fields, Body())
+            await respond(send, self.counter.refused(request, body, policy, template))
         elif body is not None:  # else the client left before it had said everything
             request = request_of(asgi_scope, fields, body)
             await self._serve(request, receive, send, policy=policy, key=key, template=template)
@@ -134,18 +139,24 @@ class IdempotencyMiddleware:
         if key is None:
             found = counter.natural_key_of(request, policy)
             if not isinstance(found, str):
-                await self._pass_or_refuse(request, receive, send, found, policy)
+                refusal = (
+                    None if found is None else counter.refused(request, found, policy, template)
+                )
+                await self._pass_or_refuse(request, receive, send, refusal)
                 return
             key = found
-        if not engine.is_started and not await self._start(request, send, policy):
-            return
+        if not engine.is_started:
+            refusal = await self._start(request, policy, template)
+            if refusal is not None:
+                await self._pass_or_refuse(request, receive, send, refusal)
+                return
         ticket = (
             await asyncio.to_thread(counter.ticket, request, policy, key, template)
             if request.body.is_large  # to read it again takes its time, and others want theirs
             else counter.ticket(request, policy, key, template)
         )
         if "coatcheck.operation" in request.native and counter.is_held_by(request, ticket):
-            await self._pass_or_refuse(request, receive, send, None, policy)
+            await self._pass_or_refuse(request, receive, send, None)
             return
         desk = engine.desk
         answer = desk.recall(ticket, policy) if desk.cache.knows(ticket.id) else None
@@ -157,30 +168,29 @@ class IdempotencyMiddleware:
         desk.tell(ticket, answer)
         await respond(send, counter.answered(answer, ticket, policy, request))
 
-    async def _start(self, request: Request, send: Send, policy: Policy) -> bool:
-        """Look at the store before the first request; False where it is not there (D2)."""
+    async def _start(
+        self, request: Request, policy: Policy, template: str | None
+    ) -> Response | None:
+        """Look at the store before the first request; the refusal where it is not there (D2)."""
         try:
             await self.engine.start()
         except OUTAGES as error:
-            request.body.close()
-            await refuse_unrun(send, policy, error)
-            return False
-        return True
+            return self.counter.refused(request, unrun(error), policy, template)
+        return None
 
     async def _pass_or_refuse(
         self,
         request: Request,
         receive: Receive,
         send: Send,
-        found: Problem | None,
-        policy: Policy,
+        refusal: Response | None,
     ) -> None:
         """Serve a request that is not for us to guard: as it is, or not at all."""
         try:
-            if found is None:
+            if refusal is None:
                 await self.app(request.native, Passed(request.body, receive).receive, send)
             else:
-                await respond(send, refused(found, policy))
+                await respond(send, refusal)
         finally:
             request.body.close()
 
@@ -201,7 +211,7 @@ class IdempotencyMiddleware:
                     await self.engine.start()
                 (record,) = await self.engine.store.get((id,))
             except OUTAGES as error:
-                await refuse_unrun(send, self.engine.desk.policy, error)
+                await respond(send, refused(unrun(error), self.engine.desk.policy))
                 return
             response = self.counter.status(record, token, request)
         if response is None:

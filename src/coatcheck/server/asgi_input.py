@@ -5,6 +5,8 @@ What is sent back is made by `asgi_visit.py`.
 
 from __future__ import annotations
 
+import re
+import string
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import Any, TypeAlias
 
@@ -45,15 +47,28 @@ async def read(
 def request_of(asgi_scope: AsgiScope, fields: dict[bytes, bytes], body: Body) -> Request:
     """The request in *asgi_scope*."""
     raw_path = asgi_scope.get("raw_path")
+    path = asgi_scope["path"] if raw_path is None else raw_path.decode("latin-1")
+    if "%" in path and raw_path is not None:
+        path = _each_escape(_normal, path)
     return Request(
         asgi_scope["method"].upper(),
-        asgi_scope["path"] if raw_path is None else raw_path.decode("latin-1"),
+        path,
         asgi_scope.get("query_string", b""),
         fields,
         body,
         asgi_scope,
         asgi_scope.get("root_path", ""),
     )
+
+
+_each_escape = re.compile("%[0-9A-Fa-f]{2}").sub
+_UNRESERVED = frozenset(string.ascii_letters + string.digits + "-._~")
+
+
+def _normal(escape: re.Match[str]) -> str:
+    """The one spelling of an *escape* in a path (RFC 3986 §6.2.2), as WSGI's is made by us."""
+    character = chr(int(escape[0][1:], 16))
+    return character if character in _UNRESERVED else escape[0].upper()
 
 
 _NO_MESSAGES: Iterator[tuple[bytes, bool]] = iter(())

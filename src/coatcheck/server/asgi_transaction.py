@@ -16,11 +16,11 @@ from coatcheck.server.answers import (
     COMMIT_UNKNOWN,
     OUTAGES,
     is_told_anyway,
-    refused,
+    unrun,
 )
-from coatcheck.server.asgi_client import Guard, respond
+from coatcheck.server.asgi_client import Guard
 from coatcheck.server.asgi_input import Receive, Send, hide_short_cuts
-from coatcheck.server.asgi_visit import Visit, refuse_unrun
+from coatcheck.server.asgi_visit import Visit
 from coatcheck.server.request import Request
 
 
@@ -72,7 +72,7 @@ class TransactionVisit(Visit):
         try:
             step = await engine.advance(self._flow, policy, as_value=False, within=self._within)
         except OUTAGES as error:
-            await refuse_unrun(self._client_send, policy, error)
+            await self._refuse(unrun(error, self._ticket.id))
             return
         if not isinstance(step, Execute):
             await self._answer(step)
@@ -108,15 +108,17 @@ class TransactionVisit(Visit):
     async def _settle(self, response: Response, ending: Ending, *, more_body: bool = False) -> None:
         """Commit, or undo, as *ending* says, and only then answer with *response*."""
         self._is_settled = True
-        engine, policy, send = self.guard.engine, self._policy, self._client_send
+        engine, policy = self.guard.engine, self._policy
         try:
             step = await engine.advance(self._flow, policy, ending, within=self._within)
         except OUTAGES as error:
             logger.error("executed, but whether it is committed is not known: %s", error)
-            refusal = problem("store-unavailable", id=self._claim.id, reason=COMMIT_UNKNOWN)
-            await respond(send, refused(refusal, policy))
+            reason = COMMIT_UNKNOWN
+            await self._refuse(problem("store-unavailable", id=self._claim.id, reason=reason))
         except Exception as error:
             is_again = self._retries_left and self._within.has_collided(error)
+            if not is_again:
+                engine.desk.tell(self._ticket, None)
             if is_again or more_body or not is_told_anyway(response, error):
                 self._failure = error
                 raise

@@ -15,26 +15,25 @@ import asyncio
 from contextlib import suppress
 from http import HTTPStatus
 
-from coatcheck.core.hand_over import ending_of_accepted
 from coatcheck.core.policy import Policy
-from coatcheck.core.problem import problem
+from coatcheck.core.problem import Problem, problem
 from coatcheck.core.record import Record
-from coatcheck.core.replay import Headers, Response, fate_of
+from coatcheck.core.replay import Headers, Response
 from coatcheck.core.serve import Answer, Ending, Execute, Executed, Refuse, Replay, Ticket
 from coatcheck.engine.desk import ending_of_error, judged, logger
 from coatcheck.engine.functions import is_failure
+from coatcheck.engine.keeping import ending_of, ending_of_accepted, ending_of_part
 from coatcheck.errors import ClaimLost
 from coatcheck.operation import Operation, enter, leave
 from coatcheck.server.answers import (
     OUTAGES,
-    RAN_NOT,
     RAN_UNRECORDED,
-    ending_of,
     is_endless,
     reference_header,
     refused,
+    unrun,
 )
-from coatcheck.server.asgi_client import ClientSide, Guard, respond
+from coatcheck.server.asgi_client import ClientSide, Guard
 from coatcheck.server.asgi_front import may_be_cancelled
 from coatcheck.server.asgi_input import Message, Receive, Send, hide_short_cuts
 from coatcheck.server.request import Request
@@ -141,7 +140,7 @@ class Visit(ClientSide):
         try:
             step = await engine.advance(self._flow, policy, as_value=False)
         except OUTAGES as error:
-            await refuse_unrun(self._client_send, policy, error)
+            await self._refuse(unrun(error, self._ticket.id))
             return
         if not isinstance(step, Execute):
             await self._answer(step)
@@ -183,7 +182,6 @@ class Visit(ClientSide):
             return False
         self._is_settled = True
         engine, operation = self.guard.engine, self._operation
-        engine.desk.tell(self._ticket, None)
         standing: Answer | Execute | None = None
         try:
             with suppress(*OUTAGES):  # the application's own error matters more
@@ -194,14 +192,18 @@ class Visit(ClientSide):
         if isinstance(error, ClaimLost) and isinstance(standing, (Replay, Refuse)):
             await self._answer(standing)
             return True
+        engine.desk.tell(self._ticket, None)
         if not operation.is_in_doubt:
             return False
         logger.error("an operation is in doubt", exc_info=error)
-        await self._refuse_in_doubt()
+        await self._respond(refused(self._unknown(), self._policy))
         return True
 
-    async def _refuse_in_doubt(self) -> None:
-        refusal = problem("outcome-unknown", key=self._ticket.key, id=self._claim.id)
+    def _unknown(self) -> Problem:
+        return problem("outcome-unknown", key=self._ticket.key, id=self._claim.id)
+
+    async def _refuse(self, refusal: Problem) -> None:
+        self.guard.engine.desk.tell(self._ticket, Refuse(refusal))
         await self._respond(refused(refusal, self._policy))
 
     async def _after(self) -> Message:
@@ -245,8 +247,7 @@ class Visit(ClientSide):
         self._size += len(chunk)
         if self._size > self._policy.response_bytes_max or is_endless(self._headers):
             response = Response(self._status, self._headers, b"".join(self._chunks))
-            fate = fate_of(response, self._policy.keep, reruns=self._policy.reruns)
-            await self._settle(response, Ending(fate), more_body=True)
+            await self._settle(response, ending_of_part(response, self._policy), more_body=True)
 
     async def _settle(self, response: Response, ending: Ending, *, more_body: bool = False) -> None:
         """End the claim as *ending* says, and only then answer with *response*."""
@@ -265,7 +266,7 @@ class Visit(ClientSide):
             finally:  # not before: who waits here need not look for its end
                 engine.desk.heart.let_go(self._held)
             if operation.has_more_to_say and operation.is_in_doubt:  # whatever was made of it
-                await self._refuse_in_doubt()
+                await self._refuse(self._unknown())
             elif isinstance(step, Executed):
                 engine.desk.tell(self._ticket, step)
                 await self._give(response, more_body=more_body)
@@ -275,10 +276,11 @@ class Visit(ClientSide):
         except OUTAGES as error:
             logger.error("executed, but the store is unavailable: %s", error)
             if policy.unrecorded == "answer" and not self._operation.is_in_doubt:
+                engine.desk.tell(self._ticket, Executed(self._claim))
                 await self._give(response, more_body=more_body)  # and the heart writes it down
             else:
-                refusal = problem("store-unavailable", id=self._claim.id, reason=RAN_UNRECORDED)
-                await self._respond(refused(refusal, policy))
+                reason = RAN_UNRECORDED
+                await self._refuse(problem("store-unavailable", id=self._claim.id, reason=reason))
         finally:  # all is said: whoever asks whether the client is still there may know
             self._is_over = True
             if self._over is not None:
@@ -316,9 +318,3 @@ def finishing(guard: Guard, receive: Receive) -> Receive:
         return message
 
     return receive_when_finished
-
-
-async def refuse_unrun(send: Send, policy: Policy, error: Exception) -> None:
-    """Fail closed: without the store nothing runs (D2)."""
-    logger.error("refused, the store is unavailable: %s", error)
-    await respond(send, refused(problem("store-unavailable", reason=RAN_NOT), policy))

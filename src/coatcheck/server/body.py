@@ -1,15 +1,17 @@
 """Request bodies: needed whole before the claim, so kept small in memory.
 
-What is larger than a megabyte goes to a temporary file where there can be one, and what is larger
-than the policy allows is refused before anything runs.
+What is larger than a megabyte goes to a temporary file where there is room for one, and what is
+larger than the policy allows is refused before anything runs.
 """
 
 from __future__ import annotations
 
+import io
 import logging
 import tempfile
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import IO
 
 logger = logging.getLogger("coatcheck")
@@ -22,16 +24,16 @@ CHUNK_BYTES = 64 * 1024
 class Body:
     """A request body that grows while it is read, and is then given out any number of times."""
 
-    __slots__ = ("__weakref__", "_chunks", "_file", "_is_unspoolable", "size", "whole")
+    __slots__ = ("__weakref__", "_chunks", "_file", "_is_unspoolable", "_spooled", "size", "whole")
 
     def __init__(self, chunk: bytes = b"") -> None:
         # All of it, where it is in memory and in one piece, as most are; then nothing is to close.
         self.whole: bytes | None = chunk
         self.size = len(chunk)
-        self._file: IO[bytes] | None = None
+        self._file: io.BufferedRandom | None = None
         self._is_unspoolable = False
         if self.size > MEMORY_BYTES_MAX:
-            self._chunks = [chunk]
+            self._chunks, self.whole = [chunk], None
             self._spool()
 
     @property
@@ -44,26 +46,29 @@ class Body:
         if self.whole is not None:
             self._chunks, self.whole = [self.whole], None
         self.size += len(chunk)
-        if self._file is not None:
-            self._file.write(chunk)
-            return
         self._chunks.append(chunk)
         if self.size > MEMORY_BYTES_MAX and not self._is_unspoolable:
             self._spool()
 
     def _spool(self) -> None:
-        self.whole = None
+        """Bring what is in memory to the file; where that cannot be, all of it stays in memory."""
         try:
-            file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
-        except OSError as error:  # a container may have no place for files; memory is bounded, too
+            if self._file is None:
+                self._spooled = 0  # bytes in the file
+                self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
+                # A `caller=` or `key=` function of the user's may raise before anybody closes it.
+                weakref.finalize(self, self._file.close)
+            self._file.writelines(self._chunks)
+            self._file.flush()
+        except OSError as error:  # no place for files, or no room; memory is bounded, too
             logger.warning("a body of over a megabyte stays in memory: %s", error)
             self._is_unspoolable = True
-            return
-        self._file = file
-        file.writelines(self._chunks)
-        self._chunks.clear()
-        # A `caller=` or `key=` function of the user's may raise before anybody closes it.
-        weakref.finalize(self, self._file.close)
+            if self._file is not None:
+                self._chunks.insert(0, _taken_back(self._file, self._spooled))
+                self._file = None
+        else:
+            self._spooled = self.size
+            self._chunks.clear()
 
     def bytes_or_chunks(self) -> bytes | Iterator[bytes]:
         """All of it where it is in memory, else piece by piece."""
@@ -101,3 +106,12 @@ class Body:
         """Let go of the file."""
         if self._file is not None:
             self._file.close()
+
+
+def _taken_back(file: io.BufferedRandom, size: int) -> bytes:
+    """The first *size* bytes of *file*, which takes no more."""
+    file.raw.seek(0)  # not `file` itself: it would first try again to write what it has not
+    taken = file.raw.readall()[:size]
+    with suppress(OSError):
+        file.close()
+    return taken

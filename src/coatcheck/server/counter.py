@@ -9,14 +9,16 @@ import functools
 import hmac
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeAlias
+from urllib.parse import quote
 from uuid import UUID
 
 from coatcheck.core.fingerprint import fingerprint_of
 from coatcheck.core.key import Key, Malformed, parse_key, reference_of
 from coatcheck.core.not_awaited import refuse_async, refuse_awaitable
 from coatcheck.core.policy import Policy
-from coatcheck.core.problem import Problem, problem
+from coatcheck.core.problem import COOKIE_IS_COMPARED, Problem, problem
 from coatcheck.core.record import Record
 from coatcheck.core.replay import Response
 from coatcheck.core.scope import SCOPE_CHARS, caller_digest, operation_id
@@ -24,7 +26,14 @@ from coatcheck.core.serve import Refuse, Replay, Ticket
 from coatcheck.engine.desk import Desk
 from coatcheck.errors import Misconfigured
 from coatcheck.server.answers import refused, replayed
-from coatcheck.server.callers import CREDENTIALS, SHARED, Caller, credential, user
+from coatcheck.server.callers import (
+    CREDENTIALS,
+    SHARED,
+    Caller,
+    client_certificate,
+    credential,
+    user,
+)
 from coatcheck.server.request import Request
 from coatcheck.server.status import Asked, accepted, status_of, token_of
 
@@ -85,6 +94,8 @@ class Counter:
         caller, included = self._caller_of(request)
         if policy.header_names:
             included = [*included, *((n, request.header(n)) for n in policy.header_names)]
+        if b"content-encoding" in request.fields:  # it says what the bytes of the body mean
+            included = [*included, (b"content-encoding", request.fields[b"content-encoding"])]
         desk, route = self.desk, f"{method} {template or path}"
         place = route if template is None else f"{method} {_unnamed(template)}"
         id = operation_id(caller=caller, route=place, key=key, secret=desk.secret)
@@ -112,6 +123,13 @@ class Counter:
         operation = request.native.get("coatcheck.operation")
         return operation is not None and operation.reference == reference_of(ticket.id)
 
+    def refused(
+        self, request: Request, refusal: Problem, policy: Policy, template: str | None = None
+    ) -> Response:
+        """The answer on the wire where *request* came to no ticket; the observers hear of it."""
+        self.desk.tell_refusal(refusal, f"{request.method} {template or request.path}")
+        return refused(refusal, policy)
+
     def answered(
         self, answer: Replay | Refuse, ticket: Ticket, policy: Policy, request: Request
     ) -> Response:
@@ -121,7 +139,10 @@ class Counter:
         # Of what a transaction has not committed there is nothing yet to ask for.
         if policy.in_flight == "202" and policy.mode == "record" and answer.record is not None:
             return self.accepted(answer.record, policy, request)
-        return refused(answer.problem, policy)
+        refusal = answer.problem
+        if refusal.code == "key-reused" and self._caller_of(request)[1]:
+            refusal = replace(refusal, detail=f"{refusal.detail}; {COOKIE_IS_COMPARED}")
+        return refused(refusal, policy)
 
     def accepted(self, record: Record, policy: Policy, request: Request) -> Response:
         """The answer that sends the client of *request* to the address of what runs for it."""
@@ -158,11 +179,23 @@ class Counter:
         """Whose key it is, and what of the request's headers must not change between retries."""
         if self._caller is not None and (own := _text_of(self._caller(request))) is not None:
             return caller_digest("own", own, *self._tenant(request), secret=self.desk.secret), []
-        fields, who, is_by_host = request.fields, user(request), self._is_by_host()
-        if who is None and not is_by_host and CREDENTIALS.isdisjoint(fields):
+        fields, native, who = request.fields, request.native, user(request)
+        certified = None
+        # Looked for in place: most servers tell nothing of the kind, and a call takes longer.
+        if (
+            ("extensions" in native and "tls" in (native["extensions"] or ()))
+            or "SSL_CLIENT_S_DN" in native
+            or "SSL_CLIENT_CERT" in native
+        ):
+            certified = client_certificate(request)
+        if not (who or certified or self._is_by_host()) and CREDENTIALS.isdisjoint(fields):
             caller = self._nobody
         else:
-            parts = ("credential", credential(request), *(() if who is None else ("user", who)))
+            parts: tuple[str, ...] = ("credential", credential(request) or "")
+            if who is not None:
+                parts = (*parts, "user", who)
+            if certified is not None:
+                parts = (*parts, "certificate", certified)
             caller = caller_digest(*parts, *self._tenant(request), secret=self.desk.secret)
         # A cookie may hold a session, or an advertiser's clock. If it named the caller, a retry
         # with a fresh clock would run again; if it were ignored, one session could read another's
@@ -187,7 +220,7 @@ def _unnamed(template: str) -> str:
 def _text_of(found: object) -> str | None:
     """What a `caller=` function has found; numbers are the likeliest of all."""
     if found is None or isinstance(found, str):
-        return found
+        return found or None
     if isinstance(found, (int, UUID)):
         return str(found)
     refuse_awaitable("caller", found)
@@ -195,4 +228,4 @@ def _text_of(found: object) -> str | None:
 
 
 def _location(token: str, policy: Policy, request: Request) -> str:
-    return f"{request.root}{policy.status_path}{token}"
+    return f"{quote(request.root)}{policy.status_path}{token}"

@@ -32,4 +32,6 @@ async def _operation() -> Operation:
     return operation
 
 
+# The operation of the request, as a parameter of the endpoint: `operation: CurrentOperation`. On a
+# request that is not guarded it raises `Misconfigured`, so make the key required there.
 CurrentOperation = Annotated[Operation, Depends(_operation)]

@@ -13,18 +13,23 @@ from coatcheck.server.body import Body
 
 @dataclass(slots=True)  # not frozen, and no tuple: it is read a dozen times for each request
 class Request:
-    """One request, wholly read."""
+    """
+    One request, wholly read: what `caller=` and `key=` functions are called with.
+
+    `request.header(b"x-tenant")` is bytes, `request.json()["order"]` is from the body, and what a
+    framework or a server has put beside it is in `request.native`.
+    """
 
     method: str
-    path: str  # as it was sent: percent-encoded, where the server tells
+    path: str  # percent-encoded, where the server tells, in one spelling
     query: bytes
     fields: Mapping[bytes, bytes]  # the headers, names in lower case; see `fields_of`
     body: Body
     native: MutableMapping[str, Any]  # the ASGI scope or the WSGI environ
-    root: str = ""  # where the application is mounted
+    root: bytes | str = ""  # where the application is mounted, not escaped
 
     def header(self, name: bytes) -> bytes:
-        """The value of the header *name* (lower case); b"" if absent."""
+        """The value of the header *name*, which is in lower case: `b"x-tenant"`; b"" if absent."""
         return self.fields.get(name, b"")
 
     def json(self) -> Any:  # noqa: ANN401 - whatever the client sent

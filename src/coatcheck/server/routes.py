@@ -144,9 +144,10 @@ class Routes:
         if self._has_marks:
             _WENT_BY.set(_SAFE)
 
-    def policy_for(self, asgi_scope: MutableMapping[str, Any]) -> tuple[Policy | None, str | None]:
+    def policy_for(
+        self, asgi_scope: MutableMapping[str, Any], method: str
+    ) -> tuple[Policy | None, str | None]:
         """The policy for this request and its route's template; None: it is not guarded."""
-        method = asgi_scope["method"].upper()  # some servers pass on what Django takes for PATCH
         routes: Sequence[Any] = self._router.routes
         if routes is not self._known or len(routes) != self._count:
             routes = self._look(asgi_scope)

@@ -11,12 +11,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from coatcheck.core.facts import is_sealed
 from coatcheck.core.key import reference_of
 from coatcheck.core.policy import Policy, changed
 from coatcheck.core.prefer import patience_s_of
 from coatcheck.core.problem import problem
-from coatcheck.core.progress import progress_of
+from coatcheck.core.progress import NOTHING, readable_progress_of
 from coatcheck.core.record import (
     COMPLETED,
     IN_DOUBT,
@@ -99,7 +98,7 @@ def accepted(record: Record, location: str, policy: Policy, *, prefer: bytes = b
 
 def _progress_of(record: Record) -> dict[str, object]:
     """Which attempt it is, and how far, if it has said so and that can be read (L10)."""
-    report = None if is_sealed(record) else progress_of(record).report
+    report = (readable_progress_of(record) or NOTHING).report
     told = {} if report is None else {"progress": report._asdict()}
     return {"attempt": record.attempt, **told}
 
@@ -124,7 +123,7 @@ def status_of(record: Record, asked: Asked, policy: Policy) -> Response:
         ticket = Ticket(record.id, record.fingerprint, 0, 0, key=record.key)
         answer = of_completed(record, ticket)
         if isinstance(answer, Replay):
-            return replayed(answer, ticket, policy, asked.accept_encoding)
+            return _uncached(replayed(answer, ticket, policy, asked.accept_encoding))
         return refused(answer.problem, policy)
     # Given back, or its executor died: the route's policy decides what a retry meets.
     members: dict[str, object] = {
@@ -133,6 +132,28 @@ def status_of(record: Record, asked: Asked, policy: Policy) -> Response:
         "retry": "same-key",
     }
     return _told(200, members | _progress_of(record), [reference_header(record.id, policy)])
+
+
+# What a response says of how long it may be kept, and how it is asked for again; beside every
+# header of that name for one kind of cache (RFC 9213).
+_CACHING = frozenset(
+    b"cache-control expires age pragma surrogate-control etag last-modified".split()
+)
+
+
+def _uncached(response: Response) -> Response:
+    """
+    *response* for whoever asked for it by an address.
+
+    It was made for a POST, which no cache keeps. A GET is kept by its address alone, and would be
+    given to anybody who knows that.
+    """
+    headers = [
+        line
+        for line in response.headers
+        if line[0] not in _CACHING and not line[0].endswith(b"-cache-control")
+    ]
+    return response._replace(headers=[*headers, (b"cache-control", b"no-store")])
 
 
 def _told(

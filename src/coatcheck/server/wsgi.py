@@ -18,8 +18,8 @@ from coatcheck.core.policy import Policy
 from coatcheck.core.problem import Problem
 from coatcheck.engine import Engine
 from coatcheck.errors import Misconfigured
-from coatcheck.operation import enter
-from coatcheck.server.answers import OUTAGES, refused
+from coatcheck.operation import current_operation, enter
+from coatcheck.server.answers import OUTAGES, refused, unrun
 from coatcheck.server.body import Body
 from coatcheck.server.callers import Caller
 from coatcheck.server.counter import Counter, NaturalKey
@@ -28,7 +28,7 @@ from coatcheck.server.status import ASKING_METHODS, id_of
 from coatcheck.server.wsgi_accepting import AcceptingVisit
 from coatcheck.server.wsgi_input import Environ, bytes_of, drain, give, read, request_of, rewound
 from coatcheck.server.wsgi_transaction import TransactionVisit
-from coatcheck.server.wsgi_visit import App, Said, StartResponse, Visit, refuse_unrun, respond
+from coatcheck.server.wsgi_visit import App, Said, StartResponse, Visit, respond
 from coatcheck.stores import Store
 
 # 100: more than a server has threads, because work goes on when its thread serves the next client.
@@ -93,7 +93,8 @@ class IdempotencyMiddleware:
             return self.app(environ, start_response)
         if isinstance(key, Problem):
             drain(environ)
-            return respond(start_response, refused(key, policy))
+            request = request_of(environ, Body())
+            return respond(start_response, self.counter.refused(request, key, policy))
         return self._guard(environ, start_response, policy, key)
 
     def _guard(
@@ -101,7 +102,8 @@ class IdempotencyMiddleware:
     ) -> Iterable[bytes]:
         body = read(environ, policy)
         if isinstance(body, Problem):
-            return respond(start_response, refused(body, policy))
+            request = request_of(environ, Body())
+            return respond(start_response, self.counter.refused(request, body, policy))
         give(environ, body)
         said: Iterable[bytes] = ()
         try:
@@ -119,23 +121,24 @@ class IdempotencyMiddleware:
             if found is None:
                 return self._pass(request, start_response)
             if isinstance(found, Problem):
-                return respond(start_response, refused(found, policy))
+                return respond(start_response, self.counter.refused(request, found, policy))
             key = found
         if not self.engine.is_started:
             try:
                 self.engine.start()
             except OUTAGES as error:
-                return refuse_unrun(start_response, policy, error)
+                return respond(start_response, self.counter.refused(request, unrun(error), policy))
         ticket = self.counter.ticket(request, policy, key, None)
         if self.counter.is_held_by(request, ticket):
             return self._pass(request, start_response)
         answer = self.engine.desk.recall(ticket, policy)
         kind = Visit if answer is not None else _kind_of(policy)
         visit = kind(self, request, start_response, ticket=ticket, policy=policy)
+        before = current_operation()  # of a guarded function that calls us in its own thread
         try:
             return visit.serve() if answer is None else visit.answer(answer)
         finally:
-            enter(None)
+            enter(before)
 
     def _pass(self, request: Request, start_response: StartResponse) -> Iterable[bytes]:
         """Serve a request that is not for us to guard, as it is."""
@@ -156,7 +159,7 @@ class IdempotencyMiddleware:
                     self.engine.start()
                 (record,) = self.engine.store.get((id,))
             except OUTAGES as error:
-                return refuse_unrun(start_response, policy, error)
+                return respond(start_response, refused(unrun(error), policy))
             response = self.counter.status(record, token, request_of(environ, Body()))
         if response is None:
             return self.app(environ, start_response)

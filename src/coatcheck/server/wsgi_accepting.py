@@ -16,13 +16,13 @@ from contextlib import suppress
 from contextvars import copy_context
 from typing import Any, NamedTuple
 
-from coatcheck.core.hand_over import ending_of_accepted
 from coatcheck.core.policy import Policy
 from coatcheck.core.problem import problem
 from coatcheck.core.record import Record
 from coatcheck.core.replay import Fate, Response
 from coatcheck.core.serve import Ending, Ticket
 from coatcheck.engine.desk import logger
+from coatcheck.engine.keeping import ending_of_accepted
 from coatcheck.server.answers import OUTAGES
 from coatcheck.server.body import Body
 from coatcheck.server.request import Request

@@ -94,7 +94,7 @@ def request_of(environ: Environ, body: Body) -> Request:
         _fields_of(environ),
         body,
         environ,
-        quote(environ.get("SCRIPT_NAME", "").encode("latin-1")),
+        environ.get("SCRIPT_NAME", "").encode("latin-1"),
     )
 
 

@@ -11,13 +11,14 @@ from collections.abc import Iterable, Iterator
 from coatcheck.core.policy import Policy
 from coatcheck.core.problem import problem
 from coatcheck.core.record import Record
-from coatcheck.core.serve import Execute, Executed, Ticket
+from coatcheck.core.replay import Response
+from coatcheck.core.serve import Ending, Execute, Executed, Ticket
 from coatcheck.engine.desk import logger
 from coatcheck.operation import Operation, enter
-from coatcheck.server.answers import COMMIT_UNKNOWN, OUTAGES, is_told_anyway
+from coatcheck.server.answers import COMMIT_UNKNOWN, OUTAGES, is_told_anyway, unrun
 from coatcheck.server.request import Request
 from coatcheck.server.wsgi_input import rewound
-from coatcheck.server.wsgi_visit import Guard, StartResponse, Visit, close, refuse_unrun
+from coatcheck.server.wsgi_visit import Guard, StartResponse, Visit, close
 
 
 class TransactionVisit(Visit):
@@ -59,7 +60,7 @@ class TransactionVisit(Visit):
         try:
             step = engine.advance(self._flow, policy, as_value=False, within=self._within)
         except OUTAGES as error:
-            return refuse_unrun(self._start_response, policy, error)
+            return self._refuse(unrun(error, self._ticket.id))
         return self._execute(step.claim) if isinstance(step, Execute) else self.answer(step)
 
     def _execute(self, claim: Record) -> Iterable[bytes]:
@@ -71,11 +72,12 @@ class TransactionVisit(Visit):
         try:
             said = self._app(environ, self._start)
             chunks = iter(said)
-            is_whole = self._gather(chunks)
+            rest = None if self._gather(chunks) else chunks
+            response, ending = self._ending(is_whole=rest is None)
         except BaseException as error:
             self._fail(error, said)
             raise
-        return self._settle(claim, said, chunks, is_whole=is_whole)
+        return self._settle(claim, response, ending, said=said, rest=rest)
 
     def _fail(self, error: BaseException, said: Iterable[bytes]) -> None:
         """Close what the application has begun to say, and undo all of it."""
@@ -87,9 +89,14 @@ class TransactionVisit(Visit):
                 self._engine.advance(self._flow, self._policy, error=error, within=self._within)
 
     def _settle(
-        self, claim: Record, said: Iterable[bytes], rest: Iterator[bytes], *, is_whole: bool
+        self,
+        claim: Record,
+        response: Response,
+        ending: Ending,
+        *,
+        said: Iterable[bytes],
+        rest: Iterator[bytes] | None,
     ) -> Iterable[bytes]:
-        response, ending = self._ending(is_whole=is_whole)
         try:
             step = self._engine.advance(self._flow, self._policy, ending, within=self._within)
         except OUTAGES as error:
@@ -98,10 +105,12 @@ class TransactionVisit(Visit):
             return self._refuse(problem("store-unavailable", id=claim.id, reason=COMMIT_UNKNOWN))
         except Exception as error:
             is_again = self._policy.transaction_retries and self._within.has_collided(error)
-            if is_again or not is_whole or not is_told_anyway(response, error):
+            if not is_again:
+                self._engine.desk.tell(self._ticket, None)
+            if is_again or rest is not None or not is_told_anyway(response, error):
                 close(said)
                 raise
         else:
             assert isinstance(step, Executed)  # nobody can supersede what a transaction holds
             self._engine.desk.tell(self._ticket, step)
-        return self._give(claim, response, said, rest if not is_whole else None)
+        return self._give(claim, response, said, rest)

@@ -16,22 +16,22 @@ from typing import Protocol, TypeAlias
 from coatcheck.core.policy import Policy
 from coatcheck.core.problem import Problem, problem
 from coatcheck.core.record import Record
-from coatcheck.core.replay import Response, fate_of
+from coatcheck.core.replay import Response
 from coatcheck.core.serve import Answer, Ending, Execute, Executed, Refuse, Replay, Ticket
 from coatcheck.engine import Engine
 from coatcheck.engine.desk import ending_of_error, judged, logger
+from coatcheck.engine.keeping import ending_of, ending_of_part
 from coatcheck.engine.resuming import hand_over
 from coatcheck.errors import ClaimLost, Misconfigured
 from coatcheck.operation import enter
 from coatcheck.server.answers import (
     OUTAGES,
-    RAN_NOT,
     RAN_UNRECORDED,
-    ending_of,
     has_length,
     is_endless,
     reference_header,
     refused,
+    unrun,
 )
 from coatcheck.server.body import Body
 from coatcheck.server.counter import Counter
@@ -90,7 +90,7 @@ class Visit:
         try:
             step = self._engine.advance(self._flow, self._policy, as_value=False)
         except OUTAGES as error:
-            return refuse_unrun(self._start_response, self._policy, error)
+            return self._refuse(unrun(error, self._ticket.id))
         if isinstance(step, Execute):
             return self._execute(step.claim)
         return self.answer(step)
@@ -107,7 +107,8 @@ class Visit:
             try:
                 said = self._app(environ, self._start)
                 chunks = iter(said)
-                is_whole = self._gather(chunks)
+                rest = None if self._gather(chunks) else chunks
+                response, ending = self._ending(is_whole=rest is None)
             except BaseException as error:
                 standing = self._fail(error, said)
                 if isinstance(error, ClaimLost) and isinstance(standing, (Replay, Refuse)):
@@ -115,8 +116,8 @@ class Visit:
                 if not operation.is_in_doubt:
                     raise
                 logger.error("an operation is in doubt", exc_info=error)
-                return self._refuse_in_doubt(claim)
-            return self._settle(claim, said, chunks, is_whole=is_whole)
+                return respond(self._start_response, refused(self._unknown(), self._policy))
+            return self._settle(claim, response, ending, said=said, rest=rest)
         finally:  # not before the end is written: who waits here for it need not look for it
             self._engine.heart.let_go(held)
             operation.client = None
@@ -125,15 +126,17 @@ class Visit:
         """Close what the application has begun to say, and give its claim back; what stands."""
         with suppress(Exception):  # its first error matters more than this one
             close(said)
+        standing: Answer | Execute | None = None
         if isinstance(error, Exception):
-            self._engine.desk.tell(self._ticket, None)
             ending = ending_of_error(self._operation, error, self._policy)
             with suppress(*OUTAGES):  # and more than ours
-                return self._engine.advance(self._flow, self._policy, ending)
-        return None
+                standing = self._engine.advance(self._flow, self._policy, ending)
+            if not (isinstance(error, ClaimLost) and isinstance(standing, (Replay, Refuse))):
+                self._engine.desk.tell(self._ticket, None)
+        return standing
 
-    def _refuse_in_doubt(self, claim: Record) -> Iterable[bytes]:
-        return self._refuse(problem("outcome-unknown", key=self._ticket.key, id=claim.id))
+    def _unknown(self) -> Problem:
+        return problem("outcome-unknown", key=self._ticket.key, id=self._ticket.id)
 
     def _gather(self, chunks: Iterator[bytes]) -> bool:
         """Take all the application says; False where it is too much to keep."""
@@ -165,9 +168,14 @@ class Visit:
         self._size += len(chunk)
 
     def _settle(
-        self, claim: Record, said: Iterable[bytes], rest: Iterator[bytes], *, is_whole: bool
+        self,
+        claim: Record,
+        response: Response,
+        ending: Ending,
+        *,
+        said: Iterable[bytes],
+        rest: Iterator[bytes] | None,
     ) -> Iterable[bytes]:
-        response, ending = self._ending(is_whole=is_whole)
         if self._is_handed_over and response.status < HTTPStatus.BAD_REQUEST:
             close(said)
             self._engine.desk.tell(self._ticket, Executed(claim))
@@ -188,21 +196,19 @@ class Visit:
         assert not isinstance(step, Execute)
         if self._operation.is_in_doubt:  # whatever the handler made of it
             close(said)
-            return self._refuse_in_doubt(claim)
+            return self._refuse(self._unknown())
         if not isinstance(step, Executed):
             close(said)
             return self.answer(step)
         self._engine.desk.tell(self._ticket, step)
-        return self._give(claim, response, said, rest if not is_whole else None)
+        return self._give(claim, response, said, rest)
 
     def _ending(self, *, is_whole: bool) -> tuple[Response, Ending]:
         """What the application has said, and what that means for its claim."""
         body = b"".join(self._chunks)
         response = Response(int(self._status_line[:3]), self._lowered(), body)
-        if is_whole:
-            return response, ending_of(response, self._policy)
-        fate = fate_of(response._replace(body=b""), self._policy.keep, reruns=self._policy.reruns)
-        return response, Ending(fate, None)
+        judge = ending_of if is_whole else ending_of_part
+        return response, judge(response, self._policy)
 
     def _give(
         self,
@@ -232,6 +238,7 @@ class Visit:
         return respond(self._start_response, response)
 
     def _refuse(self, refusal: Problem) -> Iterable[bytes]:
+        self._engine.desk.tell(self._ticket, Refuse(refusal))
         return respond(self._start_response, refused(refusal, self._policy))
 
     # --- when it takes long (L10) -------------------------------------------------------------
@@ -293,11 +300,3 @@ def respond(start_response: StartResponse, response: Response) -> Iterable[bytes
     headers = [(n.decode("latin-1").title(), v.decode("latin-1")) for n, v in response.headers]
     start_response(f"{response.status} {phrase}", headers)
     return [response.body] if response.body else []
-
-
-def refuse_unrun(
-    start_response: StartResponse, policy: Policy, error: Exception
-) -> Iterable[bytes]:
-    """Fail closed: without the store nothing runs (D2)."""
-    logger.error("refused, the store is unavailable: %s", error)
-    return respond(start_response, refused(problem("store-unavailable", reason=RAN_NOT), policy))

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, get_args
 
-from coatcheck.core.progress import Step, progress_of
+from coatcheck.core.progress import NOTHING, Step, readable_progress_of
 from coatcheck.core.record import COMPLETED, RUNNING, Record, Swap
 from coatcheck.errors import Misconfigured
 from coatcheck.stores import Finding, Page, Query, Store
@@ -27,6 +27,7 @@ from coatcheck.stores.contract import SWEEP_BATCH
 P = ParamSpec("P")
 T = TypeVar("T")
 
+# Where a fault can strike; `POINTS` is all of them.
 Point: TypeAlias = Literal[
     "before claim",
     "after claim",
@@ -223,7 +224,5 @@ def _is_claim(swap: Swap) -> bool:
 
 
 def _steps_of(record: Record) -> frozenset[Step]:
-    try:
-        return frozenset(progress_of(record).steps)
-    except ValueError:  # sealed
-        return frozenset()
+    """None, where they are sealed."""
+    return frozenset((readable_progress_of(record) or NOTHING).steps)
