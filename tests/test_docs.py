@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import inspect
+import json
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +18,9 @@ import pytest
 import coatcheck
 from coatcheck.core.policy import POLICY_FIELDS
 from coatcheck.core.problem import KINDS
+from coatcheck.server.request import Request
+from coatcheck.stores import Store
+from coatcheck.verify.crash import Injector
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -37,8 +43,31 @@ def test_the_generated_pages_are_what_the_code_says():
 
 def test_every_public_name_is_documented():
     api = text_of("reference", "api.md")
-    assert [name for name in coatcheck.__all__ if f"| `{name}` | |" in api] == []
-    assert [name for name in coatcheck.__all__ if f"`{name}`" not in api] == []
+    without_code = re.sub(r"```python\n.*?```", "", api, flags=re.DOTALL)
+    said = dict(re.findall(r"^### `(\w+)`\n+([^#\n].*)$", without_code, re.MULTILINE))
+    assert [name for name in coatcheck.__all__ if name not in said] == []
+    assert re.findall(r"^#+ `([\w.]+)`\n+(?=#|\Z)", without_code, re.MULTILINE) == []
+
+
+@pytest.mark.parametrize(
+    "found",
+    [coatcheck.Engine, coatcheck.AsyncEngine, coatcheck.Operation, Request, Store, Injector],
+    ids=lambda found: found.__name__,
+)
+def test_every_public_method_is_there_with_its_signature(found):
+    api, name = text_of("reference", "api.md"), found.__name__
+    methods = [m for m in vars(found) if not m.startswith("_") and callable(getattr(found, m))]
+    ours = {"unmet"}  # of an operation: for the adapters
+    heads = rf"#### `{name}\.(\w+)`\n\n```python\n(?:@\w+\n)?(?:async )?def (\w+)\("
+    listed = [method for method, again in re.findall(heads, api) if method == again]
+    assert set(methods) - ours - set(listed) == set()
+
+
+def test_every_argument_of_an_engine_is_explained():
+    api = text_of("reference", "api.md")
+    engine = api.partition("\n### `Engine`\n")[2].partition("\n#")[0]
+    taken = list(inspect.signature(coatcheck.Engine).parameters)
+    assert re.findall(r"^- `(\w+)`: \w", engine, re.MULTILINE) == taken
 
 
 def test_every_policy_field_is_explained():
@@ -203,6 +232,41 @@ def test_the_wsgi_example_takes_one_order(monkeypatch, tmp_path):
     assert second.headers["Idempotent-Replayed"] == "true"
     assert len(example.orders) == 1
     example.app.wsgi_app.engine.close()
+
+
+# In a process of its own, because Django's settings are global.
+DJANGO = """
+import httpx, json
+from django_app import application, orders
+with httpx.Client(transport=httpx.WSGITransport(application), base_url="http://shop") as client:
+    key = {"Idempotency-Key": "k"}
+    told = [client.post("/orders", json={"item": "coat"}, headers=key) for _ in range(2)]
+application.engine.close()
+replayed = [answer.headers.get("idempotent-replayed") for answer in told]
+print(json.dumps([[a.status_code, a.json(), r] for a, r in zip(told, replayed)] + [len(orders)]))
+"""
+
+
+def test_the_django_example_takes_one_order(tmp_path):
+    ran = subprocess.run(
+        [sys.executable, "-c", DJANGO],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'examples'}{os.pathsep}{ROOT / 'src'}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    order = {"number": 1, "item": "coat"}
+    assert json.loads(ran.stdout) == [[201, order, None], [201, order, "true"], 1]
+
+
+@pytest.mark.parametrize("example", ["wsgi_app.py", "django_app.py"])
+def test_the_line_in_the_page_is_the_line_that_was_run(example):
+    page = text_of("howto", "wsgi.md")
+    lines = re.findall(r"^\S.*IdempotencyMiddleware\(.*$", page, re.MULTILINE)
+    source = (ROOT / "examples" / example).read_text()
+    assert [line for line in lines if line in source] != []
 
 
 def test_the_function_example_sends_one_invoice(monkeypatch, tmp_path):

@@ -2,7 +2,7 @@
 
 import json
 
-from coatcheck.core.facts import facts_of, is_sealed, story_of, times_of
+from coatcheck.core.facts import facts_of, story_of, times_of
 from coatcheck.core.key import reference_of
 from coatcheck.core.policy import Policy
 from coatcheck.core.progress import NOTHING, Note, Report, Resolution, Step, encoded
@@ -108,7 +108,14 @@ def test_of_an_answer_only_its_outline_is_told():
 def test_what_is_sealed_is_told_to_be():
     """X1."""
     sealed = TOLD._replace(progress=bytes([SEALED]) + b"whatever")
-    assert is_sealed(sealed)
     facts = facts_of(sealed, NOW)
     assert (facts["steps"], facts["notes"], facts["resolutions"]) == (None, None, None)
     assert list(story_of(sealed)) == [("notes", "sealed")]
+
+
+def test_what_is_damaged_is_told_to_be_and_hides_nothing_else():
+    """O3: one record that cannot be read is in the way of no list."""
+    damaged = TOLD._replace(progress=b'{"steps":[["charge"')
+    facts = facts_of(damaged, NOW)
+    assert (facts["reference"], facts["steps"]) == (reference_of(TOLD.id), None)
+    assert list(story_of(damaged)) == [("notes", "damaged")]

@@ -821,3 +821,17 @@ def test_a_fingerprint_is_the_same_on_every_python_version(name):
     """F1: a record written before an upgrade is compared with a retry after it."""
     request, expected = GOLDEN[name]
     assert fingerprint(**request).hex() == expected
+
+
+@pytest.mark.parametrize("part", ["path", "query", "content_type", "body"])
+def test_nothing_long_is_remembered(part: str):
+    """X2: whichever part of the request is long."""
+    sent = {"path": "/", "query": b"", "content_type": b"text/plain", "body": b""}
+    long = {**sent, part: "x" * 3_000 if part == "path" else b"x" * 3_000}
+    memories = (fingerprint_module._remembered, fingerprint_module._remembered_head)
+    for memory in memories:
+        memory.cache_clear()
+    for _ in range(2):
+        fingerprint_of(method="POST", is_retry=True, **long)
+    keys = sum(memory.cache_info().currsize for memory in memories)
+    assert keys == (1 if part in ("query", "body") else 0)  # the head, where that is short

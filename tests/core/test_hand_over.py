@@ -4,7 +4,6 @@ import pytest
 
 from coatcheck.core.hand_over import (
     Handed,
-    ending_of_accepted,
     offer,
     opened,
     resume,
@@ -25,7 +24,7 @@ from coatcheck.core.record import (
     legal_moves,
     renewed,
 )
-from coatcheck.core.replay import Fate, Response, decode_response
+from coatcheck.core.replay import Fate
 from coatcheck.core.serve import (
     Ending,
     Execute,
@@ -313,33 +312,6 @@ def test_what_is_in_doubt_is_not_resumed():
     """L6."""
     standing = in_doubt(taken(TICKET._replace(nonce=8)))
     assert end_of(resume(HANDED, TICKET, POLICY, standing)).problem.code == "outcome-unknown"
-
-
-# --- what is kept ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("status", "fate"),
-    [
-        *((status, Fate.KEEP) for status in (200, 303, 403, 404, 415)),
-        *((status, Fate.RELEASE) for status in (429, 500)),
-    ],
-)
-def test_a_refusal_after_a_202_is_kept_because_nobody_would_see_it(status, fate):
-    """L4, L10: unless it says "not now"."""
-    response = Response(status, [(b"content-type", b"text/plain")], b"body")
-    ending = ending_of_accepted(response, POLICY)
-    assert ending.fate is fate
-    if fate is Fate.KEEP:
-        assert decode_response(ending.response) == response
-    else:
-        assert ending.response is None
-
-
-def test_a_response_over_the_limit_is_not_kept():
-    """L12."""
-    policy = Policy(response_bytes_max=3)
-    assert ending_of_accepted(Response(200, [], b"long"), policy) == Ending(Fate.KEEP)
 
 
 # --- every order ----------------------------------------------------------------------------

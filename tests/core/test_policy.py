@@ -2,6 +2,7 @@
 
 import functools
 from datetime import timedelta
+from http import HTTPStatus
 
 import pytest
 
@@ -57,7 +58,13 @@ DEFAULTS = {
 CHANGES = {
     "default": {},
     "ietf": {"in_flight": "409", "wait": 0},
-    "stripe": {"in_flight": "409", "wait": 0, "mismatch": 400, "keep": "all"},
+    "stripe": {
+        "in_flight": "409",
+        "wait": 0,
+        "mismatch": 400,
+        "keep": "all",
+        "expired_status": 429,
+    },
     "payments": {"required": True, "window": "72h", "recovery": "manual"},
 }
 
@@ -156,12 +163,34 @@ def test_what_is_no_duration_is_refused_with_an_example(value):
         ({"status_path": "/operations"}, "status_path .* begins and ends with '/'"),
         ({"status_path": "operations/"}, "status_path .* begins and ends with '/'"),
         ({"status_path": "operations"}, "status_path .* begins and ends with '/'"),
+        ({"status_path": 5}, "status_path is 5"),
+        ({"status_path": "/a b/"}, "status_path is '/a b/'"),
+        ({"status_path": "/how-far?/"}, "status_path is"),
+        ({"status_path": "/"}, "status_path is '/'"),
+        ({"docs_url": None}, "docs_url is None; it is a URL"),
+        ({"docs_url": "see below"}, "docs_url is 'see below'; it is a URL"),
+        ({"mismatch": 422.0}, "mismatch is 422.0; choose one of 400, 409, 422"),
+        ({"lease": "49ms"}, "lease is '49ms'; 50 ms is the least"),
+        ({"methods": {"POST "}}, "'POST ' cannot be a method"),
+        ({"methods": [""]}, "'' cannot be a method"),
+        ({"key_header": "Authorization"}, "key_header is 'Authorization', which is HTTP's own"),
+        ({"key_header": "cookie"}, "key_header is 'cookie', which is HTTP's own"),
+        ({"key_header": "Content-Type"}, "key_header is"),
+        ({"replayed_header": "Content-Length"}, "replayed_header is"),
+        ({"replayed_header": "Transfer-Encoding"}, "replayed_header is"),
+        ({"reference_header": "Set-Cookie"}, "reference_header is"),
+        ({"reference_header": "location"}, "reference_header is"),
         ({"required": "yes"}, "required is 'yes'"),
     ],
 )
 def test_a_nonsensical_policy_is_refused_with_a_sentence_that_helps(fields, sentence):
     with pytest.raises(Misconfigured, match=sentence):
         Policy(**fields)
+
+
+def test_a_status_may_be_given_by_its_name():
+    """F1."""
+    assert Policy(mismatch=HTTPStatus.BAD_REQUEST).mismatch == 400
 
 
 @pytest.mark.parametrize(
@@ -244,7 +273,7 @@ def test_a_policy_cannot_be_changed_in_place():
         ({"window": "60s", "lease": "60s"}, "window_ms"),
         ({"margin": 0}, "retention_ms"),
         ({"wait": 0}, "wait_ms"),
-        ({"lease": 0.001, "window": 0.001}, "lease_ms"),
+        ({"lease": 0.05, "window": 0.05}, "lease_ms"),
         ({"key_chars_max": 1, "body_bytes_max": 0, "response_bytes_max": 0}, "key_chars_max"),
         ({"waiters_max": 0, "live_keys_max": 1}, "live_keys_max"),
     ],

@@ -22,6 +22,7 @@ from coatcheck.core.prefer import WAIT_S_MAX, patience_s_of
         (b"respond-async, wait=10", 10),
         (b"wait=10, respond-async", 10),
         (b"respond-async,wait=007", 7),
+        (b"respond-async, wait=00000000000030", 30),
         (b'respond-async, wait="10"', 10),
         (b"respond-async, wait = 10", 10),
         (b"respond-async, wait=0", 0),

@@ -52,7 +52,7 @@ ON_THE_WIRE = {
     "body-incomplete": (400, "same-key", None),
     "body-too-large": (413, "never", None),
     "too-many-waiting": (429, "same-key", 1),
-    "too-many-keys": (429, "same-key", 1),
+    "too-many-keys": (429, "same-key", 60),
     "too-much-work": (503, "same-key", 1),
     "store-unavailable": (503, "same-key", 1),
 }

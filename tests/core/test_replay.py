@@ -22,7 +22,7 @@ from coatcheck.core.replay import (
     for_client,
     outline_of,
 )
-from coatcheck.errors import Unreadable
+from coatcheck.errors import Misconfigured, Unreadable
 
 JSON = (b"content-type", b"application/json")
 NOT_KEPT = b"""connection keep-alive proxy-connection te trailer transfer-encoding upgrade
@@ -197,6 +197,19 @@ def test_what_becomes_of_a_claim_depends_on_what_is_known(status, keep, reruns, 
     assert fate_of(Response(status, [], b""), keep, reruns=reruns) is fate
 
 
+def test_a_function_that_only_promises_to_say_what_is_kept_is_refused():
+    """L4: whatever it promises would count as a yes."""
+
+    async def is_final(response):
+        raise AssertionError(response)
+
+    def keep(response):
+        return is_final(response)
+
+    with pytest.raises(Misconfigured, match=r"keep= .* must not be async"):
+        fate_of(Response(500, [], b""), keep, reruns=True)
+
+
 @pytest.mark.parametrize(
     "value", [None, 0, False, "", {}, [], 1.5, "é\ud800", {"a": [1, {"b": None}]}, b"", b"\xff"]
 )
@@ -347,3 +360,16 @@ def test_operators_see_also_what_is_damaged(blob, size):
 def test_no_bit_that_flips_makes_anything_else_of_what_is_sealed(bit):
     """X1: else ciphertext is read as an answer that was stored before there was a ring."""
     assert SEALED ^ (1 << bit) not in KINDS
+
+
+CODED = b"""content-digest repr-digest digest content-md5 signature signature-input
+    unencoded-digest""".split()
+
+
+def test_what_speaks_of_the_coded_bytes_does_not_go_with_the_others():
+    """L2, X1: a digest, or a signature over one, would be wrong (RFC 9530, RFC 9421)."""
+    kept = [(b"content-encoding", b"gzip"), *((name, b"x") for name in CODED)]
+    response = Response(200, kept, gzip.compress(b"plain"))
+    decoded = for_client(response, b"identity")
+    assert decoded == Response(200, [(b"unencoded-digest", b"x")], b"plain")
+    assert for_client(response, b"gzip") is response

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from coatcheck.core.scope import SCOPE_CHARS, caller_digest, derive, operation_id
+from coatcheck.core.scope import (
+    LABEL_CHARS_MAX,
+    SCOPE_CHARS,
+    caller_digest,
+    derive,
+    label_of,
+    operation_id,
+)
 
 ID = bytes(range(16))
 SECRET = b"a deployment's secret"
@@ -92,6 +99,17 @@ def test_a_secret_makes_every_digest_the_deployments_own():
         assert len({digest(secret) for secret in secrets}) == len(secrets)
 
 
+def test_what_an_operation_is_called_is_bounded_and_its_own():
+    """O1, X2: a path that matches no route is as long as its client has made it."""
+    longest = "POST /" + "o" * (LABEL_CHARS_MAX - 6)
+    assert label_of(longest) == longest
+    one, other = label_of(longest + "/1"), label_of(longest + "/2\udcff")
+    assert len(one) == len(other) == LABEL_CHARS_MAX
+    assert one != other
+    assert one.startswith("POST /ooo")
+    assert label_of(one) == one
+
+
 def test_digests_for_different_uses_never_stand_in_for_each_other():
     """S1: an id that is also a caller would let one be used as the other."""
     as_id = operation_id(caller="", route="", key="")
@@ -128,6 +146,12 @@ def test_every_step_of_every_operation_derives_its_own_key(one, other):
     """L8: two steps with one key would make the provider swallow the second."""
     derived = [derive(id, name, life=life) for id, name, life in (one, other)]
     assert (derived[0] == derived[1]) == (one == other)
+
+
+def test_another_request_derives_other_downstream_keys():
+    """L8, F1: where the one before it was refused at the door, in the same life."""
+    derived = [derive(ID, "charge", life=1, request=r) for r in (b"", b"a" * 16, b"b" * 16)]
+    assert len(set(derived)) == len(derived)
 
 
 def test_a_new_life_of_a_key_derives_new_downstream_keys():

@@ -5,6 +5,7 @@ import zlib
 import pytest
 
 from coatcheck.core.policy import Policy
+from coatcheck.core.progress import Progress, Step, noted
 from coatcheck.core.record import (
     COMPLETED,
     FAILED,
@@ -115,6 +116,16 @@ def test_a_key_that_was_only_ever_refused_at_the_door_stays_free():
     assert isinstance(flow.send(None), Execute)
     released = flow.send(Ending(Fate.RELEASE)).record
     assert (released.attempt, released.fingerprint) == (2, TICKET.fingerprint)
+
+
+def test_a_key_under_which_something_is_remembered_stays_that_requests():
+    """F1, L7: or another request would get the results of its steps."""
+    flow, _ = begun()
+    claim = flow.send(None).claim
+    lost = flow.send(Ending(Fate.FORGET))
+    assert lost.record.fingerprint == b""
+    released = flow.send(noted(claim, Progress(steps=(Step("charge", 1, b"\x02{}"),)))).record
+    assert (released.state, released.fingerprint) == (FAILED, TICKET.fingerprint)
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from coatcheck.core.progress import (
     noted,
     progress_of,
 )
-from coatcheck.core.record import GONE, RUNNING, Swap, legal_moves, renewed
+from coatcheck.core.record import GONE, RUNNING, Swap, completed, legal_moves, renewed
 from coatcheck.core.replay import Fate
-from coatcheck.core.serve import Ending, Ticket, first_attempt
+from coatcheck.core.serve import Ending, Ticket, first_attempt, next_attempt
 from coatcheck.core.steps import Plan, Probe, Run, remember, take, unmet
 from coatcheck.errors import ClaimLost, Misconfigured, StepInDoubt, StepsChanged, Unreadable
 
@@ -371,6 +371,33 @@ def test_what_was_handed_on_is_not_asked_for_at_the_end():
 def test_what_cannot_be_read_is_not_forgotten_either():
     """X1: an engine without the key ring has taken over."""
     assert why_not(CLAIM._replace(progress=b"\xa5sealed")) is Unreadable
+
+
+def test_who_notes_after_the_answer_is_told_that_it_is_late():
+    """L7: a background task is not told that somebody else has taken over."""
+    flow = remember(CLAIM, lambda progress: progress.with_note(Note(NOW, 1, "late")))
+    next(flow)
+    with pytest.raises(ClaimLost, match="given already"):
+        flow.send(completed(CLAIM, b"\x02{}"))
+    flow = remember(CLAIM, lambda progress: progress.with_note(Note(NOW, 1, "late")))
+    next(flow)
+    with pytest.raises(ClaimLost, match="another attempt"):
+        flow.send(
+            completed(next_attempt(CLAIM, TICKET._replace(nonce=8), Policy(), NOW), b"\x02{}")
+        )
+
+
+@pytest.mark.parametrize(
+    "damaged", [b"", b"\x00", b"[]", b'{"steps":[[]]}', b'{"steps":[["a",1,"\xc3\xa4",[]]]}', b"7"]
+)
+def test_what_is_damaged_ends_in_a_clear_error_and_nobody_goes_on(damaged):
+    """X1, L7: neither a step, nor an end, nor the next attempt."""
+    claim = CLAIM._replace(progress=damaged)
+    assert why_not(claim) is Unreadable
+    with pytest.raises(Unreadable, match="damaged"):
+        next(take(claim, Plan("charge")))
+    with pytest.raises(Unreadable, match="damaged"):
+        next_attempt(claim, TICKET, Policy(), NOW)
 
 
 def test_a_record_of_before_is_read_as_it_was_written():

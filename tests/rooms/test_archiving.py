@@ -3,13 +3,16 @@
 import asyncio
 
 import pytest
+from engines import NOW_MS
 from servers.dynamodb import dynamodb
 from servers.redis import redis_server
 
 from coatcheck import AsyncEngine, Engine, KeyRing, Misconfigured, open_store
+from coatcheck.engine.sweeping import batches
 from coatcheck.stores import ThreadedStore
 from coatcheck.stores.at_rest import AtRest
 from coatcheck.stores.declared import DECLARED
+from coatcheck.stores.memory import MemoryStore
 
 RING = KeyRing({"one": b"k" * 32})
 
@@ -36,6 +39,32 @@ def test_a_store_that_is_given_as_one_is_refused_as_well():
                 AsyncEngine(ThreadedStore(given), archive=never)
     finally:
         store.close()
+
+
+@pytest.mark.parametrize("make", [Engine, AsyncEngine])
+def test_an_async_archive_is_refused(make):
+    """T3: nobody would await it, and what it never took would be deleted."""
+
+    async def archive(_records):
+        raise AssertionError
+
+    with pytest.raises(Misconfigured, match=r"archive= .* must not be async"):
+        make("memory://", archive=archive)
+
+
+def test_what_an_archive_has_yet_to_do_deletes_nothing():
+    """T3: a function that only looks sync."""
+    archived = []
+
+    async def archive(records):
+        archived.extend(records)
+
+    store = MemoryStore()
+    engine = Engine(store, clock=lambda: NOW_MS)
+    engine.run("k", lambda: 1, scope="s")
+    with pytest.raises(Misconfigured, match=r"archive= .* must not be async"):
+        list(batches(store, NOW_MS + 26 * 3_600_000, archive))
+    assert (len(store._records), archived) == (1, [])
 
 
 def test_an_archive_that_may_miss_something_is_warned_of(caplog):

@@ -946,3 +946,36 @@ def test_a_large_body_is_looked_through_in_another_thread(engine, size: int, is_
 
     assert run(story()).body == str(size).encode()
     assert [thread != threading.get_ident() for thread in threads] == [is_elsewhere]
+
+
+# --- where it is mounted --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("root", "escaped"),
+    [
+        ("/shop", "/shop"),
+        ("/a b", "/a%20b"),
+        ("/caf\u00e9", "/caf%C3%A9"),
+        ("/100%", "/100%25"),
+        ("/a\r\nX-Evil: yes", "/a%0D%0AX-Evil%3A%20yes"),
+    ],
+)
+def test_an_address_is_escaped_wherever_the_application_is_mounted(root: str, escaped: str):
+    """L10, X3: who mounts it may take a part of the path from the client."""
+
+    async def accepting(asgi_scope, receive, send):
+        await asgi_scope["coatcheck.operation"].accept()
+        await PlainTextResponse("done")(asgi_scope, receive, send)
+
+    async def story() -> None:
+        app = IdempotencyMiddleware(accepting, store="memory://", policy=Policy(in_flight="202"))
+        exchange = AsgiExchange("POST", "/jobs", with_key("k-1"), ORDER)
+        exchange.asgi_scope |= {"root_path": root, "path": f"{root}/jobs"}
+        location = (await exchange.run(app)).header("location")
+        assert location.startswith(f"{escaped}/idempotency/operations/")
+        asking = AsgiExchange("GET", location, (), b"")
+        asking.asgi_scope["root_path"] = root
+        assert (await asking.run(app)).body == b"done"
+
+    run(story())

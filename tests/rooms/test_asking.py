@@ -2,8 +2,9 @@
 
 import asyncio
 import contextvars
+import sys
 import threading
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 from engines import WAIT_S_MAX, Clock, Handler, WatchedStore, eventually, held_up, wait_for
@@ -178,6 +179,25 @@ def test_a_question_that_cancels_itself_is_not_answered(store, clock):
     assert store.record.state == IN_DOUBT
 
 
+def gives_up(_operation):
+    sys.exit("the provider's helper gives up like this")
+
+
+async def gives_up_async(_operation):
+    sys.exit("the provider's helper gives up like this")
+
+
+@pytest.mark.parametrize("ask", [gives_up, gives_up_async])
+def test_a_question_that_ends_with_an_exit_is_not_answered(guards, store, clock, ask, caplog):
+    """L6: neither the process of whoever asked nor its event loop ends by that."""
+    engine = guards.engine(store, asking_policy(ask, WAIT_S_MAX), clock=clock)
+    abandoned(guards, engine, clock)
+    with pytest.raises(OutcomeUnknown):
+        guards.run(engine, "k", Handler(), scope="charges")
+    assert (store.record.state, engine.heart.held) == (IN_DOUBT, {})
+    assert "SystemExit" in caplog.text
+
+
 def test_a_function_that_blocks_is_asked_beside_the_event_loop(store, clock):
     """L6: the loop goes on; and the function sees what its request has set for it."""
     tenant = contextvars.ContextVar("tenant", default="")
@@ -307,6 +327,46 @@ def test_who_does_not_answer_holds_up_a_round_only_once(guards, store, clock):
     assert attempts(store, "charges") == [1, 2, 2]
 
 
+@pytest.mark.parametrize("ask", [gives_up, gives_up_async])
+def test_an_exit_in_one_question_starves_no_other(guards, store, clock, ask):
+    """L6: a round asks for all that was abandoned, whatever one function does."""
+    engine = guards.engine(store, clock=clock, recover_every_s=60)
+    found = asking_policy(lambda _: FOUND, WAIT_S_MAX)
+    for scope, policy in (("charges", asking_policy(ask, WAIT_S_MAX)), ("orders", found)):
+        abandoned(guards, engine, clock, *"abc", scope=scope, policy=policy)
+    engine.heart.beat()
+    a_round(engine, clock)
+    assert [r.state for r in store.records if r.label == "orders"] == [COMPLETED] * 3
+    assert [r.state for r in store.records if r.label == "charges"] == [IN_DOUBT] * 3
+
+
+@asynccontextmanager
+async def recovering(store, policy, clock):
+    """An engine whose background recovers charges, on the running event loop."""
+    async with AsyncEngine(
+        AsyncMemoryStore(store), policy, clock=clock, recover_every_s=60
+    ) as engine:
+        engine.reconciler.know_function("charges", policy)
+        await engine.start()
+        engine.heart.beat()
+        yield engine
+
+
+def test_an_exit_does_not_end_the_loop_on_which_it_was_asked(store, clock):
+    """L6: the background asks there, and the application's requests are there, too."""
+    policy = asking_policy(gives_up_async, WAIT_S_MAX)
+
+    async def use():
+        async with recovering(store, policy, clock) as engine:
+            await asyncio.to_thread(a_round, engine, clock)
+            assert store.record.state == IN_DOUBT
+
+    with Engine(store, clock=clock) as first, pytest.raises(Killed):
+        first.run("k", Handler(Killed()), scope="charges")
+    clock.pass_s(LEASE_S)
+    asyncio.run(use())
+
+
 def attempts(store, label):
     return sorted(record.attempt for record in store.records if record.label == label)
 
@@ -316,12 +376,7 @@ def test_a_loop_that_is_blocked_is_not_waited_for(store, clock):
     policy = asking_policy(Silent())
 
     async def use():
-        async with AsyncEngine(
-            AsyncMemoryStore(store), policy, clock=clock, recover_every_s=60
-        ) as engine:
-            engine.reconciler.know_function("charges", policy)
-            await engine.start()
-            engine.heart.beat()
+        async with recovering(store, policy, clock) as engine:
             round_ = threading.Thread(target=a_round, args=(engine, clock))
             round_.start()
             round_.join(WAIT_S_MAX / 2)  # on the loop, which does not turn meanwhile

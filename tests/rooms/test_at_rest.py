@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import itertools
 import sqlite3
 from contextlib import closing
 
@@ -114,6 +115,32 @@ def test_a_ring_is_rotated_by_a_new_key_at_its_end(url):
         blobs = [record.response for record in open_store(url).find(Query()).records]
     assert sorted(blob[2 : 2 + blob[1]] for blob in blobs) == [b"new", b"old"]
     assert len(ran) == 2
+
+
+def opens_what_is_sealed(url, keys, others):
+    """Whether a node with *keys* can answer what one with *others* has stored."""
+    key = f"{[*keys]} {[*others]}"
+    ran = []
+    with Engine(url, keyring=KeyRing(others)) as there, Engine(url, keyring=KeyRing(keys)) as here:
+        there.run(key, lambda: ran.append(1), scope="rolling")
+        try:
+            here.run(key, lambda: ran.append(2), scope="rolling")
+        except Unreadable:
+            return False
+        finally:
+            assert ran == [1]
+    return True
+
+
+def test_a_ring_that_is_rotated_in_two_steps_is_readable_at_every_node(url):
+    """X1: while each step is rolled out, nodes of both kinds answer what the other has sealed."""
+    rollouts = [OLD, NEW | OLD, OLD | NEW, NEW]  # the last one when nothing of the old is left
+    for before, after in itertools.pairwise(rollouts[:3]):
+        assert opens_what_is_sealed(url, before, after)
+        assert opens_what_is_sealed(url, after, before)
+    assert opens_what_is_sealed(url, OLD | NEW, NEW)
+    assert opens_what_is_sealed(url, NEW, OLD | NEW)
+    assert not opens_what_is_sealed(url, OLD, OLD | NEW), "what one step would do"
 
 
 def test_what_was_stored_before_there_was_a_ring_stays_readable(url):
@@ -393,6 +420,11 @@ def random_bytes(count):
         ({"a": b"short"}, "5 bytes"),
         ({"": b"k" * 32}, "1 to 255 bytes"),
         ({"n" * 256: b"k" * 32}, "1 to 255 bytes"),
+        ({"a": "k" * 32}, "is text, not bytes"),
+        ({"a": None}, "is None, not bytes"),
+        ({1: b"k" * 32}, "names are text"),
+        (None, "at least one key"),
+        ("text", "name → 32 random bytes"),
     ],
 )
 def test_a_ring_that_cannot_work_is_refused_when_it_is_made(keys, said):

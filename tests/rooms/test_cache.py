@@ -7,13 +7,11 @@ from engines import WAIT_S_MAX, Clock, Handler, WatchedStore
 
 from coatcheck import KeyReused, Policy
 from coatcheck.core.record import COMPLETED, GONE
-from coatcheck.engine.cache import RESPONSE_BYTES_MAX, Cache
+from coatcheck.engine.cache import RECORD_BYTES_MAX, Cache
 
 
 def record(number, size=100):
-    return GONE._replace(
-        id=b"%16d" % number, version=1, state=COMPLETED, response=bytes(size), key=str(number)
-    )
+    return GONE._replace(id=b"%16d" % number, version=1, state=COMPLETED, response=bytes(size))
 
 
 def known(cache, count):
@@ -46,6 +44,23 @@ def test_records_are_bounded_in_bytes():
     assert known(cache, 6) == [5]
 
 
+def test_what_a_record_holds_beside_its_response_counts_too():
+    """X2: keys and labels are as long as clients make them."""
+    cache = Cache(bytes_max=250)
+    for number in range(5):
+        cache.put(record(number, size=20)._replace(label="l" * 40, key="k" * 40))
+    assert known(cache, 5) == [3, 4]
+    cache.put(record(5, size=20)._replace(label="l" * RECORD_BYTES_MAX))
+    assert known(cache, 6) == [3, 4]
+
+
+def test_remembered_steps_are_not_held_for_replays():
+    """X2: a replay needs none of them, and they may be many times its size."""
+    cache = Cache()
+    cache.put(record(1)._replace(progress=bytes(100_000)))
+    assert cache.get(record(1).id) == record(1)
+
+
 def test_a_record_that_is_put_in_again_counts_once():
     cache = Cache(bytes_max=250)
     for size in (100, 200, 50, 150):
@@ -65,9 +80,9 @@ def test_an_empty_response_costs_a_place_and_no_bytes():
 def test_a_large_response_does_not_push_out_the_small_ones():
     cache = Cache()
     cache.put(record(0))
-    cache.put(record(1, size=RESPONSE_BYTES_MAX + 1))
+    cache.put(record(1, size=RECORD_BYTES_MAX + 1))
     assert known(cache, 2) == [0]
-    cache.put(record(1, size=RESPONSE_BYTES_MAX))
+    cache.put(record(1, size=RECORD_BYTES_MAX))
     assert known(cache, 2) == [0, 1]
 
 

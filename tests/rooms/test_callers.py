@@ -3,9 +3,10 @@
 import pytest
 from starlette.authentication import SimpleUser, UnauthenticatedUser
 
-from coatcheck import Misconfigured
+from coatcheck import Engine, Misconfigured
 from coatcheck.server import callers
 from coatcheck.server.body import Body
+from coatcheck.server.counter import Counter
 from coatcheck.server.request import Request
 
 
@@ -34,6 +35,34 @@ def test_two_credentials_are_never_one_caller(one, other):
     assert callers.credential(request(**one)) != callers.credential(request(**other))
 
 
+# Spelt out, because one that is forgotten there would be forgotten here.
+OF_USERS = (
+    *("authorization", "proxy-authorization"),
+    *("x-auth-token", "x-access-token", "x-session-token"),
+    *("x-forwarded-user", "x-auth-request-user", "x-remote-user", "remote-user"),
+    *("cf-access-authenticated-user-email", "x-amzn-oidc-identity", "x-ms-client-principal-id"),
+    *("x-goog-authenticated-user-id", "x-goog-authenticated-user-email"),
+)
+OF_APPLICATIONS = (
+    *("x-api-key", "api-key", "apikey", "x-apikey"),
+    *("client-cert", "x-forwarded-client-cert", "ssl-client-cert", "ssl-client-subject-dn"),
+    *("x-amzn-mtls-clientcert", "x-amzn-mtls-clientcert-subject", "x-arr-clientcert"),
+)
+
+
+@pytest.mark.parametrize("name", [*OF_USERS, *OF_APPLICATIONS])
+def test_two_values_of_any_credential_are_two_callers(name: str):
+    """S1, S2: whichever header it comes in."""
+    found = {callers.credential(request(**{name: value})) for value in ("a", "b")}
+    assert len(found | {callers.credential(request())}) == 3
+
+
+def test_no_header_is_taken_for_a_credential_that_is_not_looked_at_here():
+    """S2."""
+    assert {name.encode() for name in (*OF_USERS, *OF_APPLICATIONS)} == callers.CREDENTIALS
+    assert {name.encode() for name in OF_APPLICATIONS} == callers.SHARED
+
+
 def test_one_credential_is_one_caller():
     """S2."""
     sent = {"authorization": "Bearer t", "x_api_key": "k"}
@@ -48,6 +77,12 @@ def test_an_api_key_can_be_in_any_header():
     assert callers.api_key()(request(x_api_key="k")) == "k"
 
 
+@pytest.mark.parametrize("caller", [callers.credential, callers.api_key(), callers.api_key("X-T")])
+def test_who_sends_none_is_not_one_caller_with_all_others_who_do_not(caller):
+    """S1, S2: then the default decides."""
+    assert caller(request(accept="*/*")) is None
+
+
 # --- cookies --------------------------------------------------------------------------------
 
 
@@ -58,12 +93,13 @@ def test_an_api_key_can_be_in_any_header():
         ("a=1; session=s; b=2", "s"),
         ("a=1;session=s", "s"),
         ("session=a=b", "a=b"),
-        ("xsession=s", ""),
-        ("session", ""),
-        ("", ""),
+        ("xsession=s", None),
+        ("session", None),
+        ("session=", None),
+        ("", None),
     ],
 )
-def test_one_cookie_of_many_can_be_the_caller(cookie: str, found: str):
+def test_one_cookie_of_many_can_be_the_caller(cookie: str, found: str | None):
     """S2: by its exact name."""
     assert callers.cookie("session")(request(cookie=cookie)) == found
 
@@ -120,6 +156,61 @@ def test_a_user_cannot_be_named_like_a_credential():
     assert callers.user(request({"REMOTE_USER": credential})) != credential
 
 
+# --- certificates ---------------------------------------------------------------------------
+
+
+def over_tls(**said: object) -> dict[str, object]:
+    return {"extensions": {"tls": said}}
+
+
+ALICE, BOB = "CN=alice", "CN=bob"
+CERTIFIED = [
+    (over_tls(client_cert_name=ALICE), over_tls(client_cert_name=BOB)),
+    (over_tls(client_cert_chain=["PEM 1", "ca"]), over_tls(client_cert_chain=["PEM 2", "ca"])),
+    (over_tls(client_cert_name=ALICE), over_tls(client_cert_name=ALICE, client_cert_error="no")),
+    (over_tls(client_cert_name=ALICE), over_tls(client_cert_name=None, client_cert_chain=())),
+    ({"SSL_CLIENT_S_DN": ALICE}, {"SSL_CLIENT_S_DN": BOB}),
+    ({"SSL_CLIENT_CERT": "PEM 1"}, {"SSL_CLIENT_CERT": "PEM 2"}),
+    (
+        {"SSL_CLIENT_S_DN": ALICE, "SSL_CLIENT_VERIFY": "SUCCESS"},
+        {"SSL_CLIENT_S_DN": ALICE, "SSL_CLIENT_VERIFY": "FAILED:self signed"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), CERTIFIED)
+def test_two_certificates_are_two_callers(one, other):
+    """S1, S2: as the server tells of them; one that was not verified is nobody else's either."""
+    alice = callers.client_certificate(request(one))
+    assert alice == callers.client_certificate(request(one))
+    assert alice != callers.client_certificate(request(other))
+
+
+@pytest.mark.parametrize(("one", "other"), CERTIFIED)
+def test_the_default_caller_knows_certificates(one, other):
+    """S1: nobody has to ask for it."""
+    desk = Engine("memory://").desk
+    counter = Counter(desk, None, None, lambda: False)
+    ids = {counter.ticket(request(n), desk.policy, "k", None).id for n in (one, other, one)}
+    assert len(ids) == 2
+
+
+@pytest.mark.parametrize(
+    "native",
+    [
+        *({}, {"extensions": None}, {"extensions": {}}, {"extensions": {"tls": {}}}),
+        {"SSL_CLIENT_VERIFY": "NONE", "SSL_CLIENT_S_DN": ""},
+    ],
+)
+def test_without_a_certificate_nothing_changes(native):
+    """S2: the default decides, and is the same caller as without TLS."""
+    assert callers.client_certificate(request(native)) is None
+    desk = Engine("memory://").desk
+    counter = Counter(desk, None, None, lambda: False)
+    ids = {counter.ticket(request(n), desk.policy, "k", None).id for n in (native, {})}
+    assert len(ids) == 1
+
+
 # --- addresses ------------------------------------------------------------------------------
 
 
@@ -128,7 +219,9 @@ def test_the_address_is_that_of_the_connection():
     caller = callers.client_address()
     assert caller(request({"client": ("192.0.2.1", 1234)})) == "192.0.2.1"
     assert caller(request({"REMOTE_ADDR": "192.0.2.1"}, x_forwarded_for="6.6.6.6")) == "192.0.2.1"
-    assert caller(request({"client": None})) == ""
+    assert caller(request({"client": None})) is None
+    assert caller(request({"client": ("", 0)})) is None
+    assert caller(request()) is None
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from coatcheck.cli import DEMO_SEED, main
+from coatcheck.cli import main
+from coatcheck.cli.demo import DEMO_SEED
 from coatcheck.demo import command
 from coatcheck.demo.client import Receipt
 from coatcheck.demo.display import Display

@@ -35,7 +35,7 @@ from coatcheck import Engine, KeyRing
 from coatcheck.cli import main
 from coatcheck.core.record import GONE, RUNNING, Record, Swap, completed, is_same_write, renewed
 from coatcheck.errors import Misconfigured, ResultUnavailable, StoreUnavailable
-from coatcheck.stores import Batcher, Query, open_store
+from coatcheck.stores import Batcher, Query, migrate_store, open_store
 from coatcheck.stores import dynamodb as module
 from coatcheck.stores import dynamodb_items as items
 from coatcheck.stores.at_rest import AtRest
@@ -464,6 +464,9 @@ def test_a_table_with_another_key_is_refused(store):
     url = make_table(store, "somebody_elses", AttributeDefinitions=text_id)
     with pytest.raises(Misconfigured, match=r"not one of coatcheck's: its key is id \(S, HASH\)"):
         open_store(url)
+    for only_look in (True, False):
+        with pytest.raises(Misconfigured, match="not one of coatcheck's: its key is id"):
+            migrate_store(url, only_look=only_look)
 
 
 def test_a_table_without_a_time_to_live_is_loudly_warned_about(store, caplog):

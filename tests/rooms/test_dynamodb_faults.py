@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from botocore.exceptions import ClientError
 from dynamodb_scenes import (
     TIMEOUT_S,
     WAYS,
@@ -133,6 +134,25 @@ def test_a_conflict_that_does_not_pass_is_given_up(store, monkeypatch):
     assert not caught.value.is_ambiguous
 
 
+def test_a_write_that_may_have_been_heard_before_a_conflict_is_ambiguous_to_the_end(
+    store, monkeypatch
+):
+    """L1, D2: the last refusal is clean, and says nothing of the tries before it."""
+    pauses_of(store, monkeypatch)
+    answers = iter(
+        [
+            (500, "InternalServerError"),
+            (400, "TransactionConflictException"),
+            (400, "AccessDeniedException"),
+        ]
+    )
+    on(store, "before-send.dynamodb", lambda **_: refused(store, *next(answers)))
+    with pytest.raises(StoreUnavailable, match="AccessDenied") as caught:
+        claimed(store)
+    assert next(answers, None) is None
+    assert caught.value.is_ambiguous
+
+
 @pytest.mark.parametrize("page", [b"<html>please log in</html>", b"", b"{}"])
 def test_a_yes_that_is_not_from_dynamodb_is_none(store, page):
     """D2: a proxy's page with the status 200 must not pass for a claim that won."""
@@ -160,6 +180,16 @@ def test_a_batch_of_which_some_took_effect_is_ambiguous_for_who_takes_it_as_one(
         store.swap(claims(0, 8))
     assert caught.value.is_ambiguous
     assert list(store.get([claim.id for claim in claims(0, 8)])).count(None) == 1
+
+
+def test_a_batch_that_failed_in_part_has_the_driver_s_own_error_as_its_cause(store):
+    """D2: whoever looks into it finds what AWS has said."""
+    refusing(store, 3)
+    with pytest.raises(StoreUnavailable) as caught:
+        store.swap(claims(0, 8))
+    cause = caught.value.__cause__
+    assert isinstance(cause, ClientError)
+    assert cause.response["Error"]["Code"] == "AccessDeniedException"
 
 
 def test_a_write_that_is_refused_takes_nobody_of_its_batch_with_it(store):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import gc
 import threading
@@ -27,6 +28,8 @@ from coatcheck import (
     StoreUnavailable,
     Unknown,
     current_operation,
+    open_async_store,
+    open_store,
 )
 from coatcheck.core.record import COMPLETED, FAILED, IN_DOUBT, RUNNING
 from coatcheck.stores.sqlite import SqliteStore
@@ -196,6 +199,60 @@ def test_what_a_partial_holds_is_compared_like_any_argument(guards, engine):
     for other in (functools.partial(bound, 4), functools.partial(bound, 3, b=3)):
         with pytest.raises(KeyReused):
             guards.done(engine.run("k", other))
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"sweep_every_s": "60s"}, "sweep_every_s is '60s'; it is a number of seconds, or None"),
+        ({"sweep_every_s": 0}, "sweep_every_s is 0"),
+        ({"sweep_every_s": True}, "sweep_every_s is True"),
+        ({"recover_every_s": -1}, "recover_every_s is -1"),
+        ({"recover_every_s": float("nan")}, "recover_every_s is nan"),
+        ({"secret": 5}, "secret is a int; it is text or bytes"),
+    ],
+)
+def test_a_nonsensical_setting_stops_a_deployment_and_no_request(guards, settings, sentence):
+    with pytest.raises(Misconfigured, match=sentence):
+        guards.engine("memory://", **settings)
+
+
+def test_a_store_of_the_other_flavour_is_refused_with_the_way_out():
+    for store in (open_async_store("memory://"), None):
+        with pytest.raises(Misconfigured, match=r"needs a store that blocks, .*open_store\(url\)"):
+            Engine(store)
+    for store in (open_store("memory://"), None):
+        with pytest.raises(Misconfigured, match=r"needs an async store, .*open_async_store\(url\)"):
+            AsyncEngine(store)
+
+
+@dataclasses.dataclass
+class Branch:
+    """A shop whose method is guarded."""
+
+    name: str
+
+    def place(self, number):
+        return f"{self.name} placed {number}"
+
+
+def test_the_object_of_a_method_is_compared_like_any_argument(guards, engine):
+    """F1: as where the function itself is guarded."""
+    for _ in range(2):
+        assert guards.done(engine.run("k", Branch("berlin").place, 5)) == "berlin placed 5"
+    with pytest.raises(KeyReused):
+        guards.done(engine.run("k", Branch("paris").place, 5))
+
+
+def test_a_call_has_as_long_a_key_as_its_own_policy_allows(guards, engine):
+    """K1: not as the engine's does."""
+    for key, chars_max in (("k" * 300, 500), ("k" * 50, 50)):
+        policy = Policy(key_chars_max=chars_max)
+        assert (
+            guards.done(engine.run(key, guards.flavoured(lambda: 1), policy=policy, scope="s")) == 1
+        )
+    with pytest.raises(KeyRejected, match="1 to 50"):
+        guards.done(engine.run("k" * 51, guards.flavoured(lambda: 1), policy=policy, scope="s"))
 
 
 class Callee:

@@ -10,24 +10,28 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from itertools import count
 
 import asyncmy
 import pymysql
 import pytest
 from laws.records import ID, LEASE_MS, NOW_MS, RETENTION_MS, claim_of, id_of
-from servers import START_S_MAX, free_port
+from servers import START_S_MAX, free_port, until
 from servers.mariadb import Mariadb, mariadb
+from servers.relay import Relay
 
-from coatcheck import AsyncEngine, Engine, KeyRing, ResultUnavailable, current_operation
+from coatcheck import AsyncEngine, Engine, KeyRing, Policy, ResultUnavailable, current_operation
 from coatcheck.core.record import Swap, completed, failed, is_same_write, renewed
 from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.stores import Batcher, Query, mysql_schema, open_store
 from coatcheck.stores.at_rest import AtRest
-from coatcheck.stores.mysql_flow import reads
+from coatcheck.stores.ledger import ledger_of
+from coatcheck.stores.mysql_flow import Terms, reads
 from coatcheck.stores.mysql_line import Session
 from coatcheck.stores.mysql_own import LOCK_WAIT, Ours
 from coatcheck.stores.mysql_packets import framed
+from coatcheck.stores.mysql_talk import Talk
 
 MANY = [id_of(number) for number in range(1, 65)]
 OVER_MS = NOW_MS + RETENTION_MS
@@ -71,14 +75,6 @@ def ask(connection, statement):
     with connection.cursor() as cursor:
         cursor.execute(statement)
         return cursor.fetchall()
-
-
-def eventually(look):
-    deadline = time.monotonic() + START_S_MAX
-    while not (found := look()):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    return found
 
 
 def waiting_for_locks(connection):
@@ -356,6 +352,30 @@ def test_a_swap_alone_is_one_plain_statement_where_it_wins(store, said):
     assert said == ["execute", "execute", "select", "execute", "delete"]
 
 
+CAUTIOUS = "set sql_safe_updates=1, sql_select_limit=1, sql_big_selects=0, max_join_size=1"
+
+
+def test_what_a_server_tells_new_sessions_for_the_sake_of_people_is_not_for_us(own, own_url):
+    """T3, D2: that they change and read few rows."""
+    with somebody_else(own_url) as root:
+        ask(root, "create or replace user app")
+        ask(root, "grant all on *.* to app")
+        ask(root, "revoke super, connection admin on *.* from app")  # who has them is told nothing
+        ask(root, f"set global init_connect = '{CAUTIOUS}'")
+        try:
+            url = own_url.replace("root@", "app@")
+            with closing(open_store(url)) as store:
+                assert store.swap([claim(id) for id in MANY]) == [None] * len(MANY)
+                assert all(store.get(MANY))
+                assert len(store.find(Query()).records) == len(MANY)
+                assert {finding.level for finding in store.check()} == {"ok"}
+                assert store.sweep(OVER_MS) == len(MANY)
+            assert in_every_way(url, "key") == ["key"] * 4
+        finally:
+            ask(root, "set global init_connect = ''")
+            ask(root, "drop user app")
+
+
 def test_a_server_that_prepares_nothing_more_is_told_in_plain_words(own, own_url, said):
     """L1, D2: its limit is for all who use it, and somebody may have used it up."""
     with somebody_else(own_url) as root:
@@ -465,6 +485,17 @@ def test_equal_claims_that_meet_in_batches_have_one_winner(url):
                     assert sorted(answers[id] is None for answers in told) == [False, True]
 
 
+@pytest.mark.parametrize("is_change", [False, True])
+def test_a_batch_locks_its_rows_in_the_order_of_their_ids(is_change):
+    """D2: in whatever order they came; two batches in different ones would wait for each other."""
+    swaps = [complete(claim_of(id)) if is_change else claim(id) for id in MANY]
+    random.Random(1).shuffle(swaps)
+    talk = Talk("kept", "here", compact=False)
+    said = next(talk.swap(Terms(1 << 24), swaps)).command
+    places = [said.index(id.hex().encode()) for id in sorted(MANY)]
+    assert places == sorted(places)
+
+
 def test_no_swap_and_no_sweep_ever_scans_the_table(store, url):
     """T3: what they cost does not grow with the number of records."""
     store.swap([claim(id) for id in MANY])
@@ -477,7 +508,7 @@ def test_no_swap_and_no_sweep_ever_scans_the_table(store, url):
         texts.together(changes, 1).decode(): "PRIMARY",
         texts.sweep(MANY[:50], OVER_MS).decode(): "PRIMARY",
         texts.expired(OVER_MS, 10): "expires",
-        texts.find(Query(id_prefix=b"\0\0\0\1")): "PRIMARY",
+        texts.find(Query(id_prefix=b"\0\0\0\1"), 60).partition(" for */ ")[2]: "PRIMARY",
     }
     with somebody_else(url) as other:
         for text, key in plans.items():
@@ -536,7 +567,7 @@ def test_a_swap_that_meets_a_deadlock_is_done_again(store, url):
         with ThreadPoolExecutor(1) as threads:
             swaps = [complete(claim_of(second)), complete(claim_of(first)), claim(MANY[2])]
             asked = threads.submit(store.swap, swaps)
-            eventually(lambda: waiting_for_locks(watcher))
+            until(lambda: waiting_for_locks(watcher))
             ask(other, lock.format(first.hex()))
             assert int(ask(watcher, deadlocks)[0][0]) == before + 1
             ask(other, "commit")
@@ -605,6 +636,21 @@ def test_a_record_that_does_not_fit_fails_alone(own, own_url, said, caplog):
         assert store.swap(claims) == [swap.record for swap in claims]
         assert "set" not in said, "it has connected anew"
         assert any("max_allowed_packet" in f.message for f in store.check())
+
+
+def test_a_line_on_which_a_statement_was_too_large_is_not_used_any_more(own, own_url, said):
+    """D2: the server hangs up behind its refusal; the next write finds another line, and wins."""
+    with packets_of(own_url, 16_384), closing(open_store(own_url)) as store:
+        store.swap([claim()])
+        session = store._writer._lines[0]._session
+        session.terms = replace(session.terms, statement_bytes_max=1 << 20)  # it has shrunk since
+        large = renewed(claim_of(), NOW_MS)._replace(progress=b"x" * 20_000)
+        said.clear()
+        with pytest.raises(ValueError, match="bigger than 'max_allowed_packet'"):
+            store.swap([Swap(ID, NOW_MS, large)])
+        assert said == ["execute"], "nothing is said to who has hung up"
+        assert store.swap([claim(id_of(2))]) == [None]
+        assert store.get([ID, id_of(2)]) == [claim_of(), claim_of(id_of(2))]
 
 
 @pytest.mark.parametrize("rest", ["", "&compact=1"])
@@ -822,7 +868,7 @@ def test_a_connection_that_was_closed_while_nobody_used_it_is_replaced(store, ur
     store.swap([claim()])
     with somebody_else(url) as root:
         ask(root, f"kill connection {connection_of(store)}")
-        eventually(store._writer._lines[0]._session.is_stale)
+        until(store._writer._lines[0]._session.is_stale)
     assert store.swap([claim()]) == [claim_of()]
 
 
@@ -836,7 +882,7 @@ def test_a_write_that_is_cut_off_may_have_taken_effect(store, url, size):
         ask(other, "begin")
         ask(other, "select * from coatcheck_records for update")
         asked = threads.submit(store.swap, [complete(record) for record in records])
-        eventually(lambda: waiting_for_locks(root))
+        until(lambda: waiting_for_locks(root))
         ask(root, f"kill connection {number}")
         with pytest.raises(StoreUnavailable) as caught:
             asked.result(START_S_MAX)
@@ -855,7 +901,7 @@ def test_claims_that_were_won_before_a_failure_may_have_taken_effect(store, url,
         if sent[5:].startswith(b"select"):
             with somebody_else(url) as root:
                 ask(root, f"kill connection {number}")
-                eventually(session.is_stale)
+                until(session.is_stale)
         return ask_server(session, sent)
 
     with monkeypatch.context() as patch:
@@ -864,6 +910,25 @@ def test_claims_that_were_won_before_a_failure_may_have_taken_effect(store, url,
             store.swap([claim(MANY[0]), claim(MANY[1])])
         assert caught.value.is_ambiguous
     assert store.get(MANY[:2]) == [claim_of(MANY[0], nonce=7), claim_of(MANY[1])]
+
+
+def test_who_has_won_is_a_doubt_where_the_rival_is_swept_before_the_look(store, url, monkeypatch):
+    """L1, D2: one of two won, and nothing tells any more which; never are both told that they did."""
+    store.swap([claim(MANY[0], nonce=7)])
+    ask_server = Session.ask
+
+    def sweep_and_read(session, sent):
+        if sent[5:].startswith(b"select"):
+            with somebody_else(url) as other:
+                ask(other, f"delete from coatcheck_records where id = x'{MANY[0].hex()}'")
+        return ask_server(session, sent)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "ask", sweep_and_read)
+        with pytest.raises(StoreUnavailable, match="came or went") as caught:
+            store.swap([claim(MANY[0]), claim(MANY[1])])
+        assert caught.value.is_ambiguous
+    assert store.swap([claim(MANY[0]), claim(MANY[1])]) == [None, claim_of(MANY[1])]
 
 
 def test_a_server_that_stops_answering_is_an_outage_until_it_does(own, own_url):
@@ -888,7 +953,7 @@ def test_a_server_that_stops_answering_is_an_outage_until_it_does(own, own_url):
         finally:
             own.kill(signal.SIGCONT)
         done = completed(claim_of(), b"done")
-        assert eventually(lambda: store.swap([complete(claim_of())])) in ([None], [done])
+        assert until(lambda: store.swap([complete(claim_of())])) in ([None], [done])
         assert store.get([ID]) == [done]
 
 
@@ -952,6 +1017,100 @@ def test_an_async_transaction_does_not_wait_for_a_server_that_stops_answering(
 
 
 @contextmanager
+def a_way_to(url):
+    """Another way to the server of *url*: a relay, and the URL that leads over it."""
+    port = int(url.partition("?")[0].rpartition(":")[2].partition("/")[0])
+    with closing(Relay(port)) as relay:
+        started = time.monotonic()
+        yield relay, url.replace(f":{port}/", f":{relay.port}/") + "&timeout=300ms"
+        assert time.monotonic() - started < 15
+
+
+def test_a_commit_that_nobody_answers_is_an_outage_in_time_and_is_replayed(own_url):
+    """D2, L9: it has taken effect, and whoever asks again is given its answer."""
+
+    def work():
+        relay.fall_silent_after(b"COMMIT")
+        return "done"
+
+    with a_way_to(own_url) as (relay, url), Engine(url) as engine:
+        with pytest.raises(StoreUnavailable, match="timed out") as caught:
+            engine.transaction("a", work, scope="s")
+        assert caught.value.is_ambiguous
+    with Engine(own_url) as engine:
+        assert engine.transaction("a", lambda: "again", scope="s") == "done"
+
+
+@pytest.mark.parametrize("word", ["commit", "rollback"])
+def test_the_end_of_a_transaction_has_a_limit_whatever_was_said_before(own_url, word):
+    """D2, L9: a handler's own statement has none, and may have been the last."""
+    with a_way_to(own_url) as (relay, url), closing(open_store(url)) as store:
+        connection = ledger_of(store).connect()
+        assert ask(connection, SLOW) == ((0,),)
+        relay.fall_silent_after(word.upper().encode())
+        with pytest.raises(pymysql.err.OperationalError, match="timed out"):
+            getattr(connection, word)()
+
+
+def test_a_commit_of_an_event_loop_that_nobody_answers_is_an_outage_in_time(own_url):
+    """D2, L9: the same, with a driver that has no such limit by itself."""
+
+    async def again():
+        return "again"
+
+    async def story():
+        async def work():
+            relay.fall_silent_after(b"COMMIT")
+            return "done"
+
+        with a_way_to(own_url) as (relay, url):
+            async with AsyncEngine(url) as engine:
+                with pytest.raises(StoreUnavailable, match="no answer in time") as caught:
+                    await engine.transaction("a", work, scope="s")
+            assert caught.value.is_ambiguous
+        async with AsyncEngine(own_url) as engine:
+            assert await engine.transaction("a", again, scope="s") == "done"
+
+    asyncio.run(story())
+
+
+def test_a_handler_that_fails_with_its_server_comes_back(own, own_url):
+    """D2, L9: what it did cannot be undone by anybody who answers, and its own error is told."""
+
+    def fail():
+        ask(
+            current_operation().connection, "select 1"
+        )  # which might have taken as long as it likes
+        stop()
+        raise ZeroDivisionError
+
+    with Engine(own_url + "&timeout=300ms") as engine:
+        with stopped(own, own_url) as stop, pytest.raises(ZeroDivisionError):
+            engine.transaction("a", fail, scope="s")
+        assert engine.transaction("a", lambda: "done", scope="s") == "done"
+
+
+def test_an_async_handler_that_fails_with_its_server_comes_back(own, own_url):
+    """D2, L9."""
+
+    async def done():
+        return "done"
+
+    async def story():
+        async def fail():
+            stop()
+            raise ZeroDivisionError
+
+        patient = Policy(mode="transaction", wait="30s")  # who cannot undo is not given that long
+        async with AsyncEngine(own_url + "&timeout=300ms", patient) as engine:
+            with stopped(own, own_url) as stop, pytest.raises(ZeroDivisionError):
+                await engine.transaction("a", fail, scope="s")
+            assert await engine.transaction("a", done, scope="s") == "done"
+
+    asyncio.run(story())
+
+
+@contextmanager
 def stopped(server, url):
     """A function that stops *server*; it goes on at the end, which must not be far."""
     started = time.monotonic()
@@ -960,7 +1119,7 @@ def stopped(server, url):
         assert time.monotonic() - started < 15
     finally:
         server.kill(signal.SIGCONT)
-        eventually(lambda: answers(url))
+        until(lambda: answers(url))
 
 
 def answers(url):
@@ -1019,17 +1178,17 @@ def test_what_was_acknowledged_survives_a_kill_of_the_server(own, own_url):
         try:
             for _ in range(2):
                 told = [len(writer.acknowledged) + 60 for writer in writers]
-                eventually(lambda told=told: all(map(is_past, writers, told)))
+                until(lambda told=told: all(map(is_past, writers, told)))
                 own.kill()
                 refused = [len(writer.refused) for writer in writers]
-                eventually(
+                until(
                     lambda refused=refused: all(
                         len(w.refused) > n for w, n in zip(writers, refused, strict=True)
                     )
                 )
                 own.start()
             told = [len(writer.acknowledged) + 60 for writer in writers]
-            eventually(lambda: all(map(is_past, writers, told)))
+            until(lambda: all(map(is_past, writers, told)))
         finally:
             for writer in writers:
                 writer.ends.set()
@@ -1154,6 +1313,23 @@ def test_the_doctor_sees_what_became_of_the_table(store, url, monkeypatch):
         assert any("all records are gone" in finding.message for finding in store.check())
     monkeypatch.setattr(mysql_schema, "_CLOCK", "select 0")
     assert any("its clock is -" in finding.message for finding in store.check())
+
+
+@pytest.mark.parametrize("move", ["insert", "update", "delete"])
+def test_the_doctor_tries_what_triggers_make_of_a_record(store, url, move):
+    """O1, D2: and leaves nothing behind."""
+    assert not [finding for finding in store.check() if finding.level == "error"]
+    with somebody_else(url) as other:
+        assert ask(other, "select * from coatcheck_records") == ()
+        ask(
+            other,
+            f"create trigger meddling before {move} on coatcheck_records for each row"
+            " signal sqlstate '45000' set message_text = 'not today'",
+        )
+        (error,) = [finding.message for finding in store.check() if finding.level == "error"]
+        assert f"lets nobody {move} in coatcheck_records: not today" in error
+        assert ask(other, "select * from coatcheck_records") == ()
+    assert store._keeper._session.is_fit
 
 
 def test_the_clock_is_the_servers_whatever_its_time_zone(own, own_url):

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import resource
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from starlette.routing import Host, Route
 from coatcheck import AsyncEngine, Engine, Misconfigured, Policy, current_operation
 from coatcheck.server import callers
 from coatcheck.server.asgi import IdempotencyMiddleware as Asgi
+from coatcheck.server.body import Body
 from coatcheck.server.request import fields_of
 from coatcheck.server.starlette import idempotent
 from coatcheck.server.wsgi import IdempotencyMiddleware as Wsgi
@@ -53,6 +55,22 @@ def flask_shop(**options):
     return app.test_client(use_cookies=False), served
 
 
+def logged_in_shop() -> Starlette:
+    """A shop behind a middleware that finds out who its user is."""
+
+    class Backend(AuthenticationBackend):
+        async def authenticate(self, conn):
+            return AuthCredentials(), SimpleUser(conn.headers["x-forwarded-user"])
+
+    async def order(request) -> JSONResponse:
+        return JSONResponse({"served": request.user.username})
+
+    app = Starlette(routes=[Route("/", order, methods=["POST"])])
+    app.add_middleware(Asgi, store="memory://")
+    app.add_middleware(AuthenticationMiddleware, backend=Backend())
+    return app
+
+
 # --- whose key it is ------------------------------------------------------------------------
 
 
@@ -68,24 +86,20 @@ def test_two_remote_users_are_two_callers_by_themselves():
 
 def test_two_users_of_a_middleware_in_front_are_two_callers_by_themselves():
     """S1, S2: also where no header of ours tells them apart."""
-
-    class Backend(AuthenticationBackend):
-        async def authenticate(self, conn):
-            return AuthCredentials(), SimpleUser(conn.headers["x-forwarded-user"])
-
-    async def order(request) -> JSONResponse:
-        return JSONResponse({"served": request.user.username})
-
-    app = Starlette(routes=[Route("/", order, methods=["POST"])])
-    app.add_middleware(Asgi, store="memory://")
-    app.add_middleware(AuthenticationMiddleware, backend=Backend())
     asks = [("/", {**KEY, "X-Forwarded-User": who}) for who in ("ada", "bob")]
-    assert [answer.json()["served"] for answer in posted(app, *asks)] == ["ada", "bob"]
+    answers = posted(logged_in_shop(), *asks)
+    assert [answer.json()["served"] for answer in answers] == ["ada", "bob"]
 
 
 @pytest.mark.parametrize(
     ("caller", "headers"),
-    [(callers.user, {}), (None, {"X-API-Key": "of the whole application"})],
+    [
+        (callers.user, {}),
+        *(
+            (None, {name: "of the whole application"})
+            for name in ("X-API-Key", "API-Key", "APIKey", "X-APIKey")
+        ),
+    ],
 )
 def test_two_sessions_never_get_each_other_s_answer(caller, headers):
     """S1, S2: where nobody was found, and where a key tells the application and not the user."""
@@ -104,6 +118,29 @@ def test_a_cookie_beside_a_user_s_own_credential_may_change():
         headers = {**KEY, "Authorization": "Bearer ada", "Cookie": f"session={session}"}
         assert client.post("/orders", headers=headers).json == {"served": "one"}
     assert served == ["one"]
+
+
+def test_a_cookie_beside_a_remote_user_may_change():
+    """S1, S2: the server in front has told who it is, so a retry with a fresh cookie is one."""
+    client, served = flask_shop()
+    for session in ("one", "two"):
+        headers = {**KEY, "Cookie": f"session={session}"}
+        environ = {"REMOTE_USER": "ada"}
+        answer = client.post("/orders", headers=headers, environ_overrides=environ)
+        assert (answer.status_code, answer.json) == (201, {"served": "ada"})
+    assert served == ["ada"]
+
+
+def test_a_cookie_beside_a_user_of_a_middleware_in_front_may_change():
+    """S1, S2."""
+    app = logged_in_shop()
+    asks = [
+        ("/", {**KEY, "X-Forwarded-User": "ada", "Cookie": f"session={session}"})
+        for session in ("one", "two")
+    ]
+    answers = posted(app, *asks)
+    assert [answer.json() for answer in answers] == [{"served": "ada"}] * 2
+    assert [answer.headers.get("idempotent-replayed") for answer in answers] == [None, "true"]
 
 
 @pytest.mark.parametrize("who", [7, UUID(int=7)])
@@ -186,6 +223,23 @@ def test_two_hosts_of_starlette_are_two_tenants():
     answers = posted(app, *asks)
     assert [answer.json() for answer in answers] == ["acme", "beta", "acme"]
     assert [answer.headers.get("idempotent-replayed") for answer in answers] == [None, None, "true"]
+
+
+def test_a_host_is_one_tenant_however_its_letters_are_written():
+    """S1, L1: names of hosts know no case, so a retry does not run again."""
+    served = []
+
+    async def order(request) -> JSONResponse:
+        served.append(request.headers["host"])
+        return JSONResponse({})
+
+    shop = Starlette(routes=[Route("/", order, methods=["POST"])])
+    app = Starlette(routes=[Host("{tenant}", shop)])
+    app.add_middleware(Asgi, store="memory://")
+    hosts = ("Shop.Example", "shop.example", "other.example")
+    answers = posted(app, *(("/", {**KEY, "Host": host}) for host in hosts))
+    assert [answer.status_code for answer in answers] == [200] * 3
+    assert served == ["Shop.Example", "other.example"]
 
 
 @pytest.mark.parametrize("caller", [None, lambda _request: "ada"])
@@ -302,6 +356,25 @@ def test_a_large_body_needs_no_place_for_files(monkeypatch, caplog):
     assert (answers, len(served)) == ([201, 201], 1)
     assert client.post("/orders", headers=KEY, data=body + b"y").status_code == 422
     assert caplog.text.count("stays in memory") == 3
+
+
+@pytest.mark.parametrize("room_bytes", [0, 1_450_000, 2_000_000])
+def test_a_body_that_finds_no_room_on_the_disk_is_served_from_memory(room_bytes, caplog):
+    """X2: a full disk is no error of the client's, and none of ours."""
+    whole = bytes(range(256)) * 12_000
+    pieces = [whole[start : start + 100_000] for start in range(0, len(whole), 100_000)]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room_bytes, limits[1]))
+    try:
+        body = Body()
+        for piece in pieces:
+            body.add(piece)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert b"".join(body.chunks()) == body.bytes_or_chunks() == whole
+    assert body.size == len(whole)
+    assert caplog.text.count("stays in memory") == 1
+    body.close()
 
 
 def test_a_header_that_no_client_could_send_is_no_error():

@@ -1,5 +1,6 @@
 """The store vanishes after the claim: the end is tried again, and nothing is done twice (D2, L5)."""
 
+import io
 import signal
 import threading
 import time
@@ -15,6 +16,7 @@ from coatcheck.core.record import COMPLETED, FAILED, RUNNING, Swap, completed, i
 from coatcheck.engine import driver, driver_async
 from coatcheck.engine.patience import Patience
 from coatcheck.errors import StoreUnavailable
+from coatcheck.server.wsgi import IdempotencyMiddleware
 
 DOWN = StoreUnavailable("down")
 DEAF = StoreUnavailable("deaf", is_ambiguous=True)
@@ -181,6 +183,30 @@ def test_an_end_is_written_on_top_of_a_renewal(guards, store):
     store.is_down = False
     store.wait_for(lambda record: record is not None and record.state == COMPLETED)
     assert store.record.version == beaten.version + 1
+
+
+def test_a_late_end_does_not_forget_whose_steps_are_remembered(store):
+    """F1, L7: it was refused at the door, but only after a step."""
+
+    def application(environ, start_response):
+        environ["coatcheck.operation"].step("charge", lambda: 100)
+        store.is_down = True
+        start_response("403 Forbidden", [])
+        return [b""]
+
+    guarded = IdempotencyMiddleware(application, store=store, policy=Policy(patience=0))
+    environ = {
+        "REQUEST_METHOD": "POST",
+        "PATH_INFO": "/orders",
+        "HTTP_IDEMPOTENCY_KEY": "k",
+        "wsgi.input": io.BytesIO(b""),
+    }
+    list(guarded(environ, lambda *_: None))
+    fingerprint = store.record.fingerprint
+    store.is_down = False
+    store.wait_for(lambda record: record is not None and record.state == FAILED)
+    assert store.record.fingerprint == fingerprint != b""
+    guarded.engine.close()
 
 
 def test_an_end_is_written_although_somebody_has_parked_it(guards, store):

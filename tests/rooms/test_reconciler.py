@@ -157,6 +157,19 @@ def test_an_abandoned_operation_settles_though_no_client_comes_back(guards, stor
         assert guards.run(engine, "k", handler, scope="charges") == "ran"
 
 
+def test_what_has_a_long_name_is_recovered_by_its_own_policy(guards, store, clock):
+    """L6, X2: a record keeps its beginning and a digest, and two that begin alike are two."""
+    engine = guards.engine(store, clock=clock, recover_every_s=EVERY_S)
+    asked = {key: Asked(DidNotHappen()) for key in ("one", "other")}
+    for key, ask in asked.items():
+        abandoned(guards, engine, key, policy=ask.policy, scope="s" * 300 + key)
+    engine.heart.beat()
+    a_round(engine, clock)
+    for key, ask in asked.items():
+        (operation,) = ask.operations
+        assert (operation.key, len(operation.label)) == (key, 200)
+
+
 def test_under_manual_it_is_parked_where_people_look(guards, store, clock, caplog):
     """L6, O1: without it, nobody would know before the next retry."""
     abandoned(guards, guards.engine(store, clock=clock), policy=MANUAL)
@@ -350,13 +363,24 @@ def test_a_round_takes_so_many_and_the_next_goes_on(guards, store, clock, monkey
     assert counts[-1] == 5
 
 
-def test_a_store_that_is_slow_to_look_through_is_looked_through_less(guards, clock):
-    """T3: finding may mean to read a whole table."""
-    engine = restarted(guards, FindingStore(), clock, MANUAL)
+@pytest.mark.parametrize("is_away", [False, True])
+def test_a_store_that_is_slow_to_look_through_is_looked_through_less(
+    guards, clock, monkeypatch, is_away
+):
+    """T3: finding may mean to read a whole table; also where that is in vain."""
+    store = FindingStore()
+    store.is_away = is_away
+    engine = restarted(guards, store, clock, MANUAL)
+    find = store.find
+
+    def find_slowly(query):
+        clock.pass_s(LATE_S)
+        return find(query)
+
+    monkeypatch.setattr(store, "find", find_slowly)
+    monkeypatch.setattr(reconciler, "local_ms", lambda: clock.now_ms)
     a_round(engine, clock)
-    engine.reconciler._looked_ms = 60_000
-    a_round(engine, clock)
-    clock.pass_s(reconciler.PAUSE_PER_LOOK * 60 - 1)
+    clock.pass_s(reconciler.PAUSE_PER_LOOK * LATE_S - 1)
     thread = engine.reconciler._thread
     engine.heart.beat()
     assert engine.reconciler._thread is thread

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 
 import pytest
 import servers.redis
@@ -21,6 +21,8 @@ from redis_scenes import WiredStore, change, claim, claims, fake, sign_oneself
 from servers import free_port, until
 from servers.redis import Cluster, Redis, Sentinel, SentinelSet, redis_server
 
+from coatcheck import Engine
+from coatcheck.cli import main
 from coatcheck.core.record import GONE, Record, Swap, completed, renewed
 from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.stores import Batcher, open_async_store, open_store
@@ -306,9 +308,7 @@ def test_what_cannot_be_read_fails_alone(opened, spoil, raised):
         assert store.get([record.id for record in good]) == good
         with pytest.raises(StoreUnavailable):
             batcher.swap(claim(bad))
-        if command == "SET":
-            with pytest.raises(StoreUnavailable, match="not a record"):
-                store.find(Query())
+        assert store.find(Query()).records == good
 
 
 def test_the_server_itself_forgets_a_record_whose_time_has_come():
@@ -401,11 +401,50 @@ def test_a_server_that_does_not_say_is_not_refused(appendonly):
             levels = [finding.level for finding in store.check()]
             assert levels == (["ok"] if appendonly == "yes" else ["warning"])
             assert store.swap([claim(claim_of())]) == [None]
-        server.ask("ACL", "SETUSER", "ann", "on", ">pw", "~*", "+@all", "-info")
+        server.ask("ACL", "SETUSER", "ann", "on", ">pw", "~*", "&*", "+@all", "-info")
         with closing(open_store(f"redis://ann:pw@127.0.0.1:{server.port}/0")) as store:
             (finding,) = store.check()
             assert finding.level == "warning"
             assert "INFO" in finding.message
+    finally:
+        server.remove()
+
+
+RENAMED = ("TIME", "SCAN", "MGET", "EVALSHA", "SET", "INFO", "CONFIG", "GETRANGE")
+
+
+@pytest.mark.parametrize("command", RENAMED)
+def test_a_command_that_the_server_does_not_know_is_an_outage_and_no_traceback(command, capsys):
+    """D2: as behind a proxy, or where it was renamed; whoever asks is told in our words."""
+    server = Redis(rename_command=f"{command} MY{command}")
+    try:
+        with closing(open_store(server.url)) as store:
+            calls: list[Callable[[], object]] = [
+                store.now_ms,
+                lambda: store.find(Query()),
+                lambda: store.get([id_of(1), id_of(2)]),
+                lambda: store.swap([claim(claim_of(id_of(1)))]),
+                lambda: call_apart(store.swap, [claim(record) for record in claims(5, 3)]),
+                store.check,
+            ]
+            for call in calls:
+                with suppress(StoreUnavailable):
+                    call()
+        for words in (["list"], ["lookup", "k"], ["doctor"]):
+            assert main([*words, "--store", server.url]) in (0, 1, 2)
+            assert "Traceback" not in capsys.readouterr().err
+    finally:
+        server.remove()
+
+
+def test_a_request_is_503_where_the_server_does_not_tell_the_time():
+    """D2: and nothing runs."""
+    server = Redis(rename_command="TIME XTIME")
+    ran: list[int] = []
+    try:
+        with Engine(server.url) as engine, pytest.raises(StoreUnavailable, match="TIME"):
+            engine.run("k", lambda: ran.append(1), scope="s")
+        assert not ran
     finally:
         server.remove()
 
@@ -648,6 +687,35 @@ def test_a_write_waits_for_as_many_replicas_as_were_asked_for(opened, server: Re
             replica.remove()
 
 
+def test_who_has_written_nothing_is_not_refused_for_want_of_a_replica(opened, server: Redis):
+    """L1, D2: a replay is answered; of a batch only those are refused that have written."""
+    one, two, three = claims(0, 3)
+    done = completed(one, b"201")
+    with closing(open_store(server.url)) as store:
+        assert store.swap([claim(one), claim(two)]) == [None, None]
+        assert store.swap([change(one, done)]) == [None]
+    other = one._replace(nonce=one.nonce + 1)
+    with closing(opened(f"{server.url}?wait=1&timeout=1s")) as store:
+        for _ in range(2):  # by the script, and by the server's own command
+            assert store.swap([claim(other)]) == [done]
+        results, errors = call_apart(store.swap, [claim(other), claim(three)])
+        assert results[0] == done
+        assert [getattr(error, "is_ambiguous", None) for error in errors] == [None, True]
+        results, errors = call_apart(store.swap, [claim(other), change(two, None)])
+        assert (results[0], errors[0]) == (done, None)
+        assert errors[1] is not None
+
+
+def test_who_comes_again_for_its_own_write_is_refused_until_a_replica_has_it(opened, server: Redis):
+    """L1: it would be taken for acknowledged, and is on one server only."""
+    one = claim_of(id_of(1))
+    with closing(opened(f"{server.url}?wait=1&timeout=1s")) as store:
+        for _ in range(3):
+            assert refused(store, [claim(one)]).is_ambiguous
+        assert refused(store, [change(one, None)]).is_ambiguous
+        assert refused(store, [change(one, None)]).is_ambiguous
+
+
 FORKED = """
 import os, sys, threading
 from coatcheck.core.record import RUNNING, Record, Swap
@@ -716,7 +784,7 @@ def test_the_master_is_found_again_after_a_failover(opened):
             with pytest.raises(StoreUnavailable):
                 store.swap([claim(claim_of(id_of(2)))])
             until_written(store, claim_of(id_of(2)))
-            assert b"role:master" in watched.replica.ask("INFO", "replication")
+            assert watched.replica.is_master()
             assert store.get([before.id]) == [before]
             assert store.swap([change(before, completed(before, b"201"))]) == [None]
             assert [finding.level for finding in store.check()] == ["ok"]
@@ -784,12 +852,25 @@ def test_a_store_in_a_cluster_works_in_parent_and_child(cluster: Cluster):
     forked(cluster.fresh_url())
 
 
-def test_records_are_found_before_while_and_after_their_slot_moves(cluster: Cluster):
+@pytest.fixture(params=["ip", "unknown-endpoint", "hostname"])
+def endpoint_type(request, cluster: Cluster) -> Iterator[str]:
+    """How the nodes call each other: by address, not at all, or by a name that nobody gave them."""
+    try:
+        cluster.say("CONFIG SET", "cluster-preferred-endpoint-type", request.param)
+        yield request.param
+    finally:
+        cluster.say("CONFIG SET", "cluster-preferred-endpoint-type", "ip")
+
+
+def test_records_are_found_before_while_and_after_their_slot_moves(
+    cluster: Cluster, endpoint_type: str
+):
     """D1, L1: and those in the same batch whose slots stay, too."""
     url = cluster.fresh_url()
+    first = 10_000 * len(endpoint_type)  # another slot each time: it stays where it has moved
     keys = values.Keys(url.rpartition("=")[2])
     source, target, _ = cluster.masters
-    records = claims(0, 2_000)
+    records = claims(first, 2_000)
     slots = [slot_of(record.id) for record in records]
     assert [source.ask("CLUSTER KEYSLOT", keys.key_of(r.id)) for r in records[:9]] == slots[:9]
     record, slot = min(zip(records, slots, strict=True), key=lambda pair: pair[1])
@@ -803,7 +884,7 @@ def test_records_are_found_before_while_and_after_their_slot_moves(cluster: Clus
         source.ask("MIGRATE", "127.0.0.1", target.port, "", 0, 1_000, "KEYS", *moved)
         assert store.get([record.id]) == [record], "asked for at its new place"
         after = completed(record, b"on the way")
-        others = [claim(claim_of(id_of(number))) for number in range(5_000, 5_020)]
+        others = [claim(claim_of(id_of(number))) for number in range(first + 5_000, first + 5_020)]
         assert store.swap([*others[:10], change(record, after), *others[10:]]) == [None] * 21
         for node in cluster.masters:
             node.ask("CLUSTER SETSLOT", slot, "NODE", names[target])
@@ -874,3 +955,14 @@ def test_a_shape_that_the_server_does_not_have_is_refused_by_name(server: Redis)
             open_store(f"redis+cluster://127.0.0.1:{node.port}").swap([claim(claim_of())])
     finally:
         node.remove()
+
+
+def test_a_sentinel_behind_the_url_of_a_server_is_refused_by_name(server: Redis):
+    """D1: it holds no records; the sentence says what the URL should be."""
+    watching = Sentinel(server, 60_000)
+    try:
+        for scheme in ("redis", "redis+cluster"):
+            with pytest.raises(Misconfigured, match=r"redis\+sentinel://host1:26379,.*/service/0"):
+                open_store(f"{scheme}://127.0.0.1:{watching.port}")
+    finally:
+        watching.remove()

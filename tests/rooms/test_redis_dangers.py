@@ -237,7 +237,7 @@ def test_a_promoted_replica_that_could_forget_is_refused():
             assert store.swap([claim(claim_of())]) == [None]
             servers.replica.ask(*EVICTING)
             servers.master.kill()
-            until(lambda: b"role:master" in servers.replica.ask("INFO", "replication"))
+            until(servers.replica.is_master)
             until(lambda: "allkeys-lru" in refusal(store))
             servers.replica.ask(*MENDED)
             assert store.swap([claim(claim_of(id_of(5)))]) == [None]

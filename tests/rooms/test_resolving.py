@@ -217,6 +217,28 @@ def test_a_request_may_be_completed_with_nothing_to_say(guards, engine):
 
 
 @pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        ({"status": 99_999}, "status is 99999; it is a number from 200 to 599"),
+        ({"status": 199}, "status is 199"),
+        ({"status": "201"}, "status is '201'"),
+        ({"headers": {"Location": "/x"}}, "headers is {.*it is a list of pairs of texts"),
+        ({"headers": [(b"x", b"y")]}, "is no header; it is a pair of texts"),
+        ({"headers": ["Location: /x"]}, "is no header; it is a pair of texts"),
+        ({"headers": [("a b", "y")]}, "'a b' cannot be the name of a header"),
+        ({"headers": [("X", "a\r\nSet-Cookie: evil=1")]}, "cannot be the value of the header X"),
+        ({"headers": [("X", "\u20ac")]}, "cannot be the value of the header X"),
+        ({"body": "text"}, "body is a str; it is bytes"),
+        ({"body": None}, "body is a NoneType; it is bytes"),
+    ],
+)
+def test_an_answer_that_could_not_be_served_is_refused_when_it_is_made(answer, sentence):
+    """L6: every retry would meet it, and whoever has said it would never know."""
+    with pytest.raises(Misconfigured, match=sentence):
+        Happened(**answer)
+
+
+@pytest.mark.parametrize(
     ("is_request", "outcome", "complaint"),
     [
         (False, Happened(201, body=b"{}"), "is a function"),

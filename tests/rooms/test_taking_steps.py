@@ -92,6 +92,19 @@ def shop(guards):
     return Shop(guards.is_async)
 
 
+def test_who_is_told_of_a_lost_claim_may_not_be_async(guards, engine):
+    """L5: nobody would await it, and it would never be told."""
+
+    async def stop():
+        raise AssertionError
+
+    def work():
+        current_operation().on_lost(stop)
+
+    with pytest.raises(Misconfigured, match=r"on_lost.*async"):
+        guards.run(engine, "k", work)
+
+
 # --- what is done stays done ------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ from coatcheck import (
     CoatcheckError,
     Decision,
     KeyBusy,
+    Misconfigured,
     OutcomeUnknown,
     Policy,
     StoreUnavailable,
@@ -119,6 +120,17 @@ def test_every_observer_is_told_and_one_that_fails_hurts_nobody(guards, store, s
         guards.run(engine, "f", Handler(ZeroDivisionError()))
     assert [decision.outcome for decision in seen] == ["executed", "replayed", "failed"]
     assert "the dashboard is down" in caplog.text
+
+
+def test_an_observer_that_could_never_be_told_is_refused(guards, store):
+    """O3: one that is async is never awaited, and what is no function cannot be called."""
+
+    async def observe(_decision):
+        raise AssertionError
+
+    for observers, words in (([observe], "must not be async"), ([5], "5"), (5, "5")):
+        with pytest.raises(Misconfigured, match=rf"observers.*{words}"):
+            guards.engine(store, observers=observers)
 
 
 # --- the log ----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from laws.http.api import ADAPTERS, Workers
 from laws.http.shop import Gate, Shop, says
 
 from coatcheck import AsyncEngine, DidNotHappen, Engine, Policy
-from coatcheck.core.record import COMPLETED, IN_DOUBT, RUNNING, in_doubt
+from coatcheck.core.record import COMPLETED, IN_DOUBT, RUNNING, completed, failed, in_doubt
 from coatcheck.core.serve import Park, TakeOver, Ticket, Wait, verdict
 from coatcheck.errors import KeyBusy, NotResolved, OutcomeUnknown, StoreUnavailable
 from coatcheck.stores.memory import AsyncMemoryStore
@@ -174,6 +174,43 @@ def test_a_clock_that_is_set_back_makes_nobody_take_over_either(guards, engine, 
     late = Ticket(record.id, record.fingerprint, record.lease_until_ms + 1, nonce=7)
     assert isinstance(verdict(record, late, engine.desk.policy, late.now_ms), (TakeOver, Park))
     assert isinstance(verdict(standing, late, engine.desk.policy, late.now_ms), Wait)
+    handler.may_end.set()
+    assert first.result() == "done"
+
+
+class Killed(BaseException):
+    """What no handler can catch: the process ends here."""
+
+
+def test_a_claim_that_is_held_here_does_not_protect_who_took_over_and_died(guards, store, clock):
+    """L5: what is held is another attempt, which has lost; a retry here takes over, and at once."""
+    policy = Policy(lease="60s", in_flight="409")
+    here, there = (guards.engine(store, policy, clock=clock, sweep_every_s=None) for _ in range(2))
+    slow = held_up("too late")
+    first = guards.beside(here, "k", slow, scope="s")
+    wait_for(slow.is_running)
+    clock.pass_s(61)
+    with pytest.raises(Killed):
+        guards.run(there, "k", Handler(Killed()), scope="s")
+    assert (store.record.state, store.record.attempt) == (RUNNING, 2)
+    assert here.heart.held[store.record.id].claim.nonce != store.record.nonce
+    clock.pass_s(61)
+    assert guards.run(here, "k", Handler("done"), scope="s") == "done"
+    slow.may_end.set()
+    assert first.result() == "done"
+    assert store.record.attempt == 3
+
+
+def test_what_has_ended_is_not_said_to_run_though_it_is_still_held_here(guards, engine, store):
+    """L2, L5: its end was written, and whoever wrote it has not let go yet, or has not heard."""
+    handler = held_up("done")
+    first = guards.beside(engine, "k", handler, scope="s")
+    wait_for(handler.is_running)
+    record = store.record
+    for ended in (completed(record, b"done"), failed(record)):
+        assert engine.heart.held[record.id].claim.nonce == ended.nonce
+        assert engine.desk.standing(ended) == ended
+    assert engine.desk.standing(in_doubt(record)).state == RUNNING
     handler.may_end.set()
     assert first.result() == "done"
 

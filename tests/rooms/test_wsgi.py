@@ -14,7 +14,9 @@ from laws.http.api import NEXT_REQUEST, ORDER, Response, environ_of, exchange_ws
 from laws.http.shop import WAIT_S_MAX
 
 from coatcheck import Engine, Policy, current_operation
+from coatcheck.core.record import FAILED, IN_DOUBT
 from coatcheck.server.wsgi import IdempotencyMiddleware
+from coatcheck.stores import Query
 
 TEXT = [("Content-Type", "text/plain")]
 
@@ -496,6 +498,22 @@ def test_the_operation_ends_with_its_request(engine):
     assert current_operation() is None
 
 
+def test_an_operation_around_the_request_is_there_again_afterwards(engine):
+    """S2: a guarded function may call a guarded application in its own thread."""
+    inner = IdempotencyMiddleware(with_a_list, engine=engine)
+
+    def outer() -> list[str | None]:
+        found = []
+        for _ in range(3):
+            operation = current_operation()
+            found.append(operation and operation.key)
+            post(inner)
+        return found
+
+    assert engine.run("outer", outer) == ["outer"] * 3
+    assert current_operation() is None
+
+
 def test_a_handler_that_is_interrupted_leaves_its_lease(engine):
     """L5: a worker that is told to exit in the middle knows nothing of what it did."""
 
@@ -563,3 +581,62 @@ def test_threads_of_one_server_share_one_middleware(engine):
         thread.join(WAIT_S_MAX)
     assert [answer.body for answer in answers] == [ORDER] * 8
     assert sum(not answer.is_replay for answer in answers) == 1
+
+
+# --- answers that are none ------------------------------------------------------------------
+
+
+class Told:
+    """What an application says, and whether it was closed."""
+
+    def __init__(self, *chunks: Any) -> None:
+        self._chunks = chunks
+        self.is_closed = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._chunks)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+NO_ANSWERS = {
+    "a header beyond Latin-1": ("201 Created", [("X-Name", "\u20ac")], ()),
+    "a text for a chunk": ("201 Created", TEXT, ("text",)),
+    "a status without a number": ("Created", TEXT, (b"x",)),
+}
+
+
+@pytest.mark.parametrize("settings", [{}, {"in_flight": "202"}], ids=["record", "202"])
+@pytest.mark.parametrize("answer", NO_ANSWERS.values(), ids=NO_ANSWERS)
+@pytest.mark.parametrize(("recovery", "state"), [("retry", FAILED), ("manual", IN_DOUBT)])
+def test_an_answer_that_cannot_be_read_is_an_error_like_any_other(
+    settings, answer, recovery, state
+):
+    """L4, L12: the claim is not held for its lease, and what was said is closed, as over ASGI."""
+    status, headers, chunks = answer
+    told = Told(*chunks)
+
+    def app(environ, start_response) -> Iterable[bytes]:
+        start_response(status, headers)
+        return told
+
+    with Engine("memory://", Policy(wait=0, recovery=recovery, **settings)) as engine:
+        assert post(IdempotencyMiddleware(app, engine=engine)).error is not None
+        assert told.is_closed
+        (record,) = engine.store.find(Query()).records
+    assert record.state == state
+
+
+def test_in_a_transaction_it_is_undone_and_closed(tmp_path):
+    """L9."""
+    told = Told("text")
+
+    def app(environ, start_response) -> Iterable[bytes]:
+        start_response("201 Created", TEXT)
+        return told
+
+    with Engine(f"sqlite:///{tmp_path}/a.db", Policy(wait=0, mode="transaction")) as engine:
+        assert isinstance(post(IdempotencyMiddleware(app, engine=engine)).error, TypeError)
+        assert told.is_closed
+        assert not engine.store.find(Query()).records

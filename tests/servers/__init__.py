@@ -18,6 +18,9 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 # 30 s: many times what any of them needs to start on a busy machine.
 START_S_MAX = 30
@@ -55,12 +58,13 @@ def free_port() -> int:
         return port
 
 
-def until(is_so: Callable[[], bool]) -> None:
-    """Look again and again, for as long as a server may take to start."""
+def until(look: Callable[[], T]) -> T:
+    """Look again and again, for as long as a server may take to start; what was found."""
     deadline = time.monotonic() + START_S_MAX
-    while not is_so():
+    while not (found := look()):
         assert time.monotonic() < deadline, "it did not become so"
-        time.sleep(0.02)
+        time.sleep(0.01)
+    return found
 
 
 class Server:

@@ -63,6 +63,13 @@ class Redis(Server):
         """What it says to one command."""
         return said_by(self.port, *words)
 
+    def is_master(self) -> bool:
+        """Whether it takes writes; whoever promotes it hangs up on everybody in that moment."""
+        try:
+            return b"role:master" in self.ask("INFO", "replication")
+        except redis.exceptions.ConnectionError:
+            return False
+
     def _is_ready(self) -> bool:
         try:
             return bool(self.ask("PING"))
@@ -165,6 +172,11 @@ class Cluster:
             replica.ask("CLUSTER REPLICATE", name)
         until(lambda: all(b"cluster_state:ok" in node.ask("CLUSTER INFO") for node in nodes))
         until(lambda: all(b"link_status:up" in r.ask("INFO", "replication") for r in self.replicas))
+
+    def say(self, *words: Any) -> None:
+        """Have all nodes do the same."""
+        for node in (*self.masters, *self.replicas):
+            node.ask(*words)
 
     @property
     def url(self) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 
 class Relay:
@@ -12,6 +14,7 @@ class Relay:
 
     def __init__(self, port: int) -> None:
         self._target = port
+        self._last_word = b""
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listening.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
@@ -19,6 +22,15 @@ class Relay:
     def point_at(self, port: int) -> None:
         """Whoever comes from now on is led to *port*; who is there already stays."""
         self._target = port
+
+    def fall_silent_after(self, word: bytes) -> None:
+        """Whoever says *word* from now on is heard, but no answer reaches it any more."""
+        self._last_word = word
+
+    def _is_heard(self, is_over: threading.Event, said: bytes) -> bool:
+        if self._last_word and self._last_word in said:
+            is_over.set()
+        return True
 
     def close(self) -> None:
         """Let nobody in any more."""
@@ -37,15 +49,21 @@ class Relay:
             except OSError:  # nobody is there
                 client.close()
                 continue
-            for pair in ((client, server), (server, client)):
-                threading.Thread(target=_pass_on, args=pair, daemon=True).start()
+            is_over = threading.Event()
+            ways = (
+                (client, server, partial(self._is_heard, is_over)),
+                (server, client, lambda _, is_over=is_over: not is_over.is_set()),
+            )
+            for way in ways:
+                threading.Thread(target=_pass_on, args=way, daemon=True).start()
 
 
-def _pass_on(come: socket.socket, go: socket.socket) -> None:
+def _pass_on(come: socket.socket, go: socket.socket, passes: Callable[[bytes], bool]) -> None:
     """Until one of them ends, and then both do."""
     with come:
         with suppress(OSError):
             while data := come.recv(1 << 16):
-                go.sendall(data)
+                if passes(data):
+                    go.sendall(data)
         with suppress(OSError):
             go.shutdown(socket.SHUT_RDWR)

@@ -29,7 +29,8 @@ class SimulatedTransaction(Together):
 
     def __init__(self, visit: Visit) -> None:
         # Of a desk it needs who is at work and who waits, and a process has both.
-        super().__init__(cast("Any", visit.process), cast("Any", None), visit.standing)
+        nothing = cast("Any", None)  # of a lender; nor does any handler here end by itself
+        super().__init__(cast("Any", visit.process), nothing, visit.standing, nothing)
         self._visit = visit
         self._process = visit.process
         self._database = visit.process.setting.database

@@ -251,6 +251,28 @@ def test_head_is_told_the_same_without_the_body(open_api: OpenApi):
         until(lambda: asked(api, address).status != 202)
 
 
+def test_what_the_address_tells_is_for_no_cache(open_api: OpenApi):
+    """X3: what the handler allowed for its POST is no word about a GET that asks for it."""
+    lines = [
+        *(("Cache-Control", "public, max-age=600"), ("Expires", "Tue, 17 Nov 2099 11:12:48 GMT")),
+        *(("Last-Modified", "Tue, 17 Nov 2020 11:12:48 GMT"), ("ETag", '"1"'), ("Pragma", "x")),
+        *(("CDN-Cache-Control", "max-age=600"), ("Surrogate-Control", "max-age=600")),
+        ("X-Kept", "1"),
+    ]
+    api = open_api(in_flight="202")
+    api.shop.answers["/orders"] = gate = Gate(says(201, b"Ada's order", headers=lines))
+    address = api.post(headers=[ASYNC]).header("location")
+    gate.open()
+    until(lambda: asked(api, address).status == 201)
+    response = asked(api, address)
+    assert response.body == b"Ada's order"
+    assert response.all("cache-control") == ["no-store"]
+    assert response.header("x-kept") == "1"
+    gone = {name.lower() for name, _ in lines} - {"cache-control", "x-kept"}
+    assert gone.isdisjoint(name for name, _ in response.headers)
+    assert api.post().header("cache-control") == "public, max-age=600"  # a POST, as it was
+
+
 def test_an_address_shows_nothing_of_the_next_life(open_api: OpenApi, clock):
     """W1, X3: after its window the key is another operation's, which has an address of its own."""
     api = open_api(in_flight="202", window="1h", lease="60s")

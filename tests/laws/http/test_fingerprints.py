@@ -128,6 +128,25 @@ def test_the_content_type_is_part_of_the_request(api: Api):
     assert api.post(body=b"{}", headers=[("Content-Type", "text/plain")]).code == "key-reused"
 
 
+def test_the_content_encoding_is_part_of_the_request(api: Api):
+    """F2: it changes what the bytes mean."""
+    api.post(body=b"x", headers=[("Content-Encoding", "gzip")])
+    assert api.post(body=b"x", headers=[("Content-Encoding", "br")]).code == "key-reused"
+    assert api.post(body=b"x").code == "key-reused"
+    assert api.post(body=b"x", headers=[("Content-Encoding", "gzip")]).is_replay
+
+
+def test_a_refusal_mentions_the_cookie_where_that_is_compared(api: Api):
+    """F1, X3: the body may well be the same, and a client would look for the difference there."""
+    session, bearer = ("Cookie", "session=a"), ("Authorization", "Bearer a")
+    api.post(headers=[session])
+    assert "Cookie" in api.post(headers=[("Cookie", "session=b")]).problem["detail"]
+    api.post("k-2", headers=[session, bearer])
+    other = api.post("k-2", body=b"another", headers=[session, bearer])
+    assert other.code == "key-reused"
+    assert "Cookie" not in other.problem["detail"]
+
+
 def test_a_fresh_multipart_boundary_is_the_same_form(api: Api):
     """F2: clients draw one for each attempt."""
 

@@ -22,7 +22,7 @@ def test_a_first_request_is_answered_as_without_a_key(api: Api):
 
 
 def test_a_retry_with_the_same_key_has_one_effect(api: Api):
-    """K1, L2."""
+    """K1, L2; and K2, as far as a server sees it."""
     first, second, third = api.post(), api.post(), api.post()
     assert api.effects() == 1
     assert not first.is_replay
@@ -32,7 +32,7 @@ def test_a_retry_with_the_same_key_has_one_effect(api: Api):
 
 
 def test_two_keys_with_the_same_content_are_two_actions(api: Api):
-    """K1: nothing is deduplicated by content."""
+    """K1: nothing is deduplicated by content; and K2, as far as a server sees it."""
     api.post("k-1")
     api.post("k-2")
     assert api.effects() == 2

@@ -317,8 +317,11 @@ def test_a_crash_that_can_be_looked_up_is_answered_with_what_happened(open_api: 
 
 def test_an_answer_that_cannot_be_sent_leaves_a_doubt_and_no_error(open_api: OpenApi, clock):
     """L5, L6: a header with what no header can hold; else its lease would have to run out again."""
-    impossible = Happened(201, [("Location", "/charges/\u2603")], b"paid")
-    api = open_api(recovery="reconcile", reconcile=lambda operation: impossible)
+
+    def ask(_operation) -> Happened:
+        return Happened(201, [("Location", "/charges/\u2603")], b"paid")
+
+    api = open_api(recovery="reconcile", reconcile=ask)
     api.claim("k-1", "/orders")
     clock.advance(61)
     assert api.post().code == "outcome-unknown"

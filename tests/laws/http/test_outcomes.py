@@ -59,6 +59,15 @@ def test_after_a_failure_the_key_still_belongs_to_its_request(api: Api, status: 
     assert api.post(body=b'{"item": 1}').status == 201
 
 
+def test_what_is_asked_for_after_a_refusal_at_the_door_derives_other_keys(api: Api):
+    """F1, L8: a provider that knows the first one's keys would answer with what that asked for."""
+    api.shop.answers["/orders"] = in_turn(says(403), says(403), says(201))
+    for item in (1, 1, 2):
+        api.post(body=b'{"item": %d}' % item)
+    one, again, other = (call.operation.derive("charge") for call in api.shop.effects)
+    assert one == again != other
+
+
 @pytest.mark.parametrize("status", AT_THE_DOOR)
 def test_a_refusal_at_the_door_does_not_use_up_the_key(api: Api, status: int):
     """L4: a corrected request may follow, and then the key belongs to that one."""
@@ -125,6 +134,61 @@ def test_a_function_can_say_what_is_kept(open_api: OpenApi):
     assert [api.post(path="/b").status for _ in range(2)] == [503, 503]
     assert [(r.status, r.body) for r in seen[:1]] == [(200, b"pending")]
     assert (b"content-type", b"text/plain") in seen[0].headers
+
+
+@pytest.mark.parametrize("chunks", [[b"a" * 30], [b"a" * 15] * 2], ids=["one chunk", "several"])
+@pytest.mark.parametrize(("status", "code"), [(200, "result-unavailable"), (503, None)])
+def test_no_function_is_asked_about_a_part_of_an_answer(open_api: OpenApi, chunks, status, code):
+    """L4, L12: one that is too large to be kept is judged by its status."""
+    asked: list[Response] = []
+    api = open_api(keep=asked.append, response_bytes_max=20)
+    api.shop.answers["/orders"] = in_turn(says(status, *chunks), says(201, b"again"))
+    assert api.post().body == b"a" * 30
+    again = api.post()
+    assert again.code == code if code else again.body == b"again"
+    assert [response.body for response in asked if response.status == status] == []
+
+
+@pytest.mark.parametrize(
+    ("recovery", "status", "told"),
+    [
+        *(("retry", status, "replay") for status in (201, 401, 429, 500)),
+        *(("manual", status, "replay") for status in (201, 404)),
+        *(("manual", status, "outcome-unknown") for status in (401, 429, 500)),
+    ],
+)
+@pytest.mark.parametrize("in_flight", ["wait", "202"])
+def test_a_function_that_fails_runs_nothing_twice(
+    open_api: OpenApi, caplog, recovery, status, told, *, in_flight
+):
+    """L4, L12: its answer is kept, or in doubt where a failure would be; and somebody is told."""
+
+    def keep(_response: Response) -> bool:
+        raise ZeroDivisionError("a bug in keep")
+
+    api = open_api(keep=keep, recovery=recovery, in_flight=in_flight)
+    api.shop.answers["/orders"] = in_turn(says(status, b"done"), says(201, b"again"))
+    first, again = api.post(), api.post()
+    assert (first.status, first.body) == (status, b"done")
+    if told == "replay":
+        assert (again.status, again.body, again.is_replay) == (status, b"done", True)
+    else:
+        assert again.code == told
+    assert api.effects() == 1
+    assert "a bug in keep" in caplog.text
+
+
+def test_a_function_that_was_to_be_awaited_has_failed(open_api: OpenApi, caplog):
+    """L12: what it promises is not what it says."""
+
+    async def judge(_response: Response) -> bool:
+        return False
+
+    hidden = lambda response: judge(response)  # noqa: E731, PLW0108 - it does not look async
+    api = open_api(keep=hidden)
+    assert not api.post().is_replay
+    assert api.post().is_replay
+    assert "must not be async" in caplog.text
 
 
 def test_the_conflict_of_a_duplicate_is_never_stored(open_api: OpenApi):

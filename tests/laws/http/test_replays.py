@@ -6,6 +6,7 @@ import zlib
 import pytest
 
 from coatcheck.core.record import Swap
+from coatcheck.server import answers
 
 from .api import Api
 from .conftest import OpenApi
@@ -319,3 +320,13 @@ def test_an_answer_that_is_damaged_at_rest_is_refused_and_nothing_runs(open_api:
     refused = fresh.post()
     assert (refused.status, refused.code) == (409, "result-unavailable")
     assert fresh.effects() == 0
+
+
+def test_no_long_header_is_remembered_with_a_replay(api: Api):
+    """X2: a client may send any number of them."""
+    api.post()
+    answers._remembered.cache_clear()
+    assert api.post(headers=[("Accept-Encoding", "x" * 3_000)]).is_replay
+    assert answers._remembered.cache_info().currsize == 0
+    assert api.post(headers=[("Accept-Encoding", "gzip")]).is_replay
+    assert answers._remembered.cache_info().currsize == 1

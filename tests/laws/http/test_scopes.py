@@ -21,6 +21,40 @@ def test_the_same_key_of_another_caller_is_another_operation(api: Api):
     assert api.effects() == 2
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("X-Forwarded-User", "X-Auth-Request-User", "X-Remote-User", "Remote-User"),
+        *("Cf-Access-Authenticated-User-Email", "X-Amzn-Oidc-Identity"),
+        *("X-Goog-Authenticated-User-Id", "X-Goog-Authenticated-User-Email"),
+        *("X-MS-Client-Principal-Id", "X-Forwarded-Client-Cert", "Client-Cert"),
+    ],
+)
+def test_who_a_proxy_in_front_has_found_is_the_caller(api: Api, name: str):
+    """S1, S2: the application sees nothing else of who it is, and neither do we."""
+    first = api.post("k-1", headers=[(name, "alice")])
+    other = api.post("k-1", headers=[(name, "bob")])
+    assert not other.is_replay
+    assert other.reference != first.reference
+    assert api.post("k-1", headers=[(name, "alice")]).is_replay
+
+
+@pytest.mark.parametrize("name", ["Cf-Access-Jwt-Assertion", "X-Amzn-Oidc-Data"])
+def test_what_a_proxy_signs_anew_with_each_request_makes_nobody_another(api: Api, name: str):
+    """S2: or a retry would run again; who it is stands in a header beside it."""
+    who = ("X-Amzn-Oidc-Identity", "alice")
+    api.post("k-1", headers=[who, (name, "signed at noon")])
+    assert api.post("k-1", headers=[who, (name, "signed a minute later")]).is_replay
+
+
+def test_who_shares_a_certificate_is_told_apart_by_the_cookie(api: Api):
+    """S1: it may be that of a whole service, or of the proxy in front."""
+    service = ("X-Forwarded-Client-Cert", "Hash=1;Subject=CN=shop")
+    api.post("k-1", headers=[service, ("Cookie", "session=alice")])
+    other = api.post("k-1", headers=[service, ("Cookie", "session=bob")])
+    assert (other.status, other.code) == (422, "key-reused")
+
+
 @pytest.mark.parametrize("name", ["Authorization", "X-API-Key"])
 def test_a_retry_without_the_credential_never_sees_the_answer(api: Api, name: str):
     """S1."""
@@ -45,6 +79,31 @@ def test_paths_that_differ_in_their_encoding_are_not_mixed_up(api: Api):
     other = api.post("k-1", "/orders/c")
     assert not other.is_replay
     assert other.reference != first.reference
+
+
+@pytest.mark.parametrize(
+    ("path", "other"),
+    [
+        ("/users/a~b", "/users/a%7Eb"),
+        ("/users/a~b", "/users/a%7eb"),
+        ("/%6frders", "/orders"),
+        ("/caf%C3%A9", "/caf%c3%a9"),
+        ("/a%2Fb%7E", "/a%2fb~"),
+    ],
+)
+def test_one_path_is_one_operation_however_it_is_escaped(api: Api, path: str, other: str):
+    """S1, L1: RFC 3986 §6.2.2; proxies and clients spell the same path in several ways."""
+    first, again = api.post("k-1", path), api.post("k-1", other)
+    assert again.is_replay
+    assert again.reference == first.reference
+    assert len(api.shop.effects) == 1
+
+
+def test_what_is_no_escape_stays_as_it_was_sent(api: Api):
+    """S1: a percent sign alone, and an escaped one, are nobody's letters."""
+    paths = ["/a%257Eb", "/a%25~b", "/a~b"]
+    assert not any(api.post("k-1", path).is_replay for path in paths)
+    assert len({record.id for record in api.records()}) == len(paths)
 
 
 def test_two_cookies_never_share_an_answer(api: Api):
@@ -95,6 +154,20 @@ def test_a_cookie_can_be_the_caller(open_api: OpenApi):
     api.post("k-1", headers=[("Cookie", "ad=1; session=alice")])
     assert api.post("k-1", headers=[("Cookie", "session=alice; ad=2")]).is_replay
     assert not api.post("k-1", headers=[("Cookie", "session=bob; ad=1")]).is_replay
+    assert api.effects() == 2
+
+
+@pytest.mark.parametrize(
+    "caller",
+    [callers.api_key("X-Shop-Key"), callers.cookie("session"), lambda _request: ""],
+    ids=["api_key", "cookie", "own"],
+)
+def test_where_the_caller_function_finds_nothing_the_default_counts(open_api: OpenApi, caller):
+    """S1, S2: two credentials are two callers, although neither has what was looked for."""
+    api = open_api(caller=caller)
+    api.post("k-1", headers=[("Authorization", "Bearer alice")])
+    assert not api.post("k-1", headers=[("Authorization", "Bearer bob")]).is_replay
+    assert api.post("k-1", headers=[("Authorization", "Bearer alice")]).is_replay
     assert api.effects() == 2
 
 

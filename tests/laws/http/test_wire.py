@@ -113,8 +113,8 @@ ROWS = (
     Row(late_compatible, 429, "key-expired", "never"),
     Row(large_body, 413, "body-too-large", "never", has_reference=False),
     Row(crowded_key, 429, "too-many-waiting", "same-key", "1"),
-    Row(crowded_caller, 429, "too-many-keys", "same-key", "1", has_reference=False),
-    Row(store_down, 503, "store-unavailable", "same-key", "1", has_reference=False),
+    Row(crowded_caller, 429, "too-many-keys", "same-key", "60", has_reference=False),
+    Row(store_down, 503, "store-unavailable", "same-key", "1"),
     Row(store_down_at_the_end, 503, "store-unavailable", "same-key", "1"),
 )
 

@@ -1,0 +1,63 @@
+"""The crowd: how many keys each caller has in use, counted by many threads at once (X2)."""
+
+import sys
+import threading
+
+from coatcheck.engine import crowd
+from coatcheck.engine.crowd import Crowd
+
+
+def called_between(call, between, line):
+    """Call *call*, and *between* once, before the so-manieth *line* of what it calls."""
+    left = line
+
+    def trace(_frame, event, _argument):
+        nonlocal left
+        if event == "line":
+            left -= 1
+            if left == 0:
+                between()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(lambda frame, *_: trace if frame.f_code is Crowd.admits.__code__ else None)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return left <= 0
+
+
+def test_two_threads_count_one_after_the_other(monkeypatch):
+    """X2: whoever is forgotten meanwhile, nobody's request fails by that."""
+    monkeypatch.setattr(crowd, "CALLERS_MAX", 1)
+    counted, told = Crowd(), []
+
+    def admit(caller):
+        told.append(counted.admits(caller, b"1", now_ms=1, ends_ms=2, keys_max=9))
+
+    line, was_between = 0, True
+    while was_between:
+        line += 1
+        other = threading.Thread(target=admit, args=("other",))
+
+        def come_between(other=other):
+            other.start()
+            other.join(0.05)  # over at once, or it waits for us
+
+        was_between = called_between(lambda: admit("one"), come_between, line)
+        if was_between:
+            other.join()
+    assert told == [True] * (2 * line - 1)
+
+
+def test_a_key_is_in_use_until_its_window_ends():
+    """X2: and is counted once, however often it is tried."""
+    counted = Crowd()
+
+    def admits(id, now_ms):
+        return counted.admits("ada", id, now_ms=now_ms, ends_ms=now_ms + 10, keys_max=2)
+
+    assert [admits(id, now_ms=0) for id in (b"1", b"2", b"1", b"3")] == [True, True, True, False]
+    assert admits(b"3", now_ms=9) is False
+    assert admits(b"3", now_ms=10) is True
