@@ -8,13 +8,15 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks import sweeping
 from benchmarks.machine import RESULTS, facts
 from benchmarks.pages import page_of, with_figures
-from benchmarks.questions import NAMES, TIMED, UNTIMED, answer
+from benchmarks.questions import NAMES, SET_UP, TIMED, UNTIMED, answer
 from benchmarks.report import Table
 
 
@@ -48,8 +50,14 @@ def _answers(names: Sequence[str], *, quick: bool) -> Iterator[Table]:
         if name in TIMED:
             yield answer(name, quick=quick)
     untimed = [name for name in names if name in UNTIMED]
-    with ThreadPoolExecutor(len(UNTIMED)) as threads:  # which wait for processes of their own
+    with ExitStack() as stack, ThreadPoolExecutor(len(UNTIMED) + 1) as threads:
+        if SET_UP not in names:
+            yield from threads.map(partial(answer, quick=quick), untimed)
+            return
+        # All of them wait for processes of their own.
+        making = threads.submit(stack.enter_context, sweeping.set_up(quick=quick))
         yield from threads.map(partial(answer, quick=quick), untimed)
+        yield answer(SET_UP, quick=quick, tables=making.result())
 
 
 def _arguments() -> argparse.Namespace:

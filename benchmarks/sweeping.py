@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from typing import NamedTuple
 
 import psycopg
 from servers.postgres import Postgres
@@ -60,27 +61,42 @@ SETTINGS = {
 }
 
 
-def measure(*, quick: bool) -> Table:
-    """The table of this question."""
+class Tables(NamedTuple):
+    """A store with few keys, and one with many."""
+
+    few: PostgresStore
+    many: PostgresStore
+    keys: int
+
+
+@contextmanager
+def set_up(*, quick: bool) -> Iterator[Tables]:
+    """The tables on a server of their own; that takes longer than to ask."""
     many = MANY_QUICK if quick else MANY
-    rounds = ROUNDS_QUICK if quick else ROUNDS
     server = Postgres(on_disk=True, **SETTINGS)
     try:
         _make_log_files(server, LOG_FILES_QUICK if quick else LOG_FILES)
         with _store(server, "few", FEW) as few, _store(server, "many", many) as crowded:
-            for _ in range(many // KEYS_PER_WARMING):
-                _claim_us(crowded, AT_A_TIME)
-            found = _side_by_side({"few": few, "many": crowded}, rounds)
-            sweep = _Sweep(crowded)
-            slot_s = SLOT_S_QUICK if quick else SLOT_S
-            slots = {
-                "quiet": lambda: _slowest_us(crowded, slot_s),
-                "swept": lambda: sweep.beside(lambda: _slowest_us(crowded, slot_s)),
-            }
-            with _on_processor(0, crowded._writer):  # noqa: SLF001 - to know its session
-                found.update(interleave(slots, rounds))
+            yield Tables(few, crowded, many)
     finally:
         server.remove()
+
+
+def measure(*, quick: bool, tables: Tables) -> Table:
+    """The table of this question."""
+    few, crowded, many = tables
+    rounds = ROUNDS_QUICK if quick else ROUNDS
+    for _ in range(many // KEYS_PER_WARMING):
+        _claim_us(crowded, AT_A_TIME)
+    found = _side_by_side({"few": few, "many": crowded}, rounds)
+    sweep = _Sweep(crowded)
+    slot_s = SLOT_S_QUICK if quick else SLOT_S
+    slots = {
+        "quiet": lambda: _slowest_us(crowded, slot_s),
+        "swept": lambda: sweep.beside(lambda: _slowest_us(crowded, slot_s)),
+    }
+    with _on_processor(0, crowded._writer):  # noqa: SLF001 - to know its session
+        found.update(interleave(slots, rounds))
     return Table(
         name="sweeping",
         question="claims on PostgreSQL among few keys and many, and beside a sweep",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import inspect
 import os
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
+
+import api_page
 
 from coatcheck import errors
 from coatcheck.cli import command_line
@@ -62,7 +62,7 @@ def stores() -> str:
     for store in DECLARED:
         urls = ", ".join(f"`{url}`" for url in store.urls)
         needs = f"`coatcheck[{store.extra}]`" if store.extra else "nothing"
-        forgets = "when swept" if store.sweeps else "by itself, on its own clock"
+        forgets = _FORGETS[store.sweeps, store.archives]
         waiters = "are woken" if store.wakes else "poll" if store.shared else "there are none"
         lines.append(
             f"| {store.title} | {urls} | {needs} | {store.survives} | {store.shared_by} "
@@ -74,6 +74,12 @@ def stores() -> str:
     return "\n".join(lines) + "\n"
 
 
+# Who is swept and may have been quicker has an expiry of its own, too.
+_FORGETS = {
+    (True, "yes"): "when swept",
+    (True, "usually"): "when swept, or by itself if that is sooner",
+    (False, "no"): "by itself, on its own clock",
+}
 _ARCHIVES = {
     "yes": "yes",
     "usually": "unless the store's own expiry is first",
@@ -129,28 +135,8 @@ def errors_() -> str:
 
 
 def api() -> str:
-    """Every public name and what it is."""
-    lines = [NOTE, "# API\n"]
-    for module_name in MODULES:
-        module = importlib.import_module(module_name)
-        lines += [f"## {module_name}\n", (inspect.getdoc(module) or "").split("\n", 1)[0] + "\n"]
-        lines += ["| name | |", "|---|---|"]
-        for name in _public(module):
-            summary = (inspect.getdoc(getattr(module, name)) or "").strip().split("\n\n")[0]
-            lines.append(f"| `{name}` | {' '.join(summary.split())} |")
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _public(module: ModuleType) -> list[str]:
-    named = getattr(module, "__all__", None)
-    if named is not None:
-        return list(named)
-    return [
-        name
-        for name, thing in vars(module).items()
-        if not name.startswith("_") and getattr(thing, "__module__", None) == module.__name__
-    ]
+    """Every public name, with its signature and what is said of it."""
+    return api_page.page(NOTE)
 
 
 def cli() -> str:
@@ -172,16 +158,6 @@ def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
     (action,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))  # noqa: SLF001 - argparse offers no other way
     return dict(action.choices)
 
-
-MODULES = (
-    "coatcheck",
-    "coatcheck.server.asgi",
-    "coatcheck.server.wsgi",
-    "coatcheck.server.fastapi",
-    "coatcheck.server.starlette",
-    "coatcheck.server.callers",
-    "coatcheck.stores",
-)
 
 PAGES = {
     "../recovery.md": recovery,

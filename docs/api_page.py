@@ -1,0 +1,292 @@
+"""The page of every public name, made from the source text: signatures are as they are written."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+# What is listed of each module; None: its `__all__`.
+MODULES: dict[str, tuple[str, ...] | None] = {
+    "coatcheck": None,
+    "coatcheck.server.asgi": ("IdempotencyMiddleware",),
+    "coatcheck.server.wsgi": ("IdempotencyMiddleware",),
+    "coatcheck.server.fastapi": None,
+    "coatcheck.server.starlette": None,
+    "coatcheck.server.request": ("Request",),
+    "coatcheck.server.callers": (
+        *("Caller", "credential", "api_key", "cookie", "user", "client_address"),
+    ),
+    "coatcheck.stores": None,
+    "coatcheck.telemetry": ("Decision", "Observer", "log_decision"),
+    "coatcheck.core.record": ("Swap",),
+    "coatcheck.core.progress": ("Note",),
+    "coatcheck.core.facts": ("facts_of",),
+    "coatcheck.verify.crash": ("Point", "Injector", "kill", "freeze", "fail", "Injected"),
+}
+
+# Explained in full on a page of its own.
+ELSEWHERE = {"Policy": "policy.md"}
+# Of a base class, what users call; the rest of an engine's lower half is for the adapters.
+INHERITED = {"start", "close"}
+# Public for the other rooms, and not for users: who gets an operation or an error makes none.
+OURS = {"Operation.__init__", "Operation.unmet", "ThreadedStore.finish"}
+
+LINE_COLUMNS_MAX = 88
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class Module(NamedTuple):
+    """One file of the source."""
+
+    name: str
+    text: str
+    tree: ast.Module
+
+    def words(self, node: ast.AST) -> str:
+        """What is written of *node*, on one line."""
+        return " ".join((ast.get_source_segment(self.text, node) or "").split())
+
+
+class Thing(NamedTuple):
+    """Something with a name, and where it is defined."""
+
+    module: Module
+    node: ast.stmt
+
+
+@cache
+def module(name: str) -> Module:
+    """The source of the module called *name*."""
+    found = importlib.util.find_spec(name)
+    assert found is not None, name
+    assert found.origin is not None, name
+    text = Path(found.origin).read_text(encoding="utf-8")
+    return Module(name, text, ast.parse(text))
+
+
+def find(where: Module, name: str) -> Thing | None:
+    """What *name* means in *where*, however often it was imported on the way; None: not ours."""
+    for node in where.tree.body:
+        if isinstance(node, (*FUNCTIONS, ast.ClassDef)) and node.name == name:
+            return Thing(where, node)
+        if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]:
+            ours = (node.module or "").partition(".")[0] == "coatcheck"
+            return find(module(node.module or ""), name) if ours else None
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+            return Thing(where, node)
+    return None
+
+
+def page(note: str) -> str:
+    """Every public name: its signature, what it is for, and what it takes."""
+    lines = [note, "# API\n"]
+    seen: dict[Thing, str] = {}
+    for name, listed in MODULES.items():
+        where = module(name)
+        lines += [f"## {name}\n", (ast.get_docstring(where.tree) or "") + "\n"]
+        for public in listed or _all_of(where):
+            thing = find(where, public)
+            assert thing, f"{name} has no {public}"
+            lines.append(f"### `{public}`\n")
+            if thing in seen:
+                link = seen[thing].replace(".", "")
+                lines.append(f"The one of [{seen[thing]}](#{link}).\n")
+            else:
+                seen[thing] = name
+                lines += _described(public, thing)
+    lines += ["## Types in these signatures\n", "```python"]
+    lines += sorted(_aliases(seen))
+    return "\n".join([*lines, "```"]) + "\n"
+
+
+def _all_of(where: Module) -> list[str]:
+    thing = find(where, "__all__")
+    assert thing is not None, f"say what is public in {where.name}"
+    assert isinstance(thing.node, ast.Assign)
+    return [str(name) for name in ast.literal_eval(thing.node.value)]
+
+
+def _described(name: str, thing: Thing) -> Iterator[str]:
+    where, node = thing
+    if isinstance(node, FUNCTIONS):
+        yield from _function(where, node)
+    elif isinstance(node, ast.ClassDef):
+        yield from _class(name, thing)
+    else:
+        yield f"```python\n{ast.get_source_segment(where.text, node)}\n```\n"
+        yield _comment_above(where, node) + "\n"
+
+
+def _comment_above(where: Module, node: ast.stmt) -> str:
+    said: list[str] = []
+    for line in reversed(where.text.splitlines()[: node.lineno - 1]):
+        if not line.startswith("# "):
+            break
+        said.insert(0, line.removeprefix("# "))
+    return " ".join(said)
+
+
+# ------------------------------------------------------------------------------------- classes
+
+
+def _class(name: str, thing: Thing) -> Iterator[str]:
+    where, node = thing
+    assert isinstance(node, ast.ClassDef)
+    fields = [one for one in node.body if isinstance(one, ast.AnnAssign)]
+    made = _method(thing, "__init__")
+    if fields and name not in ELSEWHERE:
+        yield f"```python\n{_with_fields(where, node, fields)}\n```\n"
+    elif where.name == "coatcheck.errors":  # to be caught, so what it is matters
+        yield f"```python\n{_head(where, node)}\n```\n"
+    elif made and f"{name}.__init__" not in OURS:
+        yield f"```python\n{_signature(*made, called=name)}\n```\n"
+    yield prose(ast.get_docstring(node))
+    if name in ELSEWHERE:
+        yield f"Every field: [{ELSEWHERE[name]}]({ELSEWHERE[name]}).\n"
+    for origin, method in _methods(thing):
+        yield f"#### `{name}.{method.name}`\n"
+        yield from _function(origin, method)
+
+
+def _with_fields(where: Module, node: ast.ClassDef, fields: list[ast.AnnAssign]) -> str:
+    """The head of a class that is its fields, and those with the comments beside them."""
+    lines = where.text.splitlines()
+    end = fields[-1].end_lineno or fields[-1].lineno
+    return "\n".join([_head(where, node) + ":", *lines[fields[0].lineno - 1 : end]])
+
+
+def _head(where: Module, node: ast.ClassDef) -> str:
+    bases = ", ".join(where.words(base) for base in node.bases)
+    return f"class {node.name}({bases})" if bases else f"class {node.name}"
+
+
+def _bases(thing: Thing) -> Iterator[Thing]:
+    """The class and those of ours that it is made of, nearest first."""
+    yield thing
+    assert isinstance(thing.node, ast.ClassDef)
+    for base in thing.node.bases:
+        found = find(thing.module, base.id) if isinstance(base, ast.Name) else None
+        if found:
+            yield from _bases(found)
+
+
+def _method(thing: Thing, name: str) -> tuple[Module, Function] | None:
+    for where, node in _bases(thing):
+        for one in getattr(node, "body", ()):
+            if isinstance(one, FUNCTIONS) and one.name == name:
+                return where, one
+    return None
+
+
+def _methods(thing: Thing) -> Iterator[tuple[Module, Function]]:
+    assert isinstance(thing.node, ast.ClassDef)
+    ours = {name.rpartition(".")[2] for name in OURS if name.startswith(f"{thing.node.name}.")}
+    for where, node in _bases(thing):
+        for one in getattr(node, "body", ()):
+            if isinstance(one, FUNCTIONS) and not one.name.startswith("_"):
+                is_listed = node is thing.node or one.name in INHERITED
+                if is_listed and one.name not in ours:
+                    yield where, one
+
+
+# ----------------------------------------------------------------------------------- functions
+
+
+def _function(where: Module, node: Function) -> Iterator[str]:
+    kinds = [where.words(decorator) for decorator in node.decorator_list]
+    if "property" in kinds:
+        words = f"{node.name}: {where.words(node.returns) if node.returns else ''}"
+    else:
+        words = "".join(f"@{kind}\n" for kind in kinds) + _signature(where, node)
+    yield f"```python\n{words}\n```\n"
+    yield prose(ast.get_docstring(node))
+
+
+def _signature(where: Module, node: Function, called: str = "") -> str:
+    """As it is written, but without self; as a call of *called*, where that is a class."""
+    word = "async def " if isinstance(node, ast.AsyncFunctionDef) else "def "
+    head = called or word + node.name
+    tail = "" if called or not node.returns else f" -> {where.words(node.returns)}"
+    parts = [part for part in _parameters(where, node.args) if part not in ("self", "cls")]
+    line = f"{head}({', '.join(parts)}){tail}"
+    if len(line) <= LINE_COLUMNS_MAX:
+        return line
+    return "\n".join([f"{head}(", *(f"    {part}," for part in parts), f"){tail}"])
+
+
+def _parameters(where: Module, args: ast.arguments) -> Iterator[str]:
+    positional = [*args.posonlyargs, *args.args]
+    defaults: list[ast.expr | None] = [None] * (len(positional) - len(args.defaults))
+    for place, (one, default) in enumerate(
+        zip(positional, [*defaults, *args.defaults], strict=True), 1
+    ):
+        yield _parameter(where, one, default)
+        if place == len(args.posonlyargs):
+            yield "/"
+    if args.vararg:
+        yield "*" + _parameter(where, args.vararg)
+    elif args.kwonlyargs:
+        yield "*"
+    for one, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
+        yield _parameter(where, one, default)
+    if args.kwarg:
+        yield "**" + _parameter(where, args.kwarg)
+
+
+def _parameter(where: Module, one: ast.arg, default: ast.expr | None = None) -> str:
+    typed = f"{one.arg}: {where.words(one.annotation)}" if one.annotation else one.arg
+    if default is None:
+        return typed
+    thing = find(where, default.id) if isinstance(default, ast.Name) else None
+    if thing and isinstance(thing.node, ast.Assign):  # a constant: its value says more
+        return f"{typed} = {thing.module.words(thing.node.value)}"
+    return f"{typed}{' = ' if one.annotation else '='}{where.words(default)}"
+
+
+# --------------------------------------------------------------------------------------- words
+
+
+def prose(docstring: str | None) -> str:
+    """A docstring as Markdown: its arguments are a list."""
+    words, _, args = inspect.cleandoc(docstring or "").partition("Args:\n")
+    items = re.split(r"^ {4}(\**\w+): ", args, flags=re.MULTILINE)[1:]
+    pairs = zip(items[::2], items[1::2], strict=True)
+    listed = "".join(f"- `{name}`: {' '.join(text.split())}\n" for name, text in pairs)
+    return words.rstrip("\n") + "\n" + (f"\n{listed}" if listed else "")
+
+
+def _aliases(things: dict[Thing, str]) -> set[str]:
+    """The short names of ours for types that signatures use and that are listed nowhere."""
+    found: set[str] = set()
+    for thing in things:
+        for where, node in _annotated(thing):
+            for name in (one.id for one in ast.walk(node) if isinstance(one, ast.Name)):
+                alias = find(where, name)
+                if alias and isinstance(alias.node, ast.AnnAssign) and alias not in things:
+                    assert alias.node.value
+                    words = alias.module.words(alias.node.value).strip('"')
+                    found.add(f"{name} = {words}  # {alias.module.name}")
+    return found
+
+
+def _annotated(thing: Thing) -> Iterator[tuple[Module, ast.expr]]:
+    """Every annotation of what is listed of *thing*."""
+    where, node = thing
+    functions = [(where, node)] if isinstance(node, FUNCTIONS) else []
+    if isinstance(node, ast.ClassDef):
+        yield from ((where, one.annotation) for one in node.body if isinstance(one, ast.AnnAssign))
+        functions = [*_methods(thing), *filter(None, [_method(thing, "__init__")])]
+    for origin, function in functions:
+        for part in ast.walk(function.args):
+            if isinstance(part, ast.arg) and part.annotation:
+                yield origin, part.annotation
+        if function.returns:
+            yield origin, function.returns
