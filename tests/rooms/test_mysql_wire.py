@@ -63,7 +63,7 @@ class Loop:
     def sessions(self):
         (way,) = self.store._ways.values()
         lines = (*way._wire._writers, way._wire._reader)
-        return [line._session for line in lines if line._session is not None]
+        return [line._connection for line in lines if line._connection]
 
     def turn(self):
         """Let the loop look at its sockets."""
