@@ -98,7 +98,14 @@ class _Line(LoopLine[Session, Work[Results]]):
             self._expect()
             self._sending.send(told)
         else:
-            self._pause = self._loop.call_later(told, self._go_on, None)
+            self._pause = self._loop.call_later(told, self._try_again)
+
+    def _try_again(self) -> None:
+        """Nothing was on its way meanwhile; so where the server has hung up, on another."""
+        if self._connection is None:
+            self._begin()
+        else:
+            self._go_on(None)
 
     def _read(self, session: Session, /) -> None:
         try:
