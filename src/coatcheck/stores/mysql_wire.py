@@ -14,6 +14,7 @@ from functools import partial
 
 from coatcheck.core.record import Swap
 from coatcheck.errors import StoreUnavailable
+from coatcheck.stores.connecting import watching_loop
 from coatcheck.stores.loop_line import LoopLine, Manner, Results
 from coatcheck.stores.mysql_faults import SERVER_GONE, SERVER_LOST
 from coatcheck.stores.mysql_flow import Work, conversation
@@ -37,7 +38,7 @@ class MysqlWire:
 
     def __init__(self, talk: Talk, address: Address) -> None:
         self._talk = talk
-        loop = asyncio.get_running_loop()
+        loop = watching_loop()
         self._reader = _Line(loop, _manner(address))
         writes = _manner(address, talk.statements.kept)
         self._writers = [_Line(loop, writes) for _ in range(self.lanes)]

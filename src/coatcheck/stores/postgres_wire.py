@@ -8,7 +8,6 @@ Invariants: as in `postgres_link.py`, and as there.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from functools import partial
 from typing import TypeAlias
@@ -18,6 +17,7 @@ from psycopg.pq.abc import PGresult
 
 from coatcheck.core.flow import Flow
 from coatcheck.core.record import Swap
+from coatcheck.stores.connecting import watching_loop
 from coatcheck.stores.loop_line import LoopLine, Manner, Results
 from coatcheck.stores.postgres_link import (
     NO_ANSWER,
@@ -48,7 +48,7 @@ class PostgresWire:
 
     def __init__(self, talk: Talk, conninfo: str, timeout_s: float) -> None:
         self._talk = talk
-        loop = asyncio.get_running_loop()
+        loop = watching_loop()
         self._reader = _Line(loop, _manner(conninfo, timeout_s, writes=False))
         writes = _manner(conninfo, timeout_s, writes=True)
         self._writers = [_Line(loop, writes) for _ in range(self.lanes)]

@@ -13,7 +13,6 @@ that was allowed; no connection is used that has missed an answer.
 from __future__ import annotations
 
 import asyncio
-import os
 import select
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from typing import TypeAlias
 from coatcheck.core.flow import Flow
 from coatcheck.core.record import Record, Swap
 from coatcheck.errors import StoreUnavailable
-from coatcheck.stores.connecting import open_in_thread
+from coatcheck.stores.connecting import open_in_thread, watching_loop
 from coatcheck.stores.prompt import Prompt
 from coatcheck.stores.redis_flow import NO_WAIT, Flows, Send, Wait, is_demoted
 from coatcheck.stores.redis_line import Connection, connected, lost
@@ -60,10 +59,9 @@ class RedisWire:
     lanes = LANES
 
     def __init__(self, flows: Flows, connect: Callable[[], Connection], wait: Wait) -> None:
-        loop = asyncio.get_running_loop()
-        if type(loop).add_reader is asyncio.AbstractEventLoop.add_reader or os.name == "nt":
-            raise NotImplementedError  # it cannot tell when a socket can be read
-        self._loop = loop
+        if not hasattr(select, "poll"):  # as on Windows
+            raise NotImplementedError
+        self._loop = watching_loop()
         self._flows = flows
         self._writer = _Link(connect, flows.name, wait.timeout_s, is_writer=True, wait=wait)
         # Beside it, because nobody is to wait for a replica but who has written.
