@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from types import SimpleNamespace
 
 import pymysql
 import pytest
@@ -18,7 +19,7 @@ from servers.mariadb import Mariadb, mariadb
 
 from coatcheck.core.record import Swap, completed
 from coatcheck.errors import StoreUnavailable
-from coatcheck.stores import open_async_store
+from coatcheck.stores import mysql_flow, open_async_store
 from coatcheck.stores.looped import LoopedStore
 from coatcheck.stores.mysql_line import Session
 
@@ -63,7 +64,7 @@ class Loop:
     def sessions(self):
         (way,) = self.store._ways.values()
         lines = (*way._wire._writers, way._wire._reader)
-        return [line._session for line in lines if line._session is not None]
+        return [line._connection for line in lines if line._connection]
 
     def turn(self):
         """Let the loop look at its sockets."""
@@ -286,6 +287,23 @@ def test_a_loop_tries_again_after_a_deadlock(loop, url):
         assert asked.result(START_S_MAX) == [None, None, None]
     done = [completed(claim_of(id), b"done") for id in (first, second)]
     assert loop.get(*MANY[:3]) == [*done, claim_of(MANY[2])]
+
+
+def test_a_connection_that_the_server_ends_between_two_tries_is_replaced(loop, url, monkeypatch):
+    """D2: nothing is on its way then, so that the next try is made on another."""
+    loop.swap(claim())
+    (way,) = loop.store._ways.values()
+    monkeypatch.setattr(mysql_flow, "secrets", SimpleNamespace(randbelow=lambda _: 500))
+    with somebody_else(url) as ask, ThreadPoolExecutor(1) as threads:
+        collide = "signal sqlstate '40001' set mysql_errno = 1213, message_text = 'a deadlock'"
+        ask(f"create trigger t before update on coatcheck_records for each row {collide}")
+        asked = threads.submit(loop.swap, complete(claim_of()))
+        until(lambda: any(line._pause for line in way._wire._writers))
+        ask("drop trigger t")
+        for number in sessions_in(ask):
+            ask(f"kill connection {number}")
+        assert asked.result(START_S_MAX) == [None]
+    assert loop.get(ID) == [completed(claim_of(), b"done")]
 
 
 def test_a_bad_record_of_a_loop_fails_alone(loop):

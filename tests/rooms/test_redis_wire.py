@@ -398,25 +398,6 @@ def test_one_store_serves_many_event_loops_one_after_the_other_and_at_once(new_l
     gc.collect()  # what was not closed would say so, and fail the test
 
 
-class Deaf(asyncio.SelectorEventLoop):
-    """A loop that tells nobody when a socket can be read, as Windows has it."""
-
-    add_reader = asyncio.AbstractEventLoop.add_reader
-
-
-def test_a_loop_that_cannot_have_a_wire_has_a_thread():
-    """L1: and nobody notices."""
-
-    async def story() -> None:
-        store = open_async_store(redis_server().fresh_url())
-        assert await store.swap([claim(claim_of())]) == [None]
-        assert await store.get([claim_of().id]) == [claim_of()]
-        await store.close()
-
-    with asyncio.Runner(loop_factory=Deaf) as runner:
-        runner.run(story())
-
-
 FORKED = """
 import asyncio, os, sys
 from coatcheck.core.record import RUNNING, Record, Swap

@@ -47,8 +47,7 @@ class AiosqliteLent(AsyncOneByOne):
         return is_sqlite_closed(self.handle)
 
     async def _say(self, text: str) -> None:
-        async with self.handle.execute(text):
-            pass
+        await self.write(Statement(text, ()))
 
     async def commit(self) -> None:
         """Commit by a statement: since Python 3.12 `commit()` may do nothing."""

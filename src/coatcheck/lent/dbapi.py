@@ -38,11 +38,7 @@ class _Dbapi(OneByOne):
             cursor.close()
 
     def _say(self, text: str) -> None:
-        cursor = self.handle.cursor()
-        try:
-            cursor.execute(text)
-        finally:
-            cursor.close()
+        self.write(Statement(text, ()))
 
     def commit(self) -> None:
         """Commit."""

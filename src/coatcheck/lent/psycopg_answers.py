@@ -1,7 +1,8 @@
 """Waiting for what psycopg's server says, on an event loop.
 
-The driver's own `wait` sets a timer for each answer, so that it wakes up every tenth of a second.
-That costs a seventh of the journey, and only those who have a limit need it.
+The driver's own `wait` has the loop look at the socket anew for each answer, and sets a timer, so
+that it wakes up every tenth of a second, which only those need who have a limit. What is saved
+without both is written in `readable.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,12 @@
 """Waiting until there is something to read, on an event loop, from sockets that are others' too.
 
-To have an event loop look at a socket, and then not any more, takes longer than to say and hear
-all the rest. So it looks at one `epoll` of ours for all of them, where one call asks for one more
-look. Only Linux has that; elsewhere the loop is told each time.
+To have an event loop look at a socket, and then not any more, is what psycopg does for each answer.
+So it looks at one `epoll` of ours for all of them, where one call asks for one more look. Only
+Linux has that; elsewhere the loop is told each time.
+
+Beside psycopg's own waiting that saves a tenth of the client's processor time for a transaction
+where 64 run at once, and a twentieth where one does (psycopg 3.3; medians of 160 rounds in turn);
+counted with callgrind, a fifth of the instructions.
 """
 
 from __future__ import annotations

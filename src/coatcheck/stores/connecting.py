@@ -15,6 +15,14 @@ from coatcheck.stores.scarce import started
 C = TypeVar("C")
 
 
+def watching_loop() -> asyncio.AbstractEventLoop:
+    """The running event loop; NotImplementedError where it cannot watch sockets, as on Windows."""
+    loop = asyncio.get_running_loop()
+    if type(loop).add_reader is asyncio.AbstractEventLoop.add_reader:
+        raise NotImplementedError
+    return loop
+
+
 def open_in_thread(
     loop: asyncio.AbstractEventLoop,
     new: Callable[[], C],

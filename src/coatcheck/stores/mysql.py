@@ -9,7 +9,6 @@ written to nor read from.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from functools import partial
 
@@ -127,8 +126,6 @@ class MysqlStore:
 
     def wire(self) -> Wire:
         """Connections for the running event loop, which must be able to watch sockets."""
-        if isinstance(asyncio.get_running_loop(), getattr(asyncio, "ProactorEventLoop", ())):
-            raise NotImplementedError
         return MysqlWire(self._talk, self._address)
 
     def close(self) -> None:

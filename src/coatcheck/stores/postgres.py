@@ -10,7 +10,6 @@ on that server; with `synchronous_commit` and a synchronous standby, the loss of
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Sequence
 from functools import partial
@@ -128,8 +127,6 @@ class PostgresStore:
 
     def wire(self) -> Wire:
         """Connections for the running event loop, which must be able to watch sockets."""
-        if isinstance(asyncio.get_running_loop(), getattr(asyncio, "ProactorEventLoop", ())):
-            raise NotImplementedError
         return PostgresWire(self._talk, self._where, self._timeout_s)
 
     def find(self, query: Query) -> Page:

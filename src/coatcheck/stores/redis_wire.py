@@ -13,23 +13,21 @@ that was allowed; no connection is used that has missed an answer.
 from __future__ import annotations
 
 import asyncio
-import os
 import select
-import ssl
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeAlias
 
 from coatcheck.core.flow import Flow
 from coatcheck.core.record import Record, Swap
 from coatcheck.errors import StoreUnavailable
+from coatcheck.stores.connecting import open_in_thread, watching_loop
 from coatcheck.stores.prompt import Prompt
 from coatcheck.stores.redis_flow import NO_WAIT, Flows, Send, Wait, is_demoted
 from coatcheck.stores.redis_line import Connection, connected, lost
 from coatcheck.stores.redis_replies import NotRedis, Replies, Reply
-from coatcheck.stores.scarce import outage_without_thread
+from coatcheck.stores.sending import NOT_NOW, Sending
 
 # 2: the server works on one batch while we answer the other, and a tenth to a fifth more operations
 # come through than with one at a time.
@@ -41,7 +39,6 @@ _TICKS_MAX = 8
 # record of TLS, whose rest would lie where nobody sees it. From 128 KiB on the system maps memory
 # for each reading, which takes longer than the reading.
 _READ_BYTES = 1 << 16
-_NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 _Flow: TypeAlias = Flow["list[Record | None]"]
 _Answer: TypeAlias = "Prompt[Sequence[Record | None]]"
@@ -62,10 +59,9 @@ class RedisWire:
     lanes = LANES
 
     def __init__(self, flows: Flows, connect: Callable[[], Connection], wait: Wait) -> None:
-        loop = asyncio.get_running_loop()
-        if type(loop).add_reader is asyncio.AbstractEventLoop.add_reader or os.name == "nt":
-            raise NotImplementedError  # it cannot tell when a socket can be read
-        self._loop = loop
+        if not hasattr(select, "poll"):  # as on Windows
+            raise NotImplementedError
+        self._loop = watching_loop()
         self._flows = flows
         self._writer = _Link(connect, flows.name, wait.timeout_s, is_writer=True, wait=wait)
         # Beside it, because nobody is to wait for a replica but who has written.
@@ -145,7 +141,7 @@ class _Link:
         self._wait = wait
         self._loop = asyncio.get_running_loop()
         self._line: _Line | None = None
-        self._opening: asyncio.Future[Connection] | None = None
+        self._is_opening = False
         self._waiting: deque[tuple[Sequence[bytes], _Hear]] = deque()  # for the connection
         self._is_closed = False
 
@@ -174,37 +170,32 @@ class _Link:
 
     def _open(self) -> None:
         """Connect for those who wait; whoever comes meanwhile has the same connection."""
-        while self._waiting and self._opening is None:
+        while self._waiting and not self._is_opening:
             try:
-                self._opening = self._connecting()
+                self._start_opening()
             except StoreUnavailable as error:
                 self._refuse_first(error)
-            else:
-                self._opening.add_done_callback(self._opened)
 
-    def _connecting(self) -> asyncio.Future[Connection]:
+    def _start_opening(self) -> None:
         if self._is_closed:
             raise StoreUnavailable(f"{self._name}: the store is closed")
-        # In a thread of its own: those that the loop has may all be waiting for us.
-        executor = ThreadPoolExecutor(1, "coatcheck-connect")
-        try:
-            with outage_without_thread():
-                return self._loop.run_in_executor(executor, connected, self._connect, self._name)
-        finally:
-            executor.shutdown(wait=False)
+        connect = partial(connected, self._connect, self._name)
+        open_in_thread(self._loop, connect, _let_go, done=self._opened, failed=self._failed)
+        self._is_opening = True
 
-    def _opened(self, opening: asyncio.Future[Connection]) -> None:
-        self._opening = None
-        error = opening.exception()
-        if error is not None:
-            self._refuse_first(error)
-        elif self._is_closed:  # meanwhile
-            opening.result().disconnect()
-        else:
-            self._line = _Line(opening.result(), self._timeout_s, self._outage_of)
-            waiting, self._waiting = self._waiting, deque()
-            for commands, hear in waiting:
-                self.ask(commands, hear)
+    def _opened(self, connection: Connection) -> None:
+        self._is_opening = False
+        if self._is_closed:  # meanwhile, and those who waited were told so
+            _let_go(connection)
+            return
+        self._line = _Line(connection, self._timeout_s, self._outage_of)
+        waiting, self._waiting = self._waiting, deque()
+        for commands, hear in waiting:
+            self.ask(commands, hear)
+
+    def _failed(self, error: BaseException) -> None:
+        self._is_opening = False
+        self._refuse_first(error)
         self._open()
 
     def _refuse_first(self, error: BaseException) -> None:
@@ -225,9 +216,13 @@ class _Link:
         line, self._line = self._line, None
         if line is not None:
             line.abandon(ConnectionError("the store is closed"))
-        if self._opening is not None and not self._loop.is_closed():
-            self._opening = None
+        if self._is_opening and not self._loop.is_closed():
+            self._is_opening = False
             self._open()
+
+
+def _let_go(connection: Connection) -> None:
+    connection.disconnect()
 
 
 class _Line:
@@ -257,7 +252,9 @@ class _Line:
         self._tick_s = timeout_s / _TICKS_MAX
         self._silent_ticks = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._unsent = b""
+        self._sending = Sending(
+            self._loop, self._socket, moves=self._is_heard_from, lost=self.abandon
+        )
         self._replies = Replies()
         self._unclaimed: list[Reply] = []  # some of those that the first in the queue waits for
         self._asked: deque[tuple[_Hear, int]] = deque()
@@ -276,37 +273,18 @@ class _Line:
         if not self._asked:
             self._silent_ticks = 0
         self._asked.append((hear, count))
-        if self._unsent:
-            self._unsent += commands
-        else:
-            self._send(commands)
+        self._sending.send(commands)
         if self._timer is None and not self.is_lost:
             self._timer = self._loop.call_later(self._tick_s, self._tick)
 
-    def _send(self, data: bytes) -> None:
-        """Send what the socket takes; the rest when it takes more."""
-        try:
-            data = data[self._socket.send(data) :]
-        except _NOT_NOW:
-            pass
-        except OSError as error:
-            self.abandon(error)
-            return
-        if data and not self._unsent:
-            self._loop.add_writer(self._socket, self._send_more)
-        elif self._unsent and not data:
-            self._loop.remove_writer(self._socket)
-        self._unsent = data
-
-    def _send_more(self) -> None:
-        self._silent_ticks = 0  # who takes something is not silent
-        self._send(self._unsent)
+    def _is_heard_from(self) -> None:
+        self._silent_ticks = 0
 
     def _read(self) -> None:
         """Read what has come, and give it to those who wait for it."""
         try:
             data = self._socket.recv(_READ_BYTES)
-        except _NOT_NOW:
+        except NOT_NOW:
             return
         except OSError as error:
             self.abandon(error)
