@@ -64,6 +64,8 @@ def key_of_call(found: object) -> str:
     """
     if isinstance(found, str):
         return found
+    if isinstance(found, bytes):  # as messages and headers have theirs: their text, not Python's
+        return found.decode("utf-8", "surrogateescape")
     refuse_awaitable("key", found)
     kind = type(found)
     if kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__:
