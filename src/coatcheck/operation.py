@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from coatcheck.core.key import reference_of
-from coatcheck.core.not_awaited import refuse_async
+from coatcheck.core.not_awaited import check_function
 from coatcheck.core.policy import Duration, duration_ms, header_name
 from coatcheck.core.progress import Note, progress_of
 from coatcheck.core.record import Record
@@ -272,7 +272,7 @@ class Operation:
 
     def on_lost(self, callback: Callable[[], object]) -> None:
         """Have *callback* called, in some thread, when another attempt has taken over."""
-        refuse_async("on_lost", callback)
+        check_function("on_lost", callback)
         self._writing().on_lost(callback)
 
     def _standing(self) -> Record:

@@ -210,6 +210,10 @@ def test_what_a_partial_holds_is_compared_like_any_argument(guards, engine):
         ({"recover_every_s": -1}, "recover_every_s is -1"),
         ({"recover_every_s": float("nan")}, "recover_every_s is nan"),
         ({"secret": 5}, "secret is a int; it is text or bytes"),
+        ({"keyring": {}}, "keyring is a dict; it is a KeyRing"),
+        ({"keyring": {"a": b"k" * 32}}, "keyring is a dict; it is a KeyRing"),
+        ({"clock": 5}, "clock= is a int; it is a function"),
+        ({"archive": 5}, "archive= is a int; it is a function"),
     ],
 )
 def test_a_nonsensical_setting_stops_a_deployment_and_no_request(guards, settings, sentence):
@@ -293,6 +297,24 @@ def test_what_has_no_text_of_its_own_is_no_key(guards, engine, key):
     with pytest.raises(Misconfigured, match="key"):
         guards.done(guarded("order"))
     assert handler.calls == 0
+
+
+def test_bytes_are_a_key_as_their_text_is(guards, engine):
+    """K4: brokers bring theirs so; and no bytes are no key, not one that all such calls share."""
+    handler = Handler("done")
+    for key in ("évent-7".encode(), "évent-7"):
+        assert guards.run(engine, key, handler, scope="s") == "done"
+    assert handler.calls == 1
+    assert guards.run(engine, b"\xff", handler, scope="s") == "done"
+    with pytest.raises(KeyRejected):
+        guards.run(engine, b"", handler, scope="s")
+    assert handler.calls == 2
+
+
+def test_a_key_that_is_no_function_of_the_arguments_is_refused_where_it_is_written(guards, engine):
+    """K4."""
+    with pytest.raises(Misconfigured, match="key= is a str; it is a function"):
+        engine.guard(key="number", scope="s")
 
 
 @pytest.mark.parametrize("key", ["", "k" * 256])
