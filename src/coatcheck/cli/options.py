@@ -56,6 +56,13 @@ def whole_number(smallest: int, largest: int) -> Callable[[str], int]:
     return number
 
 
+def whole_id(text: str) -> bytes:
+    """*text* as the id of an operation."""
+    if re.fullmatch("[0-9a-f]{32}", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an id: it has 32 digits, 0-9 and a-f")
+    return bytes.fromhex(text)
+
+
 def duration(text: str) -> int:
     """*text* as milliseconds."""
     try:
