@@ -647,11 +647,12 @@ def test_a_reader_that_has_seen_enough_is_no_traceback(shelf):
     assert lister.returncode == 1
 
 
-@pytest.mark.parametrize(("where", "code"), [("&-", 0), ("/dev/full", 2)])
+NOWHERE = [("&-", 0), *([("/dev/full", 2)] if Path("/dev/full").exists() else [])]
+
+
+@pytest.mark.parametrize(("where", "code"), NOWHERE)
 def test_output_that_goes_nowhere_is_no_traceback(shelf, where, code):
     """O1: for whoever reads the exit code alone, it is that of an answer, or of none."""
-    if where != "&-" and not Path(where).exists():
-        pytest.skip("only Linux has a device that is full")
     shelf.put(1)
     script = f'exec "$0" -m coatcheck list --store "$1" >{where}'
     done = subprocess.run(
