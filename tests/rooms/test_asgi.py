@@ -979,3 +979,27 @@ def test_an_address_is_escaped_wherever_the_application_is_mounted(root: str, es
         assert (await asking.run(app)).body == b"done"
 
     run(story())
+
+
+def test_a_path_that_a_server_has_unescaped_is_escaped_again(guard, engine, caplog):
+    """O3: not all tell what was sent, and one decision is one line of the log."""
+
+    async def answer(_asgi_scope, _receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"done"})
+
+    guarded = guard(answer)
+
+    async def unescaped(asgi_scope, receive, send):
+        del asgi_scope["raw_path"]
+        await guarded(asgi_scope, receive, send)
+
+    async def story():
+        with caplog.at_level("INFO", "coatcheck"):
+            for key in ("k-1", "not a key"):
+                await post(unescaped, "/a:b%0Aexecuted%C3%BC", key=key)
+        labels = [record.getMessage().splitlines() for record in caplog.records]
+        assert [len(lines) for lines in labels] == [1, 1]
+        assert all("POST /a:b%0Aexecuted%C3%BC attempt" in lines[0] for lines in labels)
+
+    run(story())

@@ -9,6 +9,7 @@ import re
 import string
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import Any, TypeAlias
+from urllib.parse import quote
 
 from coatcheck.core.policy import Policy
 from coatcheck.core.problem import Problem
@@ -47,9 +48,12 @@ async def read(
 def request_of(asgi_scope: AsgiScope, fields: dict[bytes, bytes], body: Body) -> Request:
     """The request in *asgi_scope*."""
     raw_path = asgi_scope.get("raw_path")
-    path = asgi_scope["path"] if raw_path is None else raw_path.decode("latin-1")
-    if "%" in path and raw_path is not None:
-        path = _each_escape(_normal, path)
+    if raw_path is None:  # then what was escaped is not any more, and may have line breaks in it
+        path = quote(asgi_scope["path"].encode("utf-8", "surrogatepass"), _PATH_CHARACTERS)
+    else:
+        path = raw_path.decode("latin-1")
+        if "%" in path:
+            path = _each_escape(_normal, path)
     return Request(
         asgi_scope["method"].upper(),
         path,
@@ -62,6 +66,8 @@ def request_of(asgi_scope: AsgiScope, fields: dict[bytes, bytes], body: Body) ->
 
 
 _each_escape = re.compile("%[0-9A-Fa-f]{2}").sub
+# RFC 3986 §3.3: what stands for itself in a path.
+_PATH_CHARACTERS = "/:@!$&'()*+,;="
 _UNRESERVED = frozenset(string.ascii_letters + string.digits + "-._~")
 
 
