@@ -18,6 +18,7 @@ from coatcheck.core.not_awaited import check_function
 from coatcheck.core.policy import Duration, duration_ms, header_name
 from coatcheck.core.progress import Note, progress_of
 from coatcheck.core.record import Record
+from coatcheck.core.replay import NO_CONTENT
 from coatcheck.core.scope import derive
 from coatcheck.core.steps import Unmet, unmet
 from coatcheck.errors import Misconfigured
@@ -349,6 +350,8 @@ class Happened:
             _check_header(header)
         if not isinstance(body, bytes):
             raise Misconfigured(f"body is a {type(body).__name__}; it is bytes")
+        if body and status in NO_CONTENT:  # servers fail with it, or take it for the next answer
+            raise Misconfigured(f"a response of status {int(status)} has no body")
 
 
 # RFC 9110 §5.5: no control characters but tabs, and what Latin-1 can say.
