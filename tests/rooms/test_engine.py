@@ -89,6 +89,17 @@ def test_the_first_caller_gets_what_a_retry_would_get(guards, engine):
     assert [guards.run(engine, "k", Handler((1, 2))) for _ in range(2)] == [[1, 2], [1, 2]]
 
 
+def test_a_result_over_the_limit_reaches_the_first_caller_only(guards, engine, caplog):
+    """L12, X2: no store is given more than the policy allows, whatever a function returns."""
+    policy = Policy(response_bytes_max=100)
+    handler = Handler("x" * 200)
+    assert guards.run(engine, "k", handler, policy=policy) == "x" * 200
+    with pytest.raises(ResultUnavailable):
+        guards.run(engine, "k", handler, policy=policy)
+    assert handler.calls == 1
+    assert "over response_bytes_max, which is 100" in caplog.text
+
+
 def test_a_result_that_cannot_be_kept_reaches_the_first_caller_only(guards, engine, caplog):
     """L12: the record says so, and nothing runs a second time."""
     result = object()

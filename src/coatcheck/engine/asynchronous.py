@@ -118,7 +118,7 @@ class AsyncEngine(AsyncDriver):
                 result, standing = await self._execute(flow, held, call, ticket, policy)
                 is_in_call = False
                 if standing is None:
-                    ending = ending_of_result(ticket, result)
+                    ending = ending_of_result(ticket, result, policy)
                     response = ending.response
                     answer = await self.advance(flow, policy, ending)
                 else:
@@ -285,7 +285,7 @@ class AsyncEngine(AsyncDriver):
                 answer = await self.advance(flow, policy, within=within)
                 if isinstance(answer, Execute):
                     result = await self._call_within(within, flow, answer.claim, call, policy)
-                    ending = ending_of_result(ticket, result)
+                    ending = ending_of_result(ticket, result, policy)
                     response = ending.response
                     answer = await self.advance(flow, policy, ending, within=within)
             except Exception as error:

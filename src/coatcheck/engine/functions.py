@@ -19,6 +19,7 @@ from types import (
 from typing import Any, TypeVar
 
 from coatcheck.core.not_awaited import refuse_awaitable
+from coatcheck.core.policy import Policy
 from coatcheck.core.replay import Fate, encode_value
 from coatcheck.core.serve import Ending, Ticket
 from coatcheck.errors import Misconfigured
@@ -73,14 +74,15 @@ def key_of_call(found: object) -> str:
     return "" if found is None else str(found)
 
 
-def ending_of_result(ticket: Ticket, result: object) -> Ending:
+def ending_of_result(ticket: Ticket, result: object, policy: Policy) -> Ending:
     """What a guarded function's *result* means for its claim."""
-    response = encode_value(result)
+    response, why = encode_value(result), "neither JSON nor bytes"
+    if response is not None and len(response) > policy.response_bytes_max:
+        response, why = None, f"over response_bytes_max, which is {policy.response_bytes_max:,}"
     if response is None:
         logger.error(
-            "%s returned a %s, which is neither JSON nor bytes: it is not kept, and a retry is "
-            "told so",
-            *(ticket.label, type(result).__name__),
+            "%s returned a %s, which is %s: it is not kept, and a retry is told so",
+            *(ticket.label, type(result).__name__, why),
         )
     return Ending(Fate.KEEP, response)
 

@@ -133,7 +133,7 @@ class Engine(Driver):
                 result, standing = self._execute(flow, held, call, ticket, policy)
                 is_in_call = False
                 if standing is None:
-                    ending = ending_of_result(ticket, result)
+                    ending = ending_of_result(ticket, result, policy)
                     response = ending.response
                     answer = self.advance(flow, policy, ending)
                 else:
@@ -322,7 +322,7 @@ class Engine(Driver):
                 answer = self.advance(flow, policy, within=within)
                 if isinstance(answer, Execute):
                     result = self._call_within(within, flow, answer.claim, call, policy)
-                    ending = ending_of_result(ticket, result)
+                    ending = ending_of_result(ticket, result, policy)
                     response = ending.response
                     answer = self.advance(flow, policy, ending, within=within)
             except Exception as error:
