@@ -501,6 +501,19 @@ def test_a_reconciler_is_asked_before_anything_runs_again(guards, store, clock, 
     assert (operation.key, operation.attempt) == ("k", 2)
 
 
+def test_what_a_provider_has_told_is_not_logged(guards, store, clock, caplog):
+    """L6, O3: where a reconcile function hands it on, in place of what it means."""
+    charge = {"card": "4242 4242 4242 4242"}
+    policy = Policy(recovery="reconcile", reconcile=lambda _: charge)
+    engine = guards.engine(store, policy, clock=clock)
+    left_by_a_crash(guards, engine)
+    clock.pass_s(LEASE_S)
+    with pytest.raises(OutcomeUnknown):
+        guards.run(engine, "k", Handler())
+    assert "reconcile answered a dict, not Happened" in caplog.text
+    assert "4242" not in caplog.text
+
+
 def test_an_async_reconciler_is_awaited(store, clock):
     """L6."""
 

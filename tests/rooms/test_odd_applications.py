@@ -204,6 +204,14 @@ def test_what_cannot_be_called_stops_a_deployment_and_no_request(kind, name):
         kind(lambda: None, store="memory://", **{name: "X-Tenant"})
 
 
+@pytest.mark.parametrize("kind", [Asgi, Wsgi])
+def test_a_url_that_was_given_for_an_engine_is_not_repeated(kind):
+    """X1: there may be a password in it."""
+    with pytest.raises(Misconfigured, match=r"engine is a str; it is .*, and store= takes") as told:
+        kind(lambda: None, engine="postgresql://shop:hunter2@db/shop")
+    assert "hunter2" not in str(told.value)
+
+
 def test_what_a_key_function_makes_to_be_awaited_is_refused_before_anything_runs():
     """K4."""
     number = _Callable()

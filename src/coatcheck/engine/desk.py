@@ -363,7 +363,8 @@ def ending_of_reconcile(answer: object, *, as_value: bool) -> Ending:
         case Unknown():
             return Ending(Fate.DOUBT)
         case _:
-            logger.error("reconcile answered %r, not Happened, DidNotHappen or Unknown", answer)
+            kind = type(answer).__name__  # not what it is: often all that a provider has told
+            logger.error("reconcile answered a %s, not Happened, DidNotHappen or Unknown", kind)
             return Ending(Fate.DOUBT)
 
 
