@@ -31,6 +31,7 @@ COMMANDS = ("demo", "lookup", "list", "resolve", "sweep", "migrate", "doctor")
 
 HOUR_MS = 3_600_000
 BODY = b'{"secret": "of the customer"}'
+URL = "postgresql://shop:hunt@er's@db/shop"
 BY_ADA = ("--by", "ada", "--why", "asked the bank")
 
 
@@ -561,6 +562,18 @@ def test_an_unknown_option_is_told_with_the_usage_of_its_command(capsys):
         main(["sweep", "--bogus"])
     err = capsys.readouterr().err
     assert (ended.value.code, "usage: coatcheck sweep" in err, "--bogus" in err) == (2, True, True)
+
+
+@pytest.mark.parametrize(
+    "words", [["doctor", URL], ["--store", URL, "list"], ["list", "--limit", URL]]
+)
+def test_a_store_that_is_named_in_the_wrong_place_keeps_its_password(words, capsys):
+    """O1: as `migrate` takes it without --store, others may be asked in the same way."""
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    err = capsys.readouterr().err
+    assert (ended.value.code, "postgresql://…@db/shop" in err) == (2, True)
+    assert "hunter" not in err
 
 
 def test_a_program_is_told_that_a_list_goes_on(shelf, capsys):

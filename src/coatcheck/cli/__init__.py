@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from coatcheck import __version__
 from coatcheck.cli.demo import DEMO
 from coatcheck.cli.finding import LIST, LOOKUP
-from coatcheck.cli.options import STORE_DEFAULT, STORE_VARIABLE
+from coatcheck.cli.options import STORE_DEFAULT, STORE_VARIABLE, Parser
 from coatcheck.cli.resolving import RESOLVE
 from coatcheck.cli.upkeep import DOCTOR, MIGRATE, SWEEP
 from coatcheck.errors import CoatcheckError
@@ -71,7 +71,7 @@ def _unwritten(error: OSError) -> int:
 
 def command_line() -> argparse.ArgumentParser:
     """Every command with its options, help and an example."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="coatcheck",
         description="Make any write safe to retry: idempotency keys done right.",
         epilog=f"Stores are URLs, by default ${STORE_VARIABLE} or {STORE_DEFAULT}. "
