@@ -24,6 +24,7 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, S
 from starlette.routing import Mount, Route, WebSocketRoute
 
 from coatcheck import AsyncEngine, Policy, current_operation
+from coatcheck.server import callers
 from coatcheck.server.asgi import IdempotencyMiddleware
 from coatcheck.server.asgi_visit import UNDER_WAY
 from coatcheck.stores import ThreadedStore
@@ -1001,5 +1002,27 @@ def test_a_path_that_a_server_has_unescaped_is_escaped_again(guard, engine, capl
         labels = [record.getMessage().splitlines() for record in caplog.records]
         assert [len(lines) for lines in labels] == [1, 1]
         assert all("POST /a:b%0Aexecuted%C3%BC attempt" in lines[0] for lines in labels)
+
+    run(story())
+
+
+@pytest.mark.parametrize("caller", [None, callers.cookie("session")])
+def test_a_cookie_that_came_in_crumbs_is_the_same_cookie(engine, caller):
+    """S2, L1: over HTTP/2 browsers cut it up (RFC 9113 §8.2.3), and a retry may take HTTP/1.1."""
+    served = []
+
+    async def answer(_asgi_scope, _receive, send):
+        served.append(1)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"done"})
+
+    guarded = IdempotencyMiddleware(answer, engine=engine, caller=caller)
+
+    async def story():
+        await post(guarded, headers=[("Cookie", "theme=dark"), ("Cookie", "session=ada")])
+        again = await post(guarded, headers=[("Cookie", "theme=dark; session=ada")])
+        assert (again.is_replay, len(served)) == (True, 1)
+        await post(guarded, headers=[("Cookie", "theme=dark"), ("Cookie", "session=eve")])
+        assert len(served) == (1 if caller is None else 2)
 
     run(story())

@@ -38,11 +38,13 @@ class Request:
 
 
 def fields_of(headers: Headers) -> dict[bytes, bytes]:
-    """*headers* by name; several lines of one name joined, as RFC 9110 §5.3 does it."""
+    """*headers* by name; lines of one name joined as RFC 9110 §5.3 says, cookies as 9113 does."""
     lines: dict[bytes, list[bytes]] = {}
     for name, value in headers:
         lines.setdefault(name, []).append(value)
-    return {name: b", ".join(values) for name, values in lines.items()}
+    return {
+        name: (b"; " if name == b"cookie" else b", ").join(values) for name, values in lines.items()
+    }
 
 
 def lines_of(name: bytes, headers: Headers) -> Sequence[bytes]:
