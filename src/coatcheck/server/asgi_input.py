@@ -9,13 +9,12 @@ import re
 import string
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import Any, TypeAlias
-from urllib.parse import quote
 
 from coatcheck.core.policy import Policy
 from coatcheck.core.problem import Problem
 from coatcheck.server.answers import body_too_large
 from coatcheck.server.body import Body
-from coatcheck.server.request import Request
+from coatcheck.server.request import Request, escaped
 
 AsgiScope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
@@ -49,7 +48,7 @@ def request_of(asgi_scope: AsgiScope, fields: dict[bytes, bytes], body: Body) ->
     """The request in *asgi_scope*."""
     raw_path = asgi_scope.get("raw_path")
     if raw_path is None:  # then what was escaped is not any more, and may have line breaks in it
-        path = quote(asgi_scope["path"].encode("utf-8", "surrogatepass"), _PATH_CHARACTERS)
+        path = escaped(asgi_scope["path"].encode("utf-8", "surrogatepass"))
     else:
         path = raw_path.decode("latin-1")
         if "%" in path:
@@ -66,8 +65,6 @@ def request_of(asgi_scope: AsgiScope, fields: dict[bytes, bytes], body: Body) ->
 
 
 _each_escape = re.compile("%[0-9A-Fa-f]{2}").sub
-# RFC 3986 §3.3: what stands for itself in a path.
-_PATH_CHARACTERS = "/:@!$&'()*+,;="
 _UNRESERVED = frozenset(string.ascii_letters + string.digits + "-._~")
 
 

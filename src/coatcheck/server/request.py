@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 from coatcheck.core.replay import Headers
 from coatcheck.server.body import Body
@@ -35,6 +36,11 @@ class Request:
     def json(self) -> Any:  # noqa: ANN401 - whatever the client sent
         """The body as JSON; raises ValueError if it is none."""
         return json.loads(b"".join(self.body.chunks()))
+
+
+def escaped(path: bytes) -> str:
+    """*path* as clients write it, of which the server tells only what it means."""
+    return quote(path, "/:@!$&'()*+,;=")  # RFC 3986 §3.3: what stands for itself
 
 
 def fields_of(headers: Headers) -> dict[bytes, bytes]:
