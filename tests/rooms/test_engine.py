@@ -5,6 +5,8 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import subprocess
+import sys
 import threading
 import uuid
 
@@ -152,6 +154,41 @@ def test_functions_of_different_names_do_not_share_keys(guards, engine):
 
     assert guards.run(engine, "k", place) == "placed"
     assert guards.run(engine, "k", cancel) == "cancelled"
+
+
+JOBS = """
+import multiprocessing, sys
+from coatcheck import Engine
+
+def place(order):
+    return __name__
+
+def work():
+    with Engine("sqlite:///jobs.db") as engine:
+        return engine.run("k", place, 1)
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(work(), pool.apply(work))
+"""
+
+
+@pytest.mark.parametrize(
+    "command", [["jobs.py"], ["-m", "jobs"], ["-c", "import jobs; print(jobs.work(), '__main__')"]]
+)
+def test_a_script_has_one_name_whether_it_is_run_imported_or_spawned(tmp_path, command):
+    """L1: else a worker would not know what its parent has done."""
+    (tmp_path / "jobs.py").write_text(JOBS)
+    for words in (["jobs.py"], command):
+        done = subprocess.run(
+            [sys.executable, *words],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        assert done.stdout.split() == ["__main__", "__main__"]
 
 
 def test_a_guarded_function_takes_its_key_from_its_arguments(guards, engine):

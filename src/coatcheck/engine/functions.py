@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import sys
 from collections.abc import Callable
 from http import HTTPStatus
+from pathlib import Path
 from types import (
     AsyncGeneratorType,
     CoroutineType,
@@ -39,7 +41,24 @@ def name_of(function: Callable[..., object]) -> str:
         raise Misconfigured(
             "a lambda has no name, and its keys would be those of every other one: give it a scope="
         )
-    return f"{named.__module__}.{named.__qualname__}"
+    return f"{_module_of(named)}.{named.__qualname__}"
+
+
+# What a module is called that is run, and not imported; the other one by `multiprocessing`, in the
+# processes that it spawns.
+_RUN = ("__main__", "__mp_main__")
+
+
+def _module_of(named: Any) -> str:  # noqa: ANN401 - whatever can be called
+    """The module of *named*, by the name that whoever imports it knows: it may be a worker."""
+    name: str = named.__module__
+    if name not in _RUN:
+        return name
+    module = sys.modules.get(name)
+    spec, file = getattr(module, "__spec__", None), getattr(module, "__file__", None)
+    if spec is not None:  # python -m shop.jobs
+        return str(spec.name)
+    return name if file is None else Path(file).stem  # typed in, or python jobs.py
 
 
 def arguments_of(call: functools.partial[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
