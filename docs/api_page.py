@@ -20,7 +20,15 @@ MODULES: dict[str, tuple[str, ...] | None] = {
     "coatcheck.server.starlette": None,
     "coatcheck.server.request": ("Request",),
     "coatcheck.server.callers": (
-        *("Caller", "credential", "api_key", "cookie", "user", "client_address"),
+        *(
+            "Caller",
+            "credential",
+            "api_key",
+            "cookie",
+            "user",
+            "client_certificate",
+            "client_address",
+        ),
     ),
     "coatcheck.stores": None,
     "coatcheck.telemetry": ("Decision", "Observer", "log_decision"),

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from coatcheck.core.key import reference_of
-from coatcheck.core.not_awaited import refuse_async
+from coatcheck.core.not_awaited import check_function
 from coatcheck.core.policy import Duration, duration_ms, header_name
 from coatcheck.core.progress import Note, progress_of
 from coatcheck.core.record import Record
+from coatcheck.core.replay import NO_CONTENT
 from coatcheck.core.scope import derive
 from coatcheck.core.steps import Unmet, unmet
 from coatcheck.errors import Misconfigured
@@ -272,7 +273,7 @@ class Operation:
 
     def on_lost(self, callback: Callable[[], object]) -> None:
         """Have *callback* called, in some thread, when another attempt has taken over."""
-        refuse_async("on_lost", callback)
+        check_function("on_lost", callback)
         self._writing().on_lost(callback)
 
     def _standing(self) -> Record:
@@ -349,6 +350,8 @@ class Happened:
             _check_header(header)
         if not isinstance(body, bytes):
             raise Misconfigured(f"body is a {type(body).__name__}; it is bytes")
+        if body and status in NO_CONTENT:  # servers fail with it, or take it for the next answer
+            raise Misconfigured(f"a response of status {int(status)} has no body")
 
 
 # RFC 9110 §5.5: no control characters but tabs, and what Latin-1 can say.

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from coatcheck import Misconfigured
-from coatcheck.core.not_awaited import refuse_async, refuse_awaitable
+from coatcheck.core.not_awaited import check_function, refuse_async, refuse_awaitable
 
 
 async def key(_request: object) -> str:
@@ -28,6 +28,16 @@ def test_an_async_function_is_refused_by_the_name_it_was_given_as(function):
 def test_whatever_else_is_taken(function):
     """K4."""
     refuse_async("key", function)
+
+
+def test_what_cannot_be_called_is_refused_by_the_name_it_was_given_as():
+    """K4: else every request would find out."""
+    for function in ("number", 5):
+        with pytest.raises(Misconfigured, match=r"key= is a (str|int); it is a function"):
+            check_function("key", function)
+    with pytest.raises(Misconfigured, match=r"key= .* must not be async"):
+        check_function("key", key)
+    check_function("key", str)
 
 
 def test_what_is_to_be_awaited_is_refused_though_its_function_did_not_look_like_it():

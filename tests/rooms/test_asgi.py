@@ -24,6 +24,7 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, S
 from starlette.routing import Mount, Route, WebSocketRoute
 
 from coatcheck import AsyncEngine, Policy, current_operation
+from coatcheck.server import callers
 from coatcheck.server.asgi import IdempotencyMiddleware
 from coatcheck.server.asgi_visit import UNDER_WAY
 from coatcheck.stores import ThreadedStore
@@ -977,5 +978,51 @@ def test_an_address_is_escaped_wherever_the_application_is_mounted(root: str, es
         asking = AsgiExchange("GET", location, (), b"")
         asking.asgi_scope["root_path"] = root
         assert (await asking.run(app)).body == b"done"
+
+    run(story())
+
+
+def test_a_path_that_a_server_has_unescaped_is_escaped_again(guard, engine, caplog):
+    """O3: not all tell what was sent, and one decision is one line of the log."""
+
+    async def answer(_asgi_scope, _receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"done"})
+
+    guarded = guard(answer)
+
+    async def unescaped(asgi_scope, receive, send):
+        del asgi_scope["raw_path"]
+        await guarded(asgi_scope, receive, send)
+
+    async def story():
+        with caplog.at_level("INFO", "coatcheck"):
+            for key in ("k-1", "not a key"):
+                await post(unescaped, "/a:b%0Aexecuted%C3%BC", key=key)
+        labels = [record.getMessage().splitlines() for record in caplog.records]
+        assert [len(lines) for lines in labels] == [1, 1]
+        assert all("POST /a:b%0Aexecuted%C3%BC attempt" in lines[0] for lines in labels)
+
+    run(story())
+
+
+@pytest.mark.parametrize("caller", [None, callers.cookie("session")])
+def test_a_cookie_that_came_in_crumbs_is_the_same_cookie(engine, caller):
+    """S2, L1: over HTTP/2 browsers cut it up (RFC 9113 §8.2.3), and a retry may take HTTP/1.1."""
+    served = []
+
+    async def answer(_asgi_scope, _receive, send):
+        served.append(1)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"done"})
+
+    guarded = IdempotencyMiddleware(answer, engine=engine, caller=caller)
+
+    async def story():
+        await post(guarded, headers=[("Cookie", "theme=dark"), ("Cookie", "session=ada")])
+        again = await post(guarded, headers=[("Cookie", "theme=dark; session=ada")])
+        assert (again.is_replay, len(served)) == (True, 1)
+        await post(guarded, headers=[("Cookie", "theme=dark"), ("Cookie", "session=eve")])
+        assert len(served) == (1 if caller is None else 2)
 
     run(story())

@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 from base64 import b64encode
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +31,7 @@ COMMANDS = ("demo", "lookup", "list", "resolve", "sweep", "migrate", "doctor")
 
 HOUR_MS = 3_600_000
 BODY = b'{"secret": "of the customer"}'
+URL = "postgresql://shop:hunt@er's@db/shop"
 BY_ADA = ("--by", "ada", "--why", "asked the bank")
 
 
@@ -536,6 +538,7 @@ def test_a_file_that_is_no_database_is_one_clear_line(tmp_path, capsys):
         ["list", "--older-than", "soon"],
         ["list", "--older-than", "9999999999999999d"],
         ["list", "--limit", "0"],
+        ["list", "--after", "7D3F-92AB-1C4E"],
         ["resolve", "7D3F-92AB-1C4E", *BY_ADA],
         ["resolve", "7D3F-92AB-1C4E", "--failed", "--completed", *BY_ADA],
         ["resolve", "7D3F-92AB-1C4E", "--failed", "--by", "ada"],
@@ -561,6 +564,18 @@ def test_an_unknown_option_is_told_with_the_usage_of_its_command(capsys):
     assert (ended.value.code, "usage: coatcheck sweep" in err, "--bogus" in err) == (2, True, True)
 
 
+@pytest.mark.parametrize(
+    "words", [["doctor", URL], ["--store", URL, "list"], ["list", "--limit", URL]]
+)
+def test_a_store_that_is_named_in_the_wrong_place_keeps_its_password(words, capsys):
+    """O1: as `migrate` takes it without --store, others may be asked in the same way."""
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    err = capsys.readouterr().err
+    assert (ended.value.code, "postgresql://…@db/shop" in err) == (2, True)
+    assert "hunter" not in err
+
+
 def test_a_program_is_told_that_a_list_goes_on(shelf, capsys):
     """O1: what is cut off looks whole in JSON."""
     for number in (1, 2):
@@ -568,6 +583,20 @@ def test_a_program_is_told_that_a_list_goes_on(shelf, capsys):
     _code, out, err = asked(capsys, "list", "--json", "--limit", "1", "--store", shelf.url)
     assert (len(json.loads(out)), "there are more" in err) == (1, True)
     assert asked(capsys, "list", "--json", "--limit", "2", "--store", shelf.url)[2] == ""
+
+
+def test_a_long_list_is_read_page_by_page(shelf, capsys):
+    """O1: a page names the next one, and a program needs no more than the last id it got."""
+    for number in range(5):
+        shelf.put(number)
+    found, after = [], []
+    for _ in range(3):
+        words = ("list", "--json", "--limit", "2", "--store", shelf.url, *after)
+        _code, out, err = asked(capsys, *words)
+        found += [facts["id"] for facts in json.loads(out)]
+        after = ["--after", found[-1]]
+        assert (" ".join(after) in err) == (len(found) < 5)
+    assert found == [(bytes([number]) * 16).hex() for number in range(5)]
 
 
 def test_no_command_at_all_shows_what_there_is(capsys):
@@ -629,3 +658,22 @@ def test_a_reader_that_has_seen_enough_is_no_traceback(shelf):
         lister.stdout.close()
         assert lister.stderr.read() == b""
     assert lister.returncode == 1
+
+
+NOWHERE = [("&-", 0), *([("/dev/full", 2)] if Path("/dev/full").exists() else [])]
+
+
+@pytest.mark.parametrize(("where", "code"), NOWHERE)
+def test_output_that_goes_nowhere_is_no_traceback(shelf, where, code):
+    """O1: for whoever reads the exit code alone, it is that of an answer, or of none."""
+    shelf.put(1)
+    script = f'exec "$0" -m coatcheck list --store "$1" >{where}'
+    done = subprocess.run(
+        ["/bin/sh", "-c", script, sys.executable, shelf.url],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (code, code // 2)
+    assert "Traceback" not in done.stderr

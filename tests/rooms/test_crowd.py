@@ -61,3 +61,19 @@ def test_a_key_is_in_use_until_its_window_ends():
     assert [admits(id, now_ms=0) for id in (b"1", b"2", b"1", b"3")] == [True, True, True, False]
     assert admits(b"3", now_ms=9) is False
     assert admits(b"3", now_ms=10) is True
+
+
+def test_a_key_of_a_long_window_does_not_keep_those_of_shorter_ones_in_use():
+    """X2: routes have windows of their own, and a week is longer than an hour."""
+    counted = Crowd()
+
+    def admits(id, now_ms, window_ms):
+        ends_ms = now_ms + window_ms
+        return counted.admits("ada", id, now_ms=now_ms, ends_ms=ends_ms, keys_max=2)
+
+    assert admits(b"1", 0, 1_000)
+    assert admits(b"2", 0, 10)
+    assert not admits(b"3", 9, 10)
+    assert admits(b"3", 10, 10)
+    assert admits(b"2", 20, 10)  # in a new life
+    assert not admits(b"4", 29, 10)

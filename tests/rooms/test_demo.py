@@ -11,9 +11,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -303,10 +304,18 @@ def test_a_server_that_cannot_start_says_where_to_look(tmp_path):
     assert "no such guard" in (tmp_path / "provider.log").read_text()
 
 
+# A shell without job control has what runs behind ignore Ctrl-C, and so do all that that starts.
+INTERRUPTIBLE = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("coatcheck", run_name="__main__")
+"""
+
+
 def test_an_interrupted_demo_ends_its_servers_and_removes_its_files(tmp_path):
     shown: list[str] = []
     demo = subprocess.Popen(
-        [sys.executable, "-u", "-m", "coatcheck", "demo"],
+        [sys.executable, "-u", "-c", INTERRUPTIBLE, "demo"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -323,6 +332,48 @@ def test_an_interrupted_demo_ends_its_servers_and_removes_its_files(tmp_path):
     assert demo.returncode == 130
     assert "Traceback" not in "".join(shown)
     assert list(tmp_path.iterdir()) == []
+
+
+def within_a_lock():
+    """Ctrl-C, when a lock is taken and not noted as taken yet."""
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        threading.Lock().release()
+
+
+def within_a_finalizer():
+    """Ctrl-C, where whatever is raised goes no further."""
+    with suppress(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("interrupt", [within_a_lock, within_a_finalizer])
+def test_an_interrupt_counts_wherever_it_came(tmp_path, monkeypatch, interrupt):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(command, "tell", lambda **_: interrupt())
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert main(["demo"]) == 130
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_demo_may_be_told_in_any_thread(tmp_path, monkeypatch):
+    """Only the first thread of a process is told of Ctrl-C."""
+    codes = []
+
+    def fail(**_):
+        raise RuntimeError("the shop did not start")
+
+    monkeypatch.setattr(command, "tell", fail)
+    words = ["demo", "--keep", str(tmp_path / "kept")]
+    thread = threading.Thread(target=lambda: codes.append(main(words)))
+    thread.start()
+    thread.join()
+    assert codes == [1]
 
 
 @pytest.mark.parametrize("words", [["--orders", "0"], ["--orders", "many"], ["--seed", "x"]])

@@ -5,6 +5,8 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import subprocess
+import sys
 import threading
 import uuid
 
@@ -89,6 +91,17 @@ def test_the_first_caller_gets_what_a_retry_would_get(guards, engine):
     assert [guards.run(engine, "k", Handler((1, 2))) for _ in range(2)] == [[1, 2], [1, 2]]
 
 
+def test_a_result_over_the_limit_reaches_the_first_caller_only(guards, engine, caplog):
+    """L12, X2: no store is given more than the policy allows, whatever a function returns."""
+    policy = Policy(response_bytes_max=100)
+    handler = Handler("x" * 200)
+    assert guards.run(engine, "k", handler, policy=policy) == "x" * 200
+    with pytest.raises(ResultUnavailable):
+        guards.run(engine, "k", handler, policy=policy)
+    assert handler.calls == 1
+    assert "over response_bytes_max, which is 100" in caplog.text
+
+
 def test_a_result_that_cannot_be_kept_reaches_the_first_caller_only(guards, engine, caplog):
     """L12: the record says so, and nothing runs a second time."""
     result = object()
@@ -141,6 +154,41 @@ def test_functions_of_different_names_do_not_share_keys(guards, engine):
 
     assert guards.run(engine, "k", place) == "placed"
     assert guards.run(engine, "k", cancel) == "cancelled"
+
+
+JOBS = """
+import multiprocessing, sys
+from coatcheck import Engine
+
+def place(order):
+    return __name__
+
+def work():
+    with Engine("sqlite:///jobs.db") as engine:
+        return engine.run("k", place, 1)
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(work(), pool.apply(work))
+"""
+
+
+@pytest.mark.parametrize(
+    "command", [["jobs.py"], ["-m", "jobs"], ["-c", "import jobs; print(jobs.work(), '__main__')"]]
+)
+def test_a_script_has_one_name_whether_it_is_run_imported_or_spawned(tmp_path, command):
+    """L1: else a worker would not know what its parent has done."""
+    (tmp_path / "jobs.py").write_text(JOBS)
+    for words in (["jobs.py"], command):
+        done = subprocess.run(
+            [sys.executable, *words],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        assert done.stdout.split() == ["__main__", "__main__"]
 
 
 def test_a_guarded_function_takes_its_key_from_its_arguments(guards, engine):
@@ -210,6 +258,10 @@ def test_what_a_partial_holds_is_compared_like_any_argument(guards, engine):
         ({"recover_every_s": -1}, "recover_every_s is -1"),
         ({"recover_every_s": float("nan")}, "recover_every_s is nan"),
         ({"secret": 5}, "secret is a int; it is text or bytes"),
+        ({"keyring": {}}, "keyring is a dict; it is a KeyRing"),
+        ({"keyring": {"a": b"k" * 32}}, "keyring is a dict; it is a KeyRing"),
+        ({"clock": 5}, "clock= is a int; it is a function"),
+        ({"archive": 5}, "archive= is a int; it is a function"),
     ],
 )
 def test_a_nonsensical_setting_stops_a_deployment_and_no_request(guards, settings, sentence):
@@ -293,6 +345,24 @@ def test_what_has_no_text_of_its_own_is_no_key(guards, engine, key):
     with pytest.raises(Misconfigured, match="key"):
         guards.done(guarded("order"))
     assert handler.calls == 0
+
+
+def test_bytes_are_a_key_as_their_text_is(guards, engine):
+    """K4: brokers bring theirs so; and no bytes are no key, not one that all such calls share."""
+    handler = Handler("done")
+    for key in ("évent-7".encode(), "évent-7"):
+        assert guards.run(engine, key, handler, scope="s") == "done"
+    assert handler.calls == 1
+    assert guards.run(engine, b"\xff", handler, scope="s") == "done"
+    with pytest.raises(KeyRejected):
+        guards.run(engine, b"", handler, scope="s")
+    assert handler.calls == 2
+
+
+def test_a_key_that_is_no_function_of_the_arguments_is_refused_where_it_is_written(guards, engine):
+    """K4."""
+    with pytest.raises(Misconfigured, match="key= is a str; it is a function"):
+        engine.guard(key="number", scope="s")
 
 
 @pytest.mark.parametrize("key", ["", "k" * 256])
@@ -466,6 +536,19 @@ def test_a_reconciler_is_asked_before_anything_runs_again(guards, store, clock, 
     assert handler.calls == calls
     (operation,) = asked
     assert (operation.key, operation.attempt) == ("k", 2)
+
+
+def test_what_a_provider_has_told_is_not_logged(guards, store, clock, caplog):
+    """L6, O3: where a reconcile function hands it on, in place of what it means."""
+    charge = {"card": "4242 4242 4242 4242"}
+    policy = Policy(recovery="reconcile", reconcile=lambda _: charge)
+    engine = guards.engine(store, policy, clock=clock)
+    left_by_a_crash(guards, engine)
+    clock.pass_s(LEASE_S)
+    with pytest.raises(OutcomeUnknown):
+        guards.run(engine, "k", Handler())
+    assert "reconcile answered a dict, not Happened" in caplog.text
+    assert "4242" not in caplog.text
 
 
 def test_an_async_reconciler_is_awaited(store, clock):

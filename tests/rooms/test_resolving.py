@@ -228,6 +228,7 @@ def test_a_request_may_be_completed_with_nothing_to_say(guards, engine):
         ({"headers": [("a b", "y")]}, "'a b' cannot be the name of a header"),
         ({"headers": [("X", "a\r\nSet-Cookie: evil=1")]}, "cannot be the value of the header X"),
         ({"headers": [("X", "\u20ac")]}, "cannot be the value of the header X"),
+        ({"status": 204, "body": b"done"}, "a response of status 204 has no body"),
         ({"body": "text"}, "body is a str; it is bytes"),
         ({"body": None}, "body is a NoneType; it is bytes"),
     ],

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from coatcheck import __version__
 from coatcheck.cli.demo import DEMO
 from coatcheck.cli.finding import LIST, LOOKUP
-from coatcheck.cli.options import STORE_DEFAULT, STORE_VARIABLE
+from coatcheck.cli.options import STORE_DEFAULT, STORE_VARIABLE, Parser
 from coatcheck.cli.resolving import RESOLVE
 from coatcheck.cli.upkeep import DOCTOR, MIGRATE, SWEEP
 from coatcheck.errors import CoatcheckError
@@ -47,22 +47,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         code: int = arguments.run(arguments)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # else nobody wants to read it
+            sys.stdout.flush()
     except CoatcheckError as error:
         print(f"coatcheck: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read our output has seen enough. Python would complain once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except OSError as error:
+        return _unwritten(error)
     return code
+
+
+def _unwritten(error: OSError) -> int:
+    """The exit code where our output goes nowhere, or not all of it."""
+    if sys.stdout is not None:  # Python would complain once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):
+        return 1  # whoever read it has seen enough
+    print(f"coatcheck: {error}", file=sys.stderr)
+    return 2
 
 
 def command_line() -> argparse.ArgumentParser:
     """Every command with its options, help and an example."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="coatcheck",
         description="Make any write safe to retry: idempotency keys done right.",
         epilog=f"Stores are URLs, by default ${STORE_VARIABLE} or {STORE_DEFAULT}. "

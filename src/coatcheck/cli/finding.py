@@ -6,7 +6,7 @@ import argparse
 import sys
 from contextlib import closing
 
-from coatcheck.cli.options import Command, add_store, duration, whole_number
+from coatcheck.cli.options import Command, add_store, duration, whole_id, whole_number
 from coatcheck.cli.printing import portrait, print_json, printable
 from coatcheck.core.facts import facts_of, iso, story_of, times_of
 from coatcheck.core.key import parse_reference, prefix_of, redacted, reference_of
@@ -58,6 +58,8 @@ def _add_list_options(command: argparse.ArgumentParser) -> None:
     add("--state", choices=sorted(STATE_NAMES.values()), help="only operations in this state")
     add("--older-than", metavar="AGE", type=duration, help='only older ones: "90s", "10m", "7d"')
     add("--limit", metavar="N", type=number, default=LIST_LIMIT, help="at most (%(default)s)")
+    last = "only those after it: the last id of the page before (they come in the order of ids)"
+    add("--after", metavar="ID", type=whole_id, default=b"", help=last)
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -69,11 +71,12 @@ def _list(arguments: argparse.Namespace) -> int:
             Query(
                 state=states.get(arguments.state),
                 created_before_ms=None if age_ms is None else now_ms - age_ms,
+                after_id=arguments.after,
                 limit=arguments.limit,
             )
         )
     if more is not None:
-        print(f"coatcheck: there are more; these are the first {len(records)}", file=sys.stderr)
+        print(f"coatcheck: there are more; go on with --after {more.hex()}", file=sys.stderr)
     if arguments.json:
         print_json([facts_of(record, now_ms) for record in records])
         return 0

@@ -6,7 +6,7 @@ import argparse
 import os
 import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from coatcheck.core.policy import duration_ms
 from coatcheck.stores.url import shown
@@ -16,6 +16,17 @@ STORE_DEFAULT = "sqlite:///coatcheck.db"
 
 # A hundred years: no store has anything older, and what goes back far enough is no date any more.
 AGE_MS_MAX = 100 * 366 * 24 * 3_600_000
+
+
+class Parser(argparse.ArgumentParser):
+    """As the original, but a store that is named in the wrong place keeps its password."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong, with the usage, and exit."""
+        super().error(_url.sub(lambda found: shown(found[0]), message))
+
+
+_url = re.compile(r"\w[\w+.-]*://\S*")
 
 
 class Command(NamedTuple):
@@ -54,6 +65,13 @@ def whole_number(smallest: int, largest: int) -> Callable[[str], int]:
         return value
 
     return number
+
+
+def whole_id(text: str) -> bytes:
+    """*text* as the id of an operation."""
+    if re.fullmatch("[0-9a-f]{32}", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an id: it has 32 digits, 0-9 and a-f")
+    return bytes.fromhex(text)
 
 
 def duration(text: str) -> int:

@@ -1,7 +1,8 @@
 """Functions of the application's that are called, and not awaited.
 
 An async one would give a coroutine: a key made of that is another one with every retry, and an
-archive that only gives one has archived nothing.
+archive that only gives one has archived nothing. And what cannot be called would fail with every
+request: both are found when they are given.
 """
 
 from __future__ import annotations
@@ -9,6 +10,13 @@ from __future__ import annotations
 import inspect
 
 from coatcheck.errors import Misconfigured
+
+
+def check_function(name: str, function: object) -> None:
+    """Refuse what was given as *name*, unless it can be called, and need not be awaited."""
+    if not callable(function):
+        raise Misconfigured(f"{name}= is a {type(function).__name__}; it is a function")
+    refuse_async(name, function)
 
 
 def refuse_async(name: str, function: object) -> None:

@@ -91,7 +91,8 @@ class Policy:
     key_chars_max: int = 255
     # The largest request body; from 1 MiB on it is kept in a temporary file, not in memory.
     body_bytes_max: int = 64 * MIB
-    # The largest response that is kept; larger ones reach the first caller only.
+    # The largest response, or result of a function, that is kept; larger ones reach the first
+    # caller only.
     response_bytes_max: int = 8 * MIB
     # Keys one caller may have within one window, counted in each process; None: no limit.
     live_keys_max: int | None = None

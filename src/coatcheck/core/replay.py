@@ -46,6 +46,9 @@ _TRANSIENT = frozenset({408, 425, 429})
 # Refused before any work, for a reason the client corrects and tries again with the same key.
 _AT_THE_DOOR = frozenset({401, 403, 407, 413, 415})
 
+# RFC 9110 §15: nothing follows the headers of these.
+NO_CONTENT = frozenset({204, 205, 304})
+
 _CLIENT_ERROR = 400
 _SERVER_ERROR = 500
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, Self
 
 from coatcheck.demo.display import Display
 from coatcheck.demo.story import Guard, Outcome, tell
@@ -30,7 +33,10 @@ def run(
     directory = _empty_directory(keep)
     display = Display(sys.stderr if as_json else sys.stdout)
     try:
-        outcome = tell(orders=orders, seed=seed, directory=directory, display=display, guard=guard)
+        with _Interrupts():
+            outcome = tell(
+                orders=orders, seed=seed, directory=directory, display=display, guard=guard
+            )
     except RuntimeError as error:
         sys.stderr.write(f"coatcheck: {error}\n")
         return 1
@@ -43,6 +49,37 @@ def run(
     if as_json:
         sys.stdout.write(json.dumps(_facts(outcome), indent=2) + "\n")
     return 0 if outcome.promise_held else 1
+
+
+class _Interrupts:
+    """
+    Ends with `KeyboardInterrupt` whatever Ctrl-C came into, however that has ended.
+
+    Python raises it between any two instructions. Between those that take and release a lock, what
+    comes out of them is another error; and in a finalizer it is told to nobody.
+    """
+
+    def __init__(self) -> None:
+        self._have_come = False
+        self._is_ours = False
+
+    def __enter__(self) -> Self:
+        # Else somebody else has decided what it means: a shell ignores it for what runs behind.
+        is_plain = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if is_plain and threading.current_thread() is threading.main_thread():
+            self._is_ours = True
+            signal.signal(signal.SIGINT, self._notice)
+        return self
+
+    def _notice(self, number: int, frame: FrameType | None) -> None:
+        self._have_come = True
+        signal.default_int_handler(number, frame)
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self._have_come:
+            raise KeyboardInterrupt
 
 
 def _empty_directory(wanted: Path | None) -> Path:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
 from coatcheck.core.flow import Flow
-from coatcheck.core.not_awaited import refuse_async
+from coatcheck.core.not_awaited import check_function
 from coatcheck.core.policy import Policy
 from coatcheck.core.record import Record
 from coatcheck.core.replay import Response
@@ -67,7 +67,7 @@ class AsyncEngine(AsyncDriver):
         self, *, key: Callable[..., object], scope: str = "", policy: Policy | None = None
     ) -> Callable[[Callable[P, Awaitable[T]]], Callable[P, Awaitable[T]]]:
         """Make every call of a function a guarded one; *key* takes the same arguments (K4)."""
-        refuse_async("key", key)
+        check_function("key", key)
 
         def decorate(function: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
             label = scope or name_of(function)
@@ -118,7 +118,7 @@ class AsyncEngine(AsyncDriver):
                 result, standing = await self._execute(flow, held, call, ticket, policy)
                 is_in_call = False
                 if standing is None:
-                    ending = ending_of_result(ticket, result)
+                    ending = ending_of_result(ticket, result, policy)
                     response = ending.response
                     answer = await self.advance(flow, policy, ending)
                 else:
@@ -285,7 +285,7 @@ class AsyncEngine(AsyncDriver):
                 answer = await self.advance(flow, policy, within=within)
                 if isinstance(answer, Execute):
                     result = await self._call_within(within, flow, answer.claim, call, policy)
-                    ending = ending_of_result(ticket, result)
+                    ending = ending_of_result(ticket, result, policy)
                     response = ending.response
                     answer = await self.advance(flow, policy, ending, within=within)
             except Exception as error:

@@ -8,16 +8,38 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from heapq import heappop, heappush
 
 # The quietest callers are forgotten first, which frees them.
 CALLERS_MAX = 10_000
+
+
+class _Keys:
+    """The keys of one caller; routes have windows of their own, so the first may end last."""
+
+    __slots__ = ("_ends", "_ids")
+
+    def __init__(self) -> None:
+        self._ids: set[bytes] = set()
+        self._ends: list[tuple[int, bytes]] = []  # a heap: the next to end comes first
+
+    def admit(self, id: bytes, *, now_ms: int, ends_ms: int, keys_max: int) -> bool:
+        while self._ends and self._ends[0][0] <= now_ms:
+            self._ids.discard(heappop(self._ends)[1])
+        if id in self._ids:
+            return True
+        if len(self._ids) >= keys_max:
+            return False
+        self._ids.add(id)
+        heappush(self._ends, (ends_ms, id))
+        return True
 
 
 class Crowd:
     """When the windows of each caller's keys end, as this process saw them begin."""
 
     def __init__(self) -> None:
-        self._callers: OrderedDict[str, dict[bytes, int]] = OrderedDict()
+        self._callers: OrderedDict[str, _Keys] = OrderedDict()
         self._mutex = threading.Lock()
 
     def admits(self, caller: str, id: bytes, *, now_ms: int, ends_ms: int, keys_max: int) -> bool:
@@ -27,13 +49,10 @@ class Crowd:
         Counted before it runs, because a flood comes at once; and once, however often it is tried.
         """
         with self._mutex:
-            keys = self._callers.setdefault(caller, {})
+            keys = self._callers.get(caller)
+            if keys is None:
+                keys = self._callers[caller] = _Keys()
             self._callers.move_to_end(caller)
             while len(self._callers) > CALLERS_MAX:
                 self._callers.popitem(last=False)
-            while keys and keys[oldest := next(iter(keys))] <= now_ms:
-                del keys[oldest]
-            if id not in keys and len(keys) >= keys_max:
-                return False
-            keys.setdefault(id, ends_ms)
-            return True
+            return keys.admit(id, now_ms=now_ms, ends_ms=ends_ms, keys_max=keys_max)

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 from coatcheck.core.call import fingerprint_of_call
 from coatcheck.core.flow import Effect
 from coatcheck.core.key import reference_of
-from coatcheck.core.not_awaited import refuse_async
+from coatcheck.core.not_awaited import check_function
 from coatcheck.core.policy import Policy, changed
 from coatcheck.core.problem import Problem, problem
 from coatcheck.core.record import (
@@ -90,7 +90,9 @@ class Desk:
         self._observers = observing(observers)
         self._store = store
         self._sweep_every_s = every("sweep_every_s", sweep_every_s)
-        refuse_async("archive", archive)
+        for name, function in (("clock", clock), ("archive", archive)):
+            if function is not None:
+                check_function(name, function)
         self._archive = archive
         self._bell = bell_of(store)
         # What the heart does beside its own work, at each beat; none of it may take long.
@@ -361,7 +363,8 @@ def ending_of_reconcile(answer: object, *, as_value: bool) -> Ending:
         case Unknown():
             return Ending(Fate.DOUBT)
         case _:
-            logger.error("reconcile answered %r, not Happened, DidNotHappen or Unknown", answer)
+            kind = type(answer).__name__  # not what it is: often all that a provider has told
+            logger.error("reconcile answered a %s, not Happened, DidNotHappen or Unknown", kind)
             return Ending(Fate.DOUBT)
 
 

@@ -21,6 +21,7 @@ from coatcheck.engine.heart import Heart
 from coatcheck.engine.held import Held
 from coatcheck.engine.patience import Patience
 from coatcheck.engine.reconciler import RECOVER_EVERY_S, Reconciler
+from coatcheck.engine.settings import check_keyring
 from coatcheck.engine.sweeping import Archive
 from coatcheck.engine.together import Lender
 from coatcheck.engine.transaction import Transaction
@@ -66,6 +67,7 @@ class Driver:
             )
         if archive is not None:
             refuse_archive(store)
+        check_keyring(keyring)
         self._transactions = None if transactions is None else source_of(transactions)
         opened = open_store(store) if isinstance(store, str) else store
         self.store = AtRest(opened, keyring) if keyring or compress else opened

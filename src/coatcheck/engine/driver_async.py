@@ -28,6 +28,7 @@ from coatcheck.engine.heart import Heart
 from coatcheck.engine.held import Held
 from coatcheck.engine.patience import Patience
 from coatcheck.engine.reconciler import RECOVER_EVERY_S, Reconciler
+from coatcheck.engine.settings import check_keyring
 from coatcheck.engine.sweeping import Archive
 from coatcheck.engine.together import Lender
 from coatcheck.engine.transaction_async import AsyncTransaction
@@ -71,6 +72,7 @@ class AsyncDriver:
             )
         if archive is not None:
             refuse_archive(store if isinstance(store, str) else store.blocking)
+        check_keyring(keyring)
         self._transactions = None if transactions is None else source_of(transactions)
         self.store = open_async_store(store) if isinstance(store, str) else store
         if keyring or compress:  # in the writing thread, because it takes its time

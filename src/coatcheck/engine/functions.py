@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import sys
 from collections.abc import Callable
 from http import HTTPStatus
+from pathlib import Path
 from types import (
     AsyncGeneratorType,
     CoroutineType,
@@ -19,6 +21,7 @@ from types import (
 from typing import Any, TypeVar
 
 from coatcheck.core.not_awaited import refuse_awaitable
+from coatcheck.core.policy import Policy
 from coatcheck.core.replay import Fate, encode_value
 from coatcheck.core.serve import Ending, Ticket
 from coatcheck.errors import Misconfigured
@@ -38,7 +41,24 @@ def name_of(function: Callable[..., object]) -> str:
         raise Misconfigured(
             "a lambda has no name, and its keys would be those of every other one: give it a scope="
         )
-    return f"{named.__module__}.{named.__qualname__}"
+    return f"{_module_of(named)}.{named.__qualname__}"
+
+
+# What a module is called that is run, and not imported; the other one by `multiprocessing`, in the
+# processes that it spawns.
+_RUN = ("__main__", "__mp_main__")
+
+
+def _module_of(named: Any) -> str:  # noqa: ANN401 - whatever can be called
+    """The module of *named*, by the name that whoever imports it knows: it may be a worker."""
+    name: str = named.__module__
+    if name not in _RUN:
+        return name
+    module = sys.modules.get(name)
+    spec, file = getattr(module, "__spec__", None), getattr(module, "__file__", None)
+    if spec is not None:  # python -m shop.jobs
+        return str(spec.name)
+    return name if file is None else Path(file).stem  # typed in, or python jobs.py
 
 
 def arguments_of(call: functools.partial[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -64,6 +84,8 @@ def key_of_call(found: object) -> str:
     """
     if isinstance(found, str):
         return found
+    if isinstance(found, bytes):  # as messages and headers have theirs: their text, not Python's
+        return found.decode("utf-8", "surrogateescape")
     refuse_awaitable("key", found)
     kind = type(found)
     if kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__:
@@ -71,14 +93,15 @@ def key_of_call(found: object) -> str:
     return "" if found is None else str(found)
 
 
-def ending_of_result(ticket: Ticket, result: object) -> Ending:
+def ending_of_result(ticket: Ticket, result: object, policy: Policy) -> Ending:
     """What a guarded function's *result* means for its claim."""
-    response = encode_value(result)
+    response, why = encode_value(result), "neither JSON nor bytes"
+    if response is not None and len(response) > policy.response_bytes_max:
+        response, why = None, f"over response_bytes_max, which is {policy.response_bytes_max:,}"
     if response is None:
         logger.error(
-            "%s returned a %s, which is neither JSON nor bytes: it is not kept, and a retry is "
-            "told so",
-            *(ticket.label, type(result).__name__),
+            "%s returned a %s, which is %s: it is not kept, and a retry is told so",
+            *(ticket.label, type(result).__name__, why),
         )
     return Ending(Fate.KEEP, response)
 

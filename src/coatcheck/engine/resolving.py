@@ -113,7 +113,7 @@ class Case:
         if isinstance(result, Happened):
             return ending_of_reconcile(result, as_value=as_value)
         if as_value or not self._seen.record.label:
-            return ending_of_result(self.ticket, result)
+            return ending_of_result(self.ticket, result, self.policy)
         logger.error(
             "%s is a request, and was answered with a %s, not with Happened(status, headers, "
             "body): it is not kept, and a retry is told so",

@@ -7,16 +7,24 @@ from collections.abc import Iterable
 
 from coatcheck.core.not_awaited import refuse_async
 from coatcheck.errors import Misconfigured
+from coatcheck.stores.at_rest import KeyRing
 from coatcheck.telemetry import Observer
 
 
 def secret_of(secret: object) -> bytes:
     """*secret* as bytes."""
     if isinstance(secret, str):
-        return secret.encode()
+        return secret.encode("utf-8", "surrogatepass")  # what a variable holds need not be UTF-8
     if not isinstance(secret, bytes):
         raise Misconfigured(f"secret is a {type(secret).__name__}; it is text or bytes")
     return secret
+
+
+def check_keyring(keyring: object) -> None:
+    """Refuse what seals nothing: it would show when work is done, and cannot be written down."""
+    if keyring is not None and not isinstance(keyring, KeyRing):
+        kind = type(keyring).__name__
+        raise Misconfigured(f"keyring is a {kind}; it is a KeyRing: write KeyRing({{name: key}})")
 
 
 def every(name: str, seconds: object) -> float | None:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
 from coatcheck.core.flow import Flow
-from coatcheck.core.not_awaited import refuse_async
+from coatcheck.core.not_awaited import check_function
 from coatcheck.core.policy import Policy
 from coatcheck.core.record import Record
 from coatcheck.core.replay import Response
@@ -85,7 +85,7 @@ class Engine(Driver):
         self, *, key: Callable[..., object], scope: str = "", policy: Policy | None = None
     ) -> Callable[[Callable[P, T]], Callable[P, T]]:
         """Make every call of a function a guarded one; *key* takes the same arguments (K4)."""
-        refuse_async("key", key)
+        check_function("key", key)
 
         def decorate(function: Callable[P, T]) -> Callable[P, T]:
             label = scope or name_of(function)
@@ -133,7 +133,7 @@ class Engine(Driver):
                 result, standing = self._execute(flow, held, call, ticket, policy)
                 is_in_call = False
                 if standing is None:
-                    ending = ending_of_result(ticket, result)
+                    ending = ending_of_result(ticket, result, policy)
                     response = ending.response
                     answer = self.advance(flow, policy, ending)
                 else:
@@ -322,7 +322,7 @@ class Engine(Driver):
                 answer = self.advance(flow, policy, within=within)
                 if isinstance(answer, Execute):
                     result = self._call_within(within, flow, answer.claim, call, policy)
-                    ending = ending_of_result(ticket, result)
+                    ending = ending_of_result(ticket, result, policy)
                     response = ending.response
                     answer = self.advance(flow, policy, ending, within=within)
             except Exception as error:

@@ -13,6 +13,7 @@ from coatcheck.core.key import reference_of
 from coatcheck.core.policy import Policy
 from coatcheck.core.problem import Problem, problem
 from coatcheck.core.replay import (
+    NO_CONTENT,
     Headers,
     Response,
     decode_response,
@@ -69,9 +70,6 @@ def refused(refusal: Problem, policy: Policy) -> Response:
     return Response(refusal.status, headers, body)
 
 
-_NO_CONTENT = frozenset({204, 205, 304})
-
-
 def replayed(replay: Replay, ticket: Ticket, policy: Policy, accept_encoding: bytes) -> Response:
     """The answer on the wire for a replay."""
     names, blob = (policy.replayed_name, policy.reference_name), replay.response
@@ -97,7 +95,7 @@ def _replayed(
     if response is None:
         return None
     headers = list(response.headers)
-    if response.status not in _NO_CONTENT:
+    if response.status not in NO_CONTENT:
         headers.append((b"content-length", str(len(response.body)).encode()))
     headers.append((names[0], b"true"))
     headers.append((names[1], reference_of(id).encode()))
@@ -120,7 +118,7 @@ def header_of(headers: Headers, name: bytes) -> bytes:
 
 def has_length(response: Response) -> bool:
     """Its end can be told: it has no content, or says how long it is."""
-    return response.status in _NO_CONTENT or bool(header_of(response.headers, b"content-length"))
+    return response.status in NO_CONTENT or bool(header_of(response.headers, b"content-length"))
 
 
 def body_too_large(policy: Policy) -> Problem:

@@ -14,7 +14,7 @@ from coatcheck.core.policy import Policy
 from coatcheck.core.problem import Problem
 from coatcheck.server.answers import body_too_large
 from coatcheck.server.body import Body
-from coatcheck.server.request import Request
+from coatcheck.server.request import Request, escaped
 
 AsgiScope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
@@ -47,9 +47,12 @@ async def read(
 def request_of(asgi_scope: AsgiScope, fields: dict[bytes, bytes], body: Body) -> Request:
     """The request in *asgi_scope*."""
     raw_path = asgi_scope.get("raw_path")
-    path = asgi_scope["path"] if raw_path is None else raw_path.decode("latin-1")
-    if "%" in path and raw_path is not None:
-        path = _each_escape(_normal, path)
+    if raw_path is None:  # then what was escaped is not any more, and may have line breaks in it
+        path = escaped(asgi_scope["path"].encode("utf-8", "surrogatepass"))
+    else:
+        path = raw_path.decode("latin-1")
+        if "%" in path:
+            path = _each_escape(_normal, path)
     return Request(
         asgi_scope["method"].upper(),
         path,

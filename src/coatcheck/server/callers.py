@@ -3,20 +3,22 @@
 Ready ones for credentials, certificates, the framework's user, a cookie and the client's address.
 Each gives a text that is digested before it goes anywhere, so none of them is ever stored in clear.
 Write your own as `def caller(request: Request) -> str`; the same person must give the same text
-with each retry, also after a token was refreshed. None means that it does not know, as "" does:
-then the default counts, so that all who bring nothing are not one caller.
+with each retry, also after a token was refreshed. Bytes, as headers are, count as their text. None
+means that it does not know, as "" does: then the default counts, so that all who bring nothing are
+not one caller.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, TypeAlias
+from uuid import UUID
 
 from coatcheck.errors import Misconfigured
 from coatcheck.server.request import Request
 
 # What `caller=` takes: a function of the request. None: it does not know, and the default counts.
-Caller: TypeAlias = Callable[[Request], str | None]
+Caller: TypeAlias = Callable[[Request], str | bytes | int | UUID | None]
 
 
 # Those of the headers below that may be an application's, and the same for all of its users: its

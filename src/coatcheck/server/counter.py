@@ -16,7 +16,7 @@ from uuid import UUID
 
 from coatcheck.core.fingerprint import fingerprint_of
 from coatcheck.core.key import Key, Malformed, parse_key, reference_of
-from coatcheck.core.not_awaited import refuse_async, refuse_awaitable
+from coatcheck.core.not_awaited import check_function, refuse_awaitable
 from coatcheck.core.policy import Policy
 from coatcheck.core.problem import COOKIE_IS_COMPARED, Problem, problem
 from coatcheck.core.record import Record
@@ -24,6 +24,7 @@ from coatcheck.core.replay import Response
 from coatcheck.core.scope import SCOPE_CHARS, caller_digest, operation_id
 from coatcheck.core.serve import Refuse, Replay, Ticket
 from coatcheck.engine.desk import Desk
+from coatcheck.engine.functions import key_of_call
 from coatcheck.errors import Misconfigured
 from coatcheck.server.answers import refused, replayed
 from coatcheck.server.callers import (
@@ -37,7 +38,11 @@ from coatcheck.server.callers import (
 from coatcheck.server.request import Request
 from coatcheck.server.status import Asked, accepted, status_of, token_of
 
-NaturalKey: TypeAlias = Callable[[Request], str]
+# What `key=` takes: a function of the request. None or "": it has no key.
+NaturalKey: TypeAlias = Callable[[Request], object]
+
+# 200: what went wrong fits many times. What is told of it may repeat all that the client has sent.
+REASON_CHARS_MAX = 200
 
 
 class Counter:
@@ -50,8 +55,9 @@ class Counter:
         key: NaturalKey | None,
         is_by_host: Callable[[], bool],
     ) -> None:
-        refuse_async("caller", caller)
-        refuse_async("key", key)
+        for name, function in (("caller", caller), ("key", key)):
+            if function is not None:
+                check_function(name, function)
         self.desk = desk
         self._is_by_host = is_by_host  # whether the application answers by the host it is asked as
         self._caller = caller
@@ -75,12 +81,11 @@ class Counter:
         if self._key is None:
             return None
         try:
-            found: object = self._key(request)
-            refuse_awaitable("key", found)
-            key = "" if found is None else str(found)
+            key = key_of_call(self._key(request))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             # The function did not find a key in what the client sent: the client's mistake.
-            return problem("key-invalid", reason=f"no key can be found in the request: {error!r}")
+            why = f"{type(error).__name__}: {error}"[:REASON_CHARS_MAX]
+            return problem("key-invalid", reason=f"no key can be found in the request: {why}")
         if not key:
             return problem("key-missing", reason=policy.key_header) if policy.required else None
         if len(key) > policy.key_chars_max:
@@ -218,13 +223,17 @@ def _unnamed(template: str) -> str:
 
 
 def _text_of(found: object) -> str | None:
-    """What a `caller=` function has found; numbers are the likeliest of all."""
+    """What a `caller=` function has found; numbers and headers are the likeliest of all."""
+    if isinstance(found, bytes):
+        found = found.decode("latin-1")  # as `callers.api_key` has it
     if found is None or isinstance(found, str):
         return found or None
     if isinstance(found, (int, UUID)):
         return str(found)
     refuse_awaitable("caller", found)
-    raise Misconfigured(f"caller= returned {found!r}; it is to return a text, or None")
+    # Not what it is: that may be a credential, and this is logged.
+    kind = type(found).__name__
+    raise Misconfigured(f"caller= returned a {kind}; it is to return a text, or None")
 
 
 def _location(token: str, policy: Policy, request: Request) -> str:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 from coatcheck.core.replay import Headers
 from coatcheck.server.body import Body
@@ -37,12 +38,19 @@ class Request:
         return json.loads(b"".join(self.body.chunks()))
 
 
+def escaped(path: bytes) -> str:
+    """*path* as clients write it, of which the server tells only what it means."""
+    return quote(path, "/:@!$&'()*+,;=")  # RFC 3986 §3.3: what stands for itself
+
+
 def fields_of(headers: Headers) -> dict[bytes, bytes]:
-    """*headers* by name; several lines of one name joined, as RFC 9110 §5.3 does it."""
+    """*headers* by name; lines of one name joined as RFC 9110 §5.3 says, cookies as 9113 does."""
     lines: dict[bytes, list[bytes]] = {}
     for name, value in headers:
         lines.setdefault(name, []).append(value)
-    return {name: b", ".join(values) for name, values in lines.items()}
+    return {
+        name: (b"; " if name == b"cookie" else b", ").join(values) for name, values in lines.items()
+    }
 
 
 def lines_of(name: bytes, headers: Headers) -> Sequence[bytes]:

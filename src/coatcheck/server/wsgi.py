@@ -68,7 +68,10 @@ class IdempotencyMiddleware:
         if engine is not None and any(one is not None for one in given):
             raise Misconfigured("engine= brings its own store, policy and secret; give only it")
         if not isinstance(engine, Engine | None):
-            raise Misconfigured(f"this middleware needs an Engine or a store, not {engine!r}")
+            # Not what it is: a URL may have a password in it.
+            raise Misconfigured(
+                f"engine is a {type(engine).__name__}; it is an Engine, and store= takes URLs"
+            )
         self.app = app
         self.engine = engine or Engine(
             store or "sqlite:///coatcheck.db", policy, secret=secret, transactions=transactions

@@ -84,6 +84,9 @@ class AcceptingVisit(Visit):
         super().__init__(guard, request, start_response, ticket=ticket, policy=policy)
         self._threads = guard.threads
         self._told: Future[Told] = Future()  # whoever is first to set it, answers
+        # Whether the end of the claim is being written, with an answer that follows it.
+        self._is_settled = False
+        self._mutex = threading.Lock()
         self._unclosed: Iterable[bytes] = ()
 
     # --- the server's thread --------------------------------------------------------------------
@@ -154,19 +157,23 @@ class AcceptingVisit(Visit):
         return super()._give(claim, response, said, rest)
 
     def _ending(self, *, is_whole: bool) -> tuple[Response, Ending]:
+        with self._mutex:  # what is kept goes by whether the client was told to ask for it
+            self._is_settled, is_accepted = True, self._told.done()
         response, ending = super()._ending(is_whole=is_whole)
-        if is_whole and self._told.done():
+        if is_whole and is_accepted:
             ending = ending_of_accepted(response, self._policy)
         return response, ending
 
     # --- either ---------------------------------------------------------------------------------
 
     def accept(self) -> None:
-        """Tell the client to ask later; nothing if it was told anything already."""
+        """Tell the client to ask later; nothing if its answer is on its way."""
         started = Started()
         said = respond(started, self._accepted(self._claim))
-        # The request's body is still read, and not closed with this answer.
-        self._tell(Told(started, Said(b"".join(said), (), (), Body())))
+        with self._mutex:
+            if not self._is_settled:
+                # The request's body is still read, and not closed with this answer.
+                self._tell(Told(started, Said(b"".join(said), (), (), Body())))
 
     def _tell(self, told: Told) -> bool:
         try:

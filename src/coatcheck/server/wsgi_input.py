@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import io
 from typing import Any, TypeAlias
-from urllib.parse import quote
 
 from coatcheck.core.policy import Policy
 from coatcheck.core.problem import Problem, problem
 from coatcheck.server.answers import body_too_large
 from coatcheck.server.body import CHUNK_BYTES, Body
-from coatcheck.server.request import Request
+from coatcheck.server.request import Request, escaped
 
 Environ: TypeAlias = dict[str, Any]
 
@@ -89,7 +88,7 @@ def request_of(environ: Environ, body: Body) -> Request:
     path = environ.get("SCRIPT_NAME", "") + environ.get("PATH_INFO", "")
     return Request(
         environ["REQUEST_METHOD"].upper(),
-        quote(path.encode("latin-1")),
+        escaped(path.encode("latin-1")),
         environ.get("QUERY_STRING", "").encode("latin-1"),
         _fields_of(environ),
         body,

@@ -16,7 +16,7 @@ from coatcheck.server.status import token_of
 from .api import ORDER, Api, Headers, Response, until
 from .conftest import OpenApi
 from .doubles import Faulty
-from .shop import Gate, in_turn, says
+from .shop import Call, Gate, Said, in_turn, says
 
 ASYNC = ("Prefer", "respond-async")
 ADA, EVE = [("Cookie", "session=ada")], [("Cookie", "session=eve")]
@@ -335,3 +335,27 @@ def test_a_transaction_has_no_address(open_api: OpenApi, tmp_path):
     gate.open()
     assert first.result(20).status == 201
     assert api.post().is_replay
+
+
+def test_who_is_told_to_ask_later_has_something_to_ask_for(open_api: OpenApi, new_store):
+    """L10: also where it is told so in the moment in which a refusal at the door is forgotten."""
+    store = Faulty(new_store())
+    api = open_api(store=store, in_flight="202")
+    refused = says(403, b"not you")
+
+    def refuse(call: Call) -> Said:
+        operation = call.operation
+        assert operation is not None
+
+        def lose_patience(_swaps: object) -> None:
+            store.before = len
+            operation.accept()
+
+        store.before = lose_patience
+        return refused(call)
+
+    api.shop.answers["/orders"] = refuse
+    response = api.post()
+    assert (response.status, response.body) == (403, b"not you")
+    assert api.post().status == 403
+    assert api.effects() == 2

@@ -219,6 +219,27 @@ def test_a_natural_key_that_cannot_be_found_is_the_clients_mistake(open_api: Ope
     assert api.shop.effects == []
 
 
+def test_what_is_told_of_a_natural_key_that_cannot_be_found_is_short(open_api: OpenApi):
+    """K3, K4, X2: whatever was sent is not sent back."""
+    api = open_api(key=order_number, required=True)
+    refused = api.post(None, body=b"\xff" * 100_000)
+    assert (refused.status, refused.code) == (400, "key-invalid")
+    assert len(refused.body) < 1_000
+
+
+def test_a_header_that_is_not_there_is_no_natural_key(open_api: OpenApi):
+    """K4: a header's value is bytes, and no bytes are not a key that all such requests share."""
+    api = open_api(key=lambda request: request.header(b"x-event"))
+    for _ in range(2):
+        assert api.post(None).status == 201
+    assert api.effects() == 2
+    assert api.records() == []
+    for _ in range(2):
+        answer = api.post(None, headers=[("X-Event", "e-7")])
+    assert answer.is_replay
+    assert api.record(answer.reference).key == "e-7"
+
+
 def test_a_natural_key_has_the_limits_of_any_other(open_api: OpenApi):
     """K4, X2."""
     api = open_api(key=order_number)

@@ -256,3 +256,20 @@ def test_a_credential_in_any_usual_header_is_a_credential(api: Api, name: str):
     other = api.post(headers=[(name, "bob")])
     assert not other.is_replay
     assert other.body != first.body
+
+
+def test_a_header_s_value_names_a_caller_as_its_text_does(open_api: OpenApi):
+    """S2: a function of the application's own need not know that headers are bytes."""
+    one = open_api(caller=lambda request: request.header(b"x-user"))
+    first = one.post("k-1", headers=[("X-User", "alice")])
+    assert not one.post("k-1", headers=[("X-User", "bob")]).is_replay
+    other = open_api(caller=callers.api_key("X-User"), shop=one.shop)
+    assert other.post("k-1", headers=[("X-User", "alice")]).body == first.body
+    assert one.effects() == 2
+    assert one.post("k-1").status == 201  # nobody's, so the default counts
+
+
+def test_every_adapter_calls_a_path_what_its_client_did(api: Api):
+    """S1: an application that moves from one to the other keeps its keys."""
+    for sent in ("/orders/7:pay", "/orders/a@b,c;v=1/x!$&'()*+=", "/orders/a%20b%C3%BC"):
+        assert api.record(api.post("k-1", path=sent).reference).label == f"POST {sent}"
