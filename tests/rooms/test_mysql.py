@@ -142,7 +142,7 @@ def in_every_way(url, key, result=None, connection=None):
         ("mysql://ann:s3cret@host/shop/orders", "must be mysql://user"),
         ("mysql://ann:s3#cret@host/shop", "'#' as %23"),
         ("mysql://ann:s3cret@host:many/shop", "must be mysql://user"),
-        ("mysql://ann:s3cret@host/shop?compakt=1", "compakt=1 is no option; there are table="),
+        ("mysql://ann:s3cret@host/shop?compakt=1", "compakt=… is no option; there are table="),
         ("mysql://ann:s3cret@host/shop?compact=yes", "compact=yes"),
         ("mysql://ann:s3cret@host/shop?timeout=soon", "timeout: 'soon' is not a duration"),
         ("mysql://ann:s3cret@host/shop?timeout=0s", "leaves no time"),

@@ -109,7 +109,7 @@ def test_a_url_names_a_relative_or_an_absolute_file(tmp_path: Path, monkeypatch)
         ("sqlite:///", "names no file"),
         ("sqlite:///:memory:", "memory://"),
         ("sqlite:///orders#1.db", "%23"),
-        ("sqlite:///orders.db?compakt=1", "compakt=1 is no option; there are compact=0 or 1"),
+        ("sqlite:///orders.db?compakt=1", "compakt=… is no option; there are compact=0 or 1"),
         ("sqlite:///orders.db?compact=yes", "compact=yes"),
         ("sqlite:///orders.db?busy_timeout=soon", "busy_timeout: 'soon' is not a duration"),
     ],

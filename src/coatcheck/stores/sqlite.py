@@ -29,7 +29,7 @@ from coatcheck.stores.migration import Migration
 from coatcheck.stores.sqlite_file import findings_about, identity_of, in_turn
 from coatcheck.stores.sqlite_ledger import ledger_for
 from coatcheck.stores.sqlite_line import Line
-from coatcheck.stores.url import seconds_of, shown
+from coatcheck.stores.url import no_option, seconds_of, shown
 
 _GONE = "it was deleted or replaced while in use; restart whoever uses it"
 # 5 s: thousands of commits of others. Who has waited that long for a lock is better told so.
@@ -323,8 +323,9 @@ def _options(query: str) -> _Options:
         elif name == "busy_timeout":
             options["busy_timeout_s"] = seconds_of(f"sqlite: {name}", value)
         else:
+            told = no_option("sqlite", name, value, ("compact",))
             raise Misconfigured(
-                f"sqlite: {name}={value} is no option; there are compact=0 or 1 (keep only "
-                "digests) and busy_timeout=5s (how long to wait while others write)"
+                f"{told}; there are compact=0 or 1 (keep only digests) and busy_timeout=5s (how "
+                "long to wait while others write)"
             )
     return options
