@@ -10,6 +10,7 @@ Invariant: a commit is sent only behind an end that fails unless it finds its cl
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
@@ -33,9 +34,14 @@ from coatcheck.stores.ledger import Dialect, Statement
 from coatcheck.stores.postgres_ledger import OwnAsyncConnection, OwnConnection
 
 _HAS_PIPELINES = Pipeline.is_supported()
+# 1 s: what was left running is mostly short, and who asked waits for us.
+_BUSY_S_MAX = 1.0
 _NUMBERS = count(1)
 # What a session keeps of ours: texts, and their names there.
 _KEPT: WeakKeyDictionary[Any, dict[str, bytes]] = WeakKeyDictionary()
+
+
+_BUSY = "the handler has left a statement running on its connection, or a stream() half-read"
 
 
 class _Saying(NamedTuple):
@@ -65,6 +71,10 @@ class _Psycopg:
     def __init__(self, handle: Any) -> None:  # noqa: ANN401 - a connection of either kind
         self.handle = handle
         self._is_speaking = False  # in a pipeline of our own
+
+    def _drop(self) -> None:
+        """End the session, and all that is open in it: to `close` it may mean to give it back."""
+        self.handle.pgconn.finish()
 
     def is_over(self) -> bool:
         """The transaction was ended, as the server has said last."""
@@ -279,6 +289,8 @@ class PsycopgLent(_Psycopg, OneByOne):
 
     def end(self, statement: Statement) -> bool:
         """Execute *statement*, and commit where it affected one row; whether it did."""
+        if self._is_busy():
+            raise NotCommitted(_BUSY)
         if not self._may_end():
             return super().end(statement)
         with self.handle.lock:
@@ -290,11 +302,20 @@ class PsycopgLent(_Psycopg, OneByOne):
         self.handle.commit()
 
     def rollback(self) -> None:
-        """Undo; in a pipeline that was left open by ending the connection, see there."""
-        if self._is_in_pipeline():
-            self.handle.close()
+        """Undo; where a pipeline or a statement was left open, by ending the connection."""
+        if self._is_in_pipeline() or self._is_busy():
+            self._drop()
         else:
             self.handle.rollback()
+
+    def _is_busy(self) -> bool:
+        """Somebody is still on it; a `stream()` that is half-read is, until it is forgotten."""
+        lock = self.handle.lock
+        if not lock.locked():
+            return False
+        if is_free := lock.acquire(timeout=_BUSY_S_MAX):
+            lock.release()
+        return not is_free
 
 
 class PsycopgAsyncLent(_Psycopg, AsyncOneByOne):
@@ -323,6 +344,8 @@ class PsycopgAsyncLent(_Psycopg, AsyncOneByOne):
 
     async def end(self, statement: Statement) -> bool:
         """Execute *statement*, and commit where it affected one row; whether it did."""
+        if await self._is_busy():
+            raise NotCommitted(_BUSY)
         if not self._may_end():
             return await super().end(statement)
         async with self.handle.lock:
@@ -334,8 +357,20 @@ class PsycopgAsyncLent(_Psycopg, AsyncOneByOne):
 
     async def rollback(self) -> None:
         """Undo; as above."""
-        if self._is_in_pipeline():
-            await self.handle.close()
+        if self._is_in_pipeline() or await self._is_busy():
+            self._drop()
         else:
             await heard_out(self.handle)
             await self.handle.rollback()
+
+    async def _is_busy(self) -> bool:
+        """As above; one that nobody knows any more is ended by the event loop, a little later."""
+        lock = self.handle.lock
+        if not lock.locked():
+            return False
+        try:
+            await asyncio.wait_for(lock.acquire(), _BUSY_S_MAX)
+        except TimeoutError:
+            return True
+        lock.release()
+        return False
