@@ -103,6 +103,36 @@ def test_a_handler_may_open_transactions_of_the_drivers_within_ours(shop):
     assert shop.records() == 2
 
 
+# --- waiting ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache_size", [100, 0])
+def test_a_claim_waits_for_its_row_longer_than_the_application_lets_statements_take(
+    shop, cache_size
+):
+    """L3, L9: `command_timeout` is for its own statements; how long to wait is the policy's."""
+
+    async def main():
+        limits = {"command_timeout": 0.2, "statement_cache_size": cache_size}
+        async with lending(shop, **limits) as (_, engine), AsyncEngine(shop.store) as other:
+
+            async def lingers(number):
+                statement = "insert into orders values (%s)"
+                await current_operation().connection.execute(statement, (number,))
+                is_held.set()
+                await current_operation().connection.execute("select pg_sleep(0.8)")
+                return number
+
+            is_held = asyncio.Event()
+            first = asyncio.ensure_future(order(other, 1, lingers))
+            await is_held.wait()
+            assert await order(engine, 1) == 1  # which is a replay
+            assert await first == 1
+
+    asyncio.run(main())
+    assert (shop.orders(), shop.records()) == ([1], 1)
+
+
 # --- what a session keeps ---------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ not made as we know it, the driver does it all.
 from __future__ import annotations
 
 import asyncio
+from math import inf
 from secrets import token_hex
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -61,7 +62,8 @@ class AsyncpgLent(AsyncOneByOne):
         session._top_xact, transaction._state = transaction, TransactionState.STARTED  # noqa: SLF001 - as above
         is_new = claim.text not in kept
         try:
-            return _affected(await handle.execute(_begun(kept, claim)))
+            said = await handle.execute(_begun(kept, claim), timeout=_limit_s(claim))
+            return _affected(said)
         except InvalidSQLStatementNameError:
             # It was told to forget, or it is another one each time: that may happen once.
             _KEPT[session] = None
@@ -79,7 +81,8 @@ class AsyncpgLent(AsyncOneByOne):
 
     async def write(self, statement: Statement) -> int:
         """Execute *statement*; how many rows it affected."""
-        return _affected(await self.handle.execute(with_dollars(statement.text), *statement.values))
+        text, limit_s = with_dollars(statement.text), _limit_s(statement)
+        return _affected(await self.handle.execute(text, *statement.values, timeout=limit_s))
 
     def is_over(self) -> bool:
         """The transaction was ended, as the server has said last."""
@@ -132,6 +135,15 @@ def _kept_by(session: Any) -> dict[str, str] | None:  # noqa: ANN401 - of a driv
     if session is None or session._top_xact is not None or not session._stmt_cache_enabled:  # noqa: SLF001 - as above
         return None
     return _KEPT.setdefault(session, {})
+
+
+def _limit_s(statement: Statement) -> float | None:
+    """
+    How long *statement* may take; None: as long as the application has said.
+
+    A claim waits for whoever holds its row, which may be longer than that (`command_timeout`).
+    """
+    return None if statement.patience_s == inf else statement.patience_s
 
 
 def _affected(status: str) -> int:
