@@ -84,10 +84,6 @@ class AsyncpgLent(AsyncOneByOne):
         text, limit_s = with_dollars(statement.text), _limit_s(statement)
         return _affected(await self.handle.execute(text, *statement.values, timeout=limit_s))
 
-    def is_over(self) -> bool:
-        """The transaction was ended, as the server has said last."""
-        return self.is_closed() or not self.handle.is_in_transaction()
-
     def is_closed(self) -> bool:
         """It was closed, of which the driver does not tell who did it; a pool has it back then."""
         try:

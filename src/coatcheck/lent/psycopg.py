@@ -76,11 +76,6 @@ class _Psycopg:
         """End the session, and all that is open in it: to `close` it may mean to give it back."""
         self.handle.pgconn.finish()
 
-    def is_over(self) -> bool:
-        """The transaction was ended, as the server has said last."""
-        is_idle = self.handle.pgconn.transaction_status == TransactionStatus.IDLE
-        return self.is_closed() or is_idle
-
     def is_closed(self) -> bool:
         """Its handler has closed it, or left its block."""
         return self.handle.closed and not self.handle.broken
