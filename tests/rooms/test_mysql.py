@@ -1206,6 +1206,22 @@ def is_past(writer, count):
     return len(writer.acknowledged) > count
 
 
+def test_a_search_does_not_wait_for_a_server_that_was_frozen_before(own, own_url):
+    """D2: it may take a minute, but not to find out that nobody is there."""
+    with closing(open_store(f"{own_url}&timeout=1s")) as store:
+        store.swap([claim()])
+        assert len(store.find(Query()).records) == 1
+        own.kill(signal.SIGSTOP)
+        begun_s = time.monotonic()
+        try:
+            with pytest.raises(StoreUnavailable):
+                store.find(Query())
+        finally:
+            own.kill(signal.SIGCONT)
+        assert time.monotonic() - begun_s < 20
+        until(lambda: len(store.find(Query()).records) == 1)
+
+
 def test_a_server_that_becomes_read_only_is_an_outage_that_the_doctor_sees(own, own_url):
     """D2, D3: after a failover the old primary still answers, and knows nothing of the new one."""
     with somebody_else(own_url) as root:
