@@ -63,12 +63,18 @@ def seconds_of(what: str, value: str) -> float:
 
 @contextmanager
 def no_password_told(url: str) -> Iterator[None]:
-    """What is raised in here has no piece of the password in it, nor has what it came from."""
+    """
+    What is raised in here has no piece of the password in it, nor has what it came from.
+
+    What a driver or Python itself cannot take for a name, a number or a path is no crash.
+    """
     try:
         yield
-    except CoatcheckError as error:
+    except (CoatcheckError, ValueError) as error:
         if not _is_told(url, error):
-            raise
+            if isinstance(error, CoatcheckError):
+                raise
+            raise Misconfigured(f"{shown(url)} cannot be opened: {error}") from error
         kind = StoreUnavailable if isinstance(error, StoreUnavailable) else Misconfigured
     else:
         return
