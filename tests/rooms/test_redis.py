@@ -540,6 +540,20 @@ def test_what_was_acknowledged_survives_the_killing_of_the_server(opened, server
         assert list(store.get([record.id for record in acknowledged])) == acknowledged
 
 
+def test_what_somebody_else_has_put_under_a_key_takes_nobody_with_it(opened, server: Redis):
+    """D2: whoever is behind it in a batch is asked for alone, and not told what it was told."""
+    records = claims(0, 8)
+    ids = [record.id for record in records]
+    server.ask("LPUSH", b"coatcheck:{%b}" % ids[2].hex().encode(), "x")
+    server.ask("SET", b"coatcheck:{%b}" % ids[5].hex().encode(), "x")
+    with closing(opened(server.url)) as store:
+        _, errors = call_apart(store.swap, [claim(record) for record in records])
+        assert [place for place, error in enumerate(errors) if error] == [2, 5]
+        assert all(isinstance(errors[place], StoreUnavailable) for place in (2, 5))
+        found, _ = call_apart(store.get, ids)
+        assert [place for place, record in enumerate(found) if record is None] == [2, 5]
+
+
 def test_a_server_that_stops_answering_is_not_waited_for_for_ever(opened, server: Redis):
     """D2: a write that was sent may have taken effect, and a read changes nothing."""
     with closing(opened(f"{server.url}?timeout=200ms")) as store:

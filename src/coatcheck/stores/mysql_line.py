@@ -325,7 +325,7 @@ class Line:
         if self._reply_s is None:
             return False
         session.socket.settimeout(self._address.timeout_s)
-        return isinstance(session.ask(framed(query(b"do 0"))), Refusal)
+        return isinstance(session.ask(framed(query(b"select 1"))), Refusal)
 
     def _drop(self) -> None:
         session, self._session = self._session, None
