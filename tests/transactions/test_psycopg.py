@@ -353,6 +353,55 @@ def test_a_pipeline_that_the_handler_has_left_is_committed_with_the_rest(shop, c
     assert (shop.orders(), shop.records()) == ([1], 1)
 
 
+@THRESHOLDS
+def test_a_connection_that_the_handler_closes_is_not_lent_to_somebody_else_meanwhile(
+    shop, threshold
+):
+    """L9: a pool may take `close` for giving back; we have to roll back what was lent to us."""
+    options = {"min_size": 1, "max_size": 1, "close_returns": True}
+    kept = {"prepare_threshold": threshold}
+    with ConnectionPool(shop.place, kwargs=kept, **options) as pool:
+        with closing(Engine(shop.store, transactions=pool)) as engine:
+            with pytest.raises(NotCommitted, match="closed"):
+                engine.transaction("a", closes, 1, scope="orders")
+            for _ in range(2):
+                assert engine.transaction("a", insert, 1, scope="orders") == 1
+        with pool.connection() as connection:
+            assert "close" not in vars(connection)
+    assert (shop.orders(), shop.records()) == ([1], 1)
+
+
+def closes(number):
+    insert(number)
+    current_operation().connection.close()
+    return number
+
+
+@THRESHOLDS
+def test_neither_is_one_that_an_async_handler_closes(shop, threshold):
+    """L9."""
+
+    async def closes_async(number):
+        await insert_async(number)
+        await current_operation().connection.close()
+        return number
+
+    async def main():
+        options = {"min_size": 1, "max_size": 1, "close_returns": True, "open": False}
+        kept = {"prepare_threshold": threshold}
+        pool = AsyncConnectionPool(shop.place, kwargs=kept, **options)
+        async with pool, AsyncEngine(shop.store, transactions=pool) as engine:
+            with pytest.raises(NotCommitted, match="closed"):
+                await engine.transaction("a", closes_async, 1, scope="orders")
+            for _ in range(2):
+                assert await engine.transaction("a", insert_async, 1, scope="orders") == 1
+            async with pool.connection() as connection:
+                assert "close" not in vars(connection)
+
+    asyncio.run(main())
+    assert (shop.orders(), shop.records()) == ([1], 1)
+
+
 STREAMS = []
 
 
