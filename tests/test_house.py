@@ -46,6 +46,7 @@ THIRD_PARTY = {
     "lent/asyncpg.py": {"asyncpg"},
     "lent/psycopg.py": {"psycopg"},
     "lent/psycopg_answers.py": {"psycopg"},
+    "lent/psycopg_values.py": {"psycopg"},
 }
 DRIVERS = {
     "at": {"cryptography"},

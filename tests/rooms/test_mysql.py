@@ -142,7 +142,7 @@ def in_every_way(url, key, result=None, connection=None):
         ("mysql://ann:s3cret@host/shop/orders", "must be mysql://user"),
         ("mysql://ann:s3#cret@host/shop", "'#' as %23"),
         ("mysql://ann:s3cret@host:many/shop", "must be mysql://user"),
-        ("mysql://ann:s3cret@host/shop?compakt=1", "compakt=1 is no option; there are table="),
+        ("mysql://ann:s3cret@host/shop?compakt=1", "compakt=… is no option; there are table="),
         ("mysql://ann:s3cret@host/shop?compact=yes", "compact=yes"),
         ("mysql://ann:s3cret@host/shop?timeout=soon", "timeout: 'soon' is not a duration"),
         ("mysql://ann:s3cret@host/shop?timeout=0s", "leaves no time"),
@@ -1206,6 +1206,22 @@ def is_past(writer, count):
     return len(writer.acknowledged) > count
 
 
+def test_a_search_does_not_wait_for_a_server_that_was_frozen_before(own, own_url):
+    """D2: it may take a minute, but not to find out that nobody is there."""
+    with closing(open_store(f"{own_url}&timeout=1s")) as store:
+        store.swap([claim()])
+        assert len(store.find(Query()).records) == 1
+        own.kill(signal.SIGSTOP)
+        begun_s = time.monotonic()
+        try:
+            with pytest.raises(StoreUnavailable):
+                store.find(Query())
+        finally:
+            own.kill(signal.SIGCONT)
+        assert time.monotonic() - begun_s < 20
+        until(lambda: len(store.find(Query()).records) == 1)
+
+
 def test_a_server_that_becomes_read_only_is_an_outage_that_the_doctor_sees(own, own_url):
     """D2, D3: after a failover the old primary still answers, and knows nothing of the new one."""
     with somebody_else(own_url) as root:
@@ -1313,6 +1329,64 @@ def test_the_doctor_sees_what_became_of_the_table(store, url, monkeypatch):
         assert any("all records are gone" in finding.message for finding in store.check())
     monkeypatch.setattr(mysql_schema, "_CLOCK", "select 0")
     assert any("its clock is -" in finding.message for finding in store.check())
+
+
+def errors_of(store):
+    """What the doctor calls an error."""
+    return [finding.message for finding in store.check() if finding.level == "error"]
+
+
+@pytest.mark.parametrize(
+    "key", ["", ", add primary key (id, version)", ", add primary key (id(8))"]
+)
+def test_a_table_without_its_key_is_refused_and_the_doctor_says_so(store, url, key):
+    """L1, D3: as in a restore that is not over; there every claim of one key would win."""
+    with somebody_else(url) as other:
+        ask(other, f"alter table coatcheck_records drop primary key{key}")
+        (error,) = errors_of(store)
+        assert "has no primary key" in error
+        with pytest.raises(Misconfigured, match="has no primary key"):
+            open_store(url)
+
+
+def test_who_has_opened_a_table_before_it_lost_its_key_claims_nothing_either(url):
+    """L1: on a new connection, and in no transaction."""
+    runs = []
+    with somebody_else(url) as other, closing(Engine(url)) as engine:
+        ask(other, "alter table coatcheck_records drop primary key")
+        for _ in range(2):
+            with pytest.raises(StoreUnavailable, match="lost an index"):
+                engine.run("order-1", runs.append, 1, scope="orders")
+            with pytest.raises(pymysql.MySQLError, match="PRIMARY"):
+                engine.transaction("order-2", lambda: None, scope="orders")
+        assert not runs
+        assert ask(other, "select * from coatcheck_records") == ()
+        ask(other, "alter table coatcheck_records add primary key (id)")
+        for _ in range(2):
+            engine.run("order-1", runs.append, 1, scope="orders")
+            engine.transaction("order-2", runs.append, 2, scope="orders")
+    assert runs == [1, 2]
+
+
+def test_a_table_that_cannot_be_swept_is_an_error_to_the_doctor(store, url):
+    """T3, O1: it would only grow."""
+    with somebody_else(url) as other:
+        ask(other, "alter table coatcheck_records drop key expires")
+    (error,) = errors_of(store)
+    assert "nothing is swept" in error
+    with pytest.raises(StoreUnavailable, match="lost an index"):
+        store.sweep(OVER_MS)
+
+
+def test_a_view_in_place_of_the_table_is_refused(store, url):
+    """D3, O1: some of what is said to a table cannot be said to it."""
+    with somebody_else(url) as other:
+        ask(other, "rename table coatcheck_records to elsewhere")
+        ask(other, "create view coatcheck_records as select * from elsewhere")
+    (error,) = errors_of(store)
+    assert "but a view" in error
+    with pytest.raises(Misconfigured, match="but a view"):
+        open_store(url)
 
 
 @pytest.mark.parametrize("move", ["insert", "update", "delete"])

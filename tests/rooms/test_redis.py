@@ -94,7 +94,7 @@ def until_written(store: Store, record: Record) -> None:
         ("redis+cluster://a/3", "a cluster has none but 0"),
         ("redis://a?sentinel_password=x", "sentinel_password= is for redis.sentinel://"),
         ("redis+cluster://a?sentinel_username=x", "sentinel_username= is for redis.sentinel://"),
-        ("redis://a?compakt=1", "compakt=1 is no option; there are prefix="),
+        ("redis://a?compakt=1", "compakt=… is no option; there are prefix="),
         ("redis://a?compact=yes", "compact=yes"),
         ("redis://a?prefix={x}", "a prefix holds no braces"),
         ("redis://a?timeout=soon", "timeout: 'soon' is not a duration"),
@@ -540,6 +540,20 @@ def test_what_was_acknowledged_survives_the_killing_of_the_server(opened, server
         assert list(store.get([record.id for record in acknowledged])) == acknowledged
 
 
+def test_what_somebody_else_has_put_under_a_key_takes_nobody_with_it(opened, server: Redis):
+    """D2: whoever is behind it in a batch is asked for alone, and not told what it was told."""
+    records = claims(0, 8)
+    ids = [record.id for record in records]
+    server.ask("LPUSH", b"coatcheck:{%b}" % ids[2].hex().encode(), "x")
+    server.ask("SET", b"coatcheck:{%b}" % ids[5].hex().encode(), "x")
+    with closing(opened(server.url)) as store:
+        _, errors = call_apart(store.swap, [claim(record) for record in records])
+        assert [place for place, error in enumerate(errors) if error] == [2, 5]
+        assert all(isinstance(errors[place], StoreUnavailable) for place in (2, 5))
+        found, _ = call_apart(store.get, ids)
+        assert [place for place, record in enumerate(found) if record is None] == [2, 5]
+
+
 def test_a_server_that_stops_answering_is_not_waited_for_for_ever(opened, server: Redis):
     """D2: a write that was sent may have taken effect, and a read changes nothing."""
     with closing(opened(f"{server.url}?timeout=200ms")) as store:
@@ -940,6 +954,34 @@ def test_a_master_that_is_away_takes_nobody_with_it_who_lives_elsewhere():
                 store.swap([claim(record) for record in claims(120, 60)])
             assert caught.value.is_ambiguous, "some of them have got there"
     finally:
+        cluster.remove()
+
+
+def test_who_lives_elsewhere_does_not_wait_each_time_for_a_master_that_is_frozen():
+    """D2: somebody asks for what it holds all the time, and the map is then asked for anew."""
+    cluster = Cluster(down_after_ms=60_000)  # nobody takes its place
+    frozen = min(cluster.masters, key=lambda node: node.port)  # of whom the map is asked first
+    share = 16_384 // cluster.MASTERS + 1
+    slots = range(
+        cluster.masters.index(frozen) * share, cluster.masters.index(frozen) * share + share
+    )
+    records = claims(0, 60)
+    away = [record for record in records if slot_of(record.id) in slots]
+    elsewhere = [record for record in records if slot_of(record.id) not in slots]
+    try:
+        with closing(open_store(f"{cluster.url}?timeout=500ms")) as store:
+            store.get([record.id for record in records])
+            frozen.kill(signal.SIGSTOP)
+            waited_s = 0.0
+            for one, other in zip(away[:8], elsewhere[:8], strict=True):
+                with pytest.raises(StoreUnavailable):
+                    store.swap([claim(one)])
+                begun = time.monotonic()
+                assert store.swap([claim(other)]) == [None]
+                waited_s += time.monotonic() - begun
+            assert waited_s < 2
+    finally:
+        frozen.kill(signal.SIGCONT)
         cluster.remove()
 
 

@@ -109,7 +109,7 @@ def test_a_url_names_a_relative_or_an_absolute_file(tmp_path: Path, monkeypatch)
         ("sqlite:///", "names no file"),
         ("sqlite:///:memory:", "memory://"),
         ("sqlite:///orders#1.db", "%23"),
-        ("sqlite:///orders.db?compakt=1", "compakt=1 is no option; there are compact=0 or 1"),
+        ("sqlite:///orders.db?compakt=1", "compakt=… is no option; there are compact=0 or 1"),
         ("sqlite:///orders.db?compact=yes", "compact=yes"),
         ("sqlite:///orders.db?busy_timeout=soon", "busy_timeout: 'soon' is not a duration"),
     ],
@@ -607,6 +607,45 @@ def test_a_closed_store_leaves_one_whole_file(path: Path):
 
 
 # ------------------------------------------------------------------------------------ what the doctor sees
+
+
+HURT = {
+    "drop table coatcheck_records": "no such table",
+    "drop index coatcheck_records_id": "ON CONFLICT clause does not match",
+    "drop index coatcheck_records_expires": "no such index",
+    "create trigger hurt before insert on coatcheck_records"
+    " begin select raise(abort, 'not today'); end": "not today",
+    "create trigger hurt before update on coatcheck_records"
+    " begin select raise(ignore); end": "can never be ended",
+}
+
+
+@pytest.mark.parametrize("hurt", HURT)
+def test_the_doctor_tries_what_requests_do(store: SqliteStore, path: Path, hurt: str):
+    """D3, O1: in a transaction that is undone."""
+    with closing(sqlite3.connect(path)) as other:
+        other.execute(hurt)
+        other.commit()
+    errors = [finding.message for finding in store.check() if finding.level == "error"]
+    assert len(errors) == 1
+    assert HURT[hurt] in errors[0]
+
+
+def test_the_doctor_leaves_nothing_behind(store: SqliteStore):
+    """O1."""
+    store.swap([claim(claim_of(1))])
+    assert {finding.level for finding in store.check()} <= {"ok", "warning"}
+    assert store.find(Query()).records == [claim_of(1)]
+
+
+def test_without_the_index_of_ids_nobody_claims(store: SqliteStore, path: Path):
+    """L1: every claim of one key would win."""
+    with closing(sqlite3.connect(path)) as other:
+        other.execute("drop index coatcheck_records_id")
+        other.commit()
+    for swaps in ([claim(claim_of(1))], [claim(claim_of(1)), claim(claim_of(2))]):
+        with pytest.raises(StoreUnavailable, match="ON CONFLICT"):
+            store.swap(swaps)
 
 
 def test_the_doctor_says_how_safe_the_file_is(path: Path):

@@ -103,6 +103,36 @@ def test_a_handler_may_open_transactions_of_the_drivers_within_ours(shop):
     assert shop.records() == 2
 
 
+# --- waiting ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache_size", [100, 0])
+def test_a_claim_waits_for_its_row_longer_than_the_application_lets_statements_take(
+    shop, cache_size
+):
+    """L3, L9: `command_timeout` is for its own statements; how long to wait is the policy's."""
+
+    async def main():
+        limits = {"command_timeout": 0.2, "statement_cache_size": cache_size}
+        async with lending(shop, **limits) as (_, engine), AsyncEngine(shop.store) as other:
+
+            async def lingers(number):
+                statement = "insert into orders values (%s)"
+                await current_operation().connection.execute(statement, (number,))
+                is_held.set()
+                await current_operation().connection.execute("select pg_sleep(0.8)")
+                return number
+
+            is_held = asyncio.Event()
+            first = asyncio.ensure_future(order(other, 1, lingers))
+            await is_held.wait()
+            assert await order(engine, 1) == 1  # which is a replay
+            assert await first == 1
+
+    asyncio.run(main())
+    assert (shop.orders(), shop.records()) == ([1], 1)
+
+
 # --- what a session keeps ---------------------------------------------------------------------
 
 
@@ -136,6 +166,49 @@ def test_a_session_of_a_pool_keeps_a_claim_once_however_often_it_is_lent(shop):
 
     assert asyncio.run(main()) == 1
     assert shop.orders() == [1, 2, 3]
+
+
+def test_a_session_may_forget_what_it_kept_within_a_transaction(shop):
+    """L9: its end is then said anew, and committed."""
+
+    async def forgets(number):
+        await insert(number)
+        connection = current_operation().connection
+        await connection.execute("deallocate all")
+        await connection.reload_schema_state()
+        return number
+
+    async def main():
+        async with lending(shop) as (_, engine):
+            for number, handler in enumerate((insert, forgets, insert, forgets)):
+                assert await order(engine, number, handler) == number
+
+    asyncio.run(main())
+    assert (shop.orders(), shop.records()) == ([0, 1, 2, 3], 4)
+
+
+@pytest.mark.parametrize("code", ["22P02", "26000", "40001", "23514"])
+def test_a_commit_that_is_refused_leaves_nothing_and_says_why(shop, code):
+    """L9: whatever the code is, also one that the end itself could fail with."""
+    shop.ask(
+        "create function refuse() returns trigger language plpgsql as $$ begin"
+        f" raise 'not today' using errcode = '{code}'; end $$"
+    )
+    shop.ask(
+        "create constraint trigger refuses after insert on orders deferrable initially deferred"
+        " for each row when (new.number < 0) execute function refuse()"
+    )
+
+    async def main():
+        async with lending(shop) as (connection, engine):
+            for number in (1, 2):
+                with pytest.raises(asyncpg.PostgresError, match="not today"):
+                    await order(engine, -number)
+                assert not connection.is_in_transaction()
+                assert await order(engine, number) == number
+
+    asyncio.run(main())
+    assert (shop.orders(), shop.records()) == ([1, 2], 2)
 
 
 def test_nothing_is_kept_where_the_application_lets_nothing_be_kept(shop):

@@ -14,7 +14,7 @@ from flask import Flask, jsonify
 from idioms import SHOPS, alchemy_url, django_lends
 from sqlalchemy import orm
 
-from coatcheck import AsyncEngine, Policy, current_operation
+from coatcheck import AsyncEngine, Engine, Policy, current_operation
 from coatcheck.errors import Misconfigured
 from coatcheck.server.fastapi import CurrentOperation, IdempotencyMiddleware, idempotent
 from coatcheck.server.wsgi import IdempotencyMiddleware as WsgiMiddleware
@@ -30,9 +30,9 @@ def shop(tmp_path):
 class Site:
     """A FastAPI application with one route in transaction mode, and clients for it."""
 
-    def __init__(self, shop, handler, *, transactions=None, **changes):
+    def __init__(self, shop, handler, *, transactions=None, observers=(), **changes):
         self._runner = asyncio.Runner()
-        self._engine = AsyncEngine(shop.store, transactions=transactions)
+        self._engine = AsyncEngine(shop.store, transactions=transactions, observers=observers)
         self.app = FastAPI()
         self.app.add_middleware(IdempotencyMiddleware, engine=self._engine)
         marked = idempotent(mode="transaction", **changes)(handler)
@@ -231,6 +231,23 @@ def test_a_handler_that_collided_is_started_again_where_that_is_safe(shop, retri
     else:
         assert answer.status_code == 500
         assert (runs, shop.orders()) == ([1], [])
+
+
+@pytest.mark.parametrize("collisions", [1, 2])
+def test_observers_hear_once_of_a_request_that_was_started_again(shop, site, collisions):
+    """O3: and of one that collided too often."""
+    told, runs = [], []
+
+    async def place(body: dict[str, int], operation: CurrentOperation):
+        runs.append(body["number"])
+        await insert(operation, body["number"])
+        if len(runs) <= collisions:
+            raise psycopg.errors.SerializationFailure
+        return body
+
+    site(shop, place, observers=[told.append], transaction_retries=1).post({"number": 1})
+    outcome = "executed" if collisions == 1 else "failed"
+    assert (len(runs), [decision.outcome for decision in told]) == (2, [outcome])
 
 
 def test_a_commit_that_collided_is_started_again_where_that_is_safe(shop, site):
@@ -442,6 +459,47 @@ def test_wsgi_starts_a_handler_again_that_collided(shop):
     guarded.engine.close()
     assert (started, said) == (["201 Created"], b"done")
     assert (runs, shop.orders()) == ([b"body", b"body"], [1])
+
+
+@pytest.mark.parametrize("where", ["handler", "commit"])
+@pytest.mark.parametrize("collisions", [1, 2])
+def test_observers_hear_once_of_what_wsgi_has_started_again(shop, where, collisions):
+    """O3: and of what collided too often, in its handler or at its commit."""
+    told, runs = [], []
+    shop.ask("create sequence runs")  # which no rollback turns back
+    shop.ask(
+        "create function collide() returns trigger language plpgsql as $$ begin"
+        f" if nextval('runs') <= {collisions} then raise 'no' using errcode = '40001'; end if;"
+        " return null; end $$"
+    )
+    is_deferred = "deferrable initially deferred" if where == "commit" else ""
+    shop.ask(
+        f"create constraint trigger collides after insert on orders {is_deferred}"
+        " for each row execute function collide()"
+    )
+
+    def application(_environ, start_response):
+        runs.append(1)
+        dbapi_insert(1)
+        start_response("201 Created", [])
+        return [b"done"]
+
+    policy = Policy(mode="transaction", transaction_retries=1)
+    engine = Engine(shop.store, policy, observers=[told.append])
+    guarded = WsgiMiddleware(application, engine=engine)
+    environ = {
+        "REQUEST_METHOD": "POST",
+        "PATH_INFO": "/orders",
+        "QUERY_STRING": "",
+        "HTTP_IDEMPOTENCY_KEY": "order-1",
+        "wsgi.input": io.BytesIO(),
+    }
+    with suppress(psycopg.errors.SerializationFailure):
+        list(guarded(environ, lambda *_: None))
+    engine.close()
+    outcome, orders = ("executed", [1]) if collisions == 1 else ("failed", [])
+    assert (len(runs), [decision.outcome for decision in told]) == (2, [outcome])
+    assert shop.orders() == orders
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgres"])

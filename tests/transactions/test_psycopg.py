@@ -6,6 +6,7 @@ from contextlib import closing
 import psycopg
 import pytest
 from idioms import SHOPS
+from psycopg_pool import AsyncConnectionPool, ConnectionPool
 from servers import until
 
 from coatcheck import AsyncEngine, Engine, Policy, current_operation
@@ -349,6 +350,145 @@ def test_a_pipeline_that_the_handler_has_left_is_committed_with_the_rest(shop, c
             return insert(number)
 
     assert engine.transaction("a", work, 1, scope="orders") == 1
+    assert (shop.orders(), shop.records()) == ([1], 1)
+
+
+@THRESHOLDS
+def test_a_connection_that_the_handler_closes_is_not_lent_to_somebody_else_meanwhile(
+    shop, threshold
+):
+    """L9: a pool may take `close` for giving back; we have to roll back what was lent to us."""
+    options = {"min_size": 1, "max_size": 1, "close_returns": True}
+    kept = {"prepare_threshold": threshold}
+    with ConnectionPool(shop.place, kwargs=kept, **options) as pool:
+        with closing(Engine(shop.store, transactions=pool)) as engine:
+            with pytest.raises(NotCommitted, match="closed"):
+                engine.transaction("a", closes, 1, scope="orders")
+            for _ in range(2):
+                assert engine.transaction("a", insert, 1, scope="orders") == 1
+        with pool.connection() as connection:
+            assert "close" not in vars(connection)
+    assert (shop.orders(), shop.records()) == ([1], 1)
+
+
+def closes(number):
+    insert(number)
+    current_operation().connection.close()
+    return number
+
+
+@THRESHOLDS
+def test_neither_is_one_that_an_async_handler_closes(shop, threshold):
+    """L9."""
+
+    async def closes_async(number):
+        await insert_async(number)
+        await current_operation().connection.close()
+        return number
+
+    async def main():
+        options = {"min_size": 1, "max_size": 1, "close_returns": True, "open": False}
+        kept = {"prepare_threshold": threshold}
+        pool = AsyncConnectionPool(shop.place, kwargs=kept, **options)
+        async with pool, AsyncEngine(shop.store, transactions=pool) as engine:
+            with pytest.raises(NotCommitted, match="closed"):
+                await engine.transaction("a", closes_async, 1, scope="orders")
+            for _ in range(2):
+                assert await engine.transaction("a", insert_async, 1, scope="orders") == 1
+            async with pool.connection() as connection:
+                assert "close" not in vars(connection)
+
+    asyncio.run(main())
+    assert (shop.orders(), shop.records()) == ([1], 1)
+
+
+STREAMS = []
+
+
+def streams(number):
+    insert(number)
+    rows = current_operation().connection.cursor().stream("select generate_series(1, 100000)")
+    STREAMS.append(rows)  # such as in a response that is still to be sent
+    return next(rows)
+
+
+async def streams_async(number):
+    await insert_async(number)
+    rows = current_operation().connection.cursor().stream("select generate_series(1, 100000)")
+    STREAMS.append(rows)
+    return await anext(rows)
+
+
+def raises_in(work):
+    def streams_and_raises(number):
+        work(number)
+        raise KeyError
+
+    return streams_and_raises
+
+
+@THRESHOLDS
+@pytest.mark.parametrize(
+    ("work", "error"), [(streams, NotCommitted), (raises_in(streams), KeyError)]
+)
+def test_a_stream_that_the_handler_leaves_half_read_does_not_hold_up_its_end(
+    shop, threshold, work, error
+):
+    """L9: it keeps its connection to itself, so that is ended; nothing is committed."""
+    options = {"prepare_threshold": threshold}
+    with ConnectionPool(shop.place, kwargs=options, min_size=1, max_size=1) as pool:
+        with closing(Engine(shop.store, transactions=pool)) as engine:
+            with pytest.raises(error):
+                engine.transaction("a", work, 1, scope="orders")
+            assert engine.transaction("a", insert, 1, scope="orders") == 1
+        STREAMS.clear()
+    assert (shop.orders(), shop.records()) == ([1], 1)
+
+
+@THRESHOLDS
+def test_a_stream_that_an_async_handler_leaves_half_read_does_not_hold_up_its_end_either(
+    shop, threshold
+):
+    """L9."""
+
+    async def raises(number):
+        await streams_async(number)
+        raise KeyError
+
+    async def main():
+        options = {"prepare_threshold": threshold}
+        pool = AsyncConnectionPool(shop.place, kwargs=options, min_size=1, max_size=1, open=False)
+        async with pool, AsyncEngine(shop.store, transactions=pool) as engine:
+            for work, error in ((streams_async, NotCommitted), (raises, KeyError)):
+                with pytest.raises(error):
+                    await engine.transaction("a", work, 1, scope="orders")
+            assert await engine.transaction("a", insert_async, 1, scope="orders") == 1
+            for rows in STREAMS:
+                await rows.aclose()
+        STREAMS.clear()
+
+    asyncio.run(main())
+    assert (shop.orders(), shop.records()) == ([1], 1)
+
+
+def test_a_statement_that_an_async_handler_has_left_to_a_task_is_waited_for(shop):
+    """L9: for a second; what is over by then is committed with the rest."""
+    tasks = []
+
+    async def leaves_a_task(number):
+        await insert_async(number)
+        connection = current_operation().connection
+        tasks.append(asyncio.ensure_future(connection.execute("select pg_sleep(0.1)")))
+        await asyncio.sleep(0)  # it is sent
+        return number
+
+    async def main():
+        connection = await psycopg.AsyncConnection.connect(shop.place)
+        async with connection, AsyncEngine(shop.store, transactions=connection) as engine:
+            assert await engine.transaction("a", leaves_a_task, 1, scope="orders") == 1
+            await asyncio.gather(*tasks)
+
+    asyncio.run(main())
     assert (shop.orders(), shop.records()) == ([1], 1)
 
 

@@ -14,7 +14,7 @@ from coatcheck.core.flow import Effect
 from coatcheck.core.record import Record, Swap
 from coatcheck.core.transact import Begin, Commit
 from coatcheck.engine.together import IS_LAST, Together, closed_by_handler, ended_by_handler
-from coatcheck.errors import CoatcheckError, NotCommitted, StoreUnavailable
+from coatcheck.errors import CoatcheckError, StoreUnavailable
 from coatcheck.lent import Lent
 from coatcheck.lent.contract import InTransaction
 from coatcheck.lent.source import borrowed
@@ -102,7 +102,7 @@ class Transaction(Together):
         except Exception as error:
             self.abandon()
             meaning = self._meaning_of(error)
-            if isinstance(meaning or error, NotCommitted):
+            if not isinstance(meaning, StoreUnavailable):
                 self._park(claim)
             if meaning is None:
                 raise
@@ -113,16 +113,19 @@ class Transaction(Together):
             self._committed(swap)
 
     def _roll_back(self) -> None:
-        """Undo; what the handler has committed before it failed is parked."""
-        lent, claim = self._lent, self._claimed
-        is_over = lent is not None and lent.is_over()
+        """
+        Undo; what the handler has committed before it failed is parked.
+
+        It is looked for each time: who has begun another transaction since looks like all others.
+        """
+        claim = self._claimed
         self.abandon()
-        if is_over and claim is not None:
+        if claim is not None:
             self._park(claim)
 
     def _park(self, claim: Record) -> None:
         """Park what stands of *claim*; where nobody can tell, its lease must run out."""
-        with suppress(StoreUnavailable):
+        with suppress(CoatcheckError):
             parking = self._parking(claim, self._look(claim.id))
             if parking is not None:
                 self._desk.noticed(parking, self._swap(parking))

@@ -15,7 +15,7 @@ from coatcheck.core.flow import Effect
 from coatcheck.core.record import Record, Swap
 from coatcheck.core.transact import Begin, Commit
 from coatcheck.engine.together import IS_LAST, Together, closed_by_handler, ended_by_handler
-from coatcheck.errors import CoatcheckError, NotCommitted, StoreUnavailable
+from coatcheck.errors import CoatcheckError, StoreUnavailable
 from coatcheck.lent import AsyncLent
 from coatcheck.lent.contract import InTransaction
 from coatcheck.lent.ending import to_the_end
@@ -106,7 +106,7 @@ class AsyncTransaction(Together):
         except Exception as error:
             await self.abandon()
             meaning = self._meaning_of(error)
-            if isinstance(meaning or error, NotCommitted):
+            if not isinstance(meaning, StoreUnavailable):
                 await self._park(claim)
             if meaning is None:
                 raise
@@ -119,15 +119,14 @@ class AsyncTransaction(Together):
 
     async def _roll_back(self) -> None:
         """Undo; what the handler has committed before it failed is parked."""
-        lent, claim = self._lent, self._claimed
-        is_over = lent is not None and lent.is_over()
+        claim = self._claimed
         await self.abandon()
-        if is_over and claim is not None:
+        if claim is not None:
             await self._park(claim)
 
     async def _park(self, claim: Record) -> None:
         """Park what stands of *claim*; where nobody can tell, its lease must run out."""
-        with suppress(StoreUnavailable):
+        with suppress(CoatcheckError):
             parking = self._parking(claim, await self._look(claim.id))
             if parking is not None:
                 self._desk.noticed(parking, await self._swap(parking))

@@ -38,10 +38,6 @@ class AiosqliteLent(AsyncOneByOne):
             affected: int = cursor.rowcount
             return affected
 
-    def is_over(self) -> bool:
-        """The transaction was ended, maybe by SQLite itself."""
-        return self.is_closed() or not self.handle.in_transaction
-
     def is_closed(self) -> bool:
         """Its handler has closed it."""
         return is_sqlite_closed(self.handle)
@@ -80,10 +76,6 @@ class AsyncmyLent(AsyncOneByOne):
         if getattr(self.handle, "connected", True) and self.handle.get_transaction_status():
             raise InTransaction
         await self.handle.begin()
-
-    def is_over(self) -> bool:
-        """The transaction was ended, as the server has said last."""
-        return self.is_closed() or not self.handle.get_transaction_status()
 
     def is_closed(self) -> bool:
         """It was closed, of which asyncmy does not tell who did it."""

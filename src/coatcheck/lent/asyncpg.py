@@ -10,6 +10,7 @@ not made as we know it, the driver does it all.
 from __future__ import annotations
 
 import asyncio
+from math import inf
 from secrets import token_hex
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,7 +28,7 @@ from coatcheck.lent.trouble import is_busy
 from coatcheck.stores.ledger import Dialect, Statement
 
 # What we have to know of the driver, so that its `transaction()` nests in what we have begun.
-_IS_KNOWN = {"_top_xact", "_stmt_cache_enabled", "_connection", "_state"} <= {
+_IS_KNOWN = {"_top_xact", "_stmt_cache_enabled", "_config", "_connection", "_state"} <= {
     *Connection.__slots__,
     *Transaction.__slots__,
 }
@@ -61,7 +62,8 @@ class AsyncpgLent(AsyncOneByOne):
         session._top_xact, transaction._state = transaction, TransactionState.STARTED  # noqa: SLF001 - as above
         is_new = claim.text not in kept
         try:
-            return _affected(await handle.execute(_begun(kept, claim)))
+            said = await handle.execute(_begun(kept, claim), timeout=self._limit_s(claim))
+            return _affected(said)
         except InvalidSQLStatementNameError:
             # It was told to forget, or it is another one each time: that may happen once.
             _KEPT[session] = None
@@ -79,11 +81,19 @@ class AsyncpgLent(AsyncOneByOne):
 
     async def write(self, statement: Statement) -> int:
         """Execute *statement*; how many rows it affected."""
-        return _affected(await self.handle.execute(with_dollars(statement.text), *statement.values))
+        text, limit_s = with_dollars(statement.text), self._limit_s(statement)
+        return _affected(await self.handle.execute(text, *statement.values, timeout=limit_s))
 
-    def is_over(self) -> bool:
-        """The transaction was ended, as the server has said last."""
-        return self.is_closed() or not self.handle.is_in_transaction()
+    def _limit_s(self, statement: Statement) -> float | None:
+        """
+        How long *statement* may take; None: as long as the application has said, if it has.
+
+        A claim waits for whoever holds its row, which may be longer than that.
+        """
+        if statement.patience_s == inf or not _IS_KNOWN:
+            return None
+        set_s: float | None = self._transaction._connection._config.command_timeout  # noqa: SLF001 - as above
+        return None if set_s is None else max(set_s, statement.patience_s)
 
     def is_closed(self) -> bool:
         """It was closed, of which the driver does not tell who did it; a pool has it back then."""

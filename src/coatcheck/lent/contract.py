@@ -42,10 +42,6 @@ class Lent(Protocol):
         """Execute *statement*; how many rows it affected."""
         ...
 
-    def is_over(self) -> bool:
-        """The transaction is over, as far as the driver knows without asking: it was ended."""
-        ...
-
     def is_closed(self) -> bool:
         """It is known to be closed, so that no end can be sent on it: its handler did that."""
         ...
@@ -75,10 +71,6 @@ class AsyncLent(Protocol):
 
     async def write(self, statement: Statement) -> int:
         """Execute *statement*; how many rows it affected."""
-        ...
-
-    def is_over(self) -> bool:
-        """The transaction is over, as far as the driver knows without asking: it was ended."""
         ...
 
     def is_closed(self) -> bool:

@@ -65,10 +65,6 @@ class SqliteLent(_Dbapi):
                 raise Misconfigured(_OF_A_THREAD) from error
             raise
 
-    def is_over(self) -> bool:
-        """The transaction was ended, maybe by SQLite itself."""
-        return self.is_closed() or not self.handle.in_transaction
-
     def is_closed(self) -> bool:
         """Its handler has closed it."""
         return is_sqlite_closed(self.handle)
@@ -93,11 +89,6 @@ class PymysqlLent(_Dbapi):
         if getattr(self.handle, "server_status", 0) & _MYSQL_IN_TRANSACTION:
             raise InTransaction
         self._say("begin")
-
-    def is_over(self) -> bool:
-        """The transaction was ended, as the server has said last."""
-        status = getattr(self.handle, "server_status", _MYSQL_IN_TRANSACTION)
-        return self.is_closed() or not status & _MYSQL_IN_TRANSACTION
 
     def is_closed(self) -> bool:
         """Its handler has closed it; PyMySQL is not "open" either when its server is away."""

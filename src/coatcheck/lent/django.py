@@ -60,10 +60,6 @@ class DjangoLent(OneByOne):
             affected: int = cursor.rowcount
             return affected
 
-    def is_over(self) -> bool:
-        """Nobody ends a block of Django's but who has begun it."""
-        return False
-
     def is_closed(self) -> bool:
         """It is marked for a rollback then, which `write` tells."""
         return False

@@ -10,6 +10,7 @@ Invariant: a commit is sent only behind an end that fails unless it finds its cl
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
@@ -21,7 +22,7 @@ from psycopg import AsyncCursor, Cursor, Pipeline
 from psycopg.abc import PQGen
 from psycopg.errors import DivisionByZero, Error, InvalidSqlStatementName, error_from_result
 from psycopg.generators import execute, send
-from psycopg.pq import ExecStatus, Format, PipelineStatus, TransactionStatus
+from psycopg.pq import ExecStatus, PipelineStatus, TransactionStatus
 from psycopg.pq.abc import PGconn, PGresult
 from psycopg.waiting import Wait
 
@@ -29,13 +30,19 @@ from coatcheck.errors import NotCommitted
 from coatcheck.lent.asynchronous import with_dollars
 from coatcheck.lent.contract import AsyncOneByOne, InTransaction, OneByOne
 from coatcheck.lent.psycopg_answers import answered, heard_out
+from coatcheck.lent.psycopg_values import encoded, formats_of, in_ascii
 from coatcheck.stores.ledger import Dialect, Statement
 from coatcheck.stores.postgres_ledger import OwnAsyncConnection, OwnConnection
 
 _HAS_PIPELINES = Pipeline.is_supported()
+# 1 s: what was left running is mostly short, and who asked waits for us.
+_BUSY_S_MAX = 1.0
 _NUMBERS = count(1)
 # What a session keeps of ours: texts, and their names there.
 _KEPT: WeakKeyDictionary[Any, dict[str, bytes]] = WeakKeyDictionary()
+
+
+_BUSY = "the handler has left a statement running on its connection, or a stream() half-read"
 
 
 class _Saying(NamedTuple):
@@ -65,15 +72,35 @@ class _Psycopg:
     def __init__(self, handle: Any) -> None:  # noqa: ANN401 - a connection of either kind
         self.handle = handle
         self._is_speaking = False  # in a pipeline of our own
+        self._is_dropped = False  # its handler wanted to close it
 
-    def is_over(self) -> bool:
-        """The transaction was ended, as the server has said last."""
-        is_idle = self.handle.pgconn.transaction_status == TransactionStatus.IDLE
-        return self.is_closed() or is_idle
+    def _drop(self) -> None:
+        """End the session, and all that is open in it: to `close` it may mean to give it back."""
+        self.handle.pgconn.finish()
 
     def is_closed(self) -> bool:
         """Its handler has closed it, or left its block."""
-        return self.handle.closed and not self.handle.broken
+        return self._is_dropped or (self.handle.closed and not self.handle.broken)
+
+    def _stay(self) -> None:
+        """
+        Have `close` end the session until our end.
+
+        A pool may take it for giving back, and lend to somebody else what we have to roll back.
+        """
+        if getattr(getattr(self.handle, "_pool", None), "close_returns", False):
+            self.handle.close = self._close
+
+    def _close(self) -> Any:  # noqa: ANN401 - awaited in async code
+        raise NotImplementedError
+
+    def _closed_by_handler(self) -> None:
+        self._is_dropped = True
+        self._drop()
+
+    def _go(self) -> None:
+        """Be as it was lent."""
+        vars(self.handle).pop("close", None)
 
     def _be_patient(self, statement: Statement) -> None:
         """Limit what a claim may take, and nothing else, on a connection of the store's own."""
@@ -140,11 +167,11 @@ class _Psycopg:
     def _saying_of(self, text: str, statement: Statement) -> _Saying:
         """*text*, its bytes as they are, and all else as text: no type need be known."""
         try:
-            values = _encoded(statement.values)
+            values = encoded(statement.values)
         except UnicodeEncodeError:
-            text, in_ascii = _in_ascii(text, statement.values)
-            values = _encoded(in_ascii)
-        return _Saying(text, values, _formats_of(text))
+            text, spelled = in_ascii(text, statement.values)
+            values = encoded(spelled)
+        return _Saying(text, values, formats_of(text))
 
     def _said_anew(self, sayings: Sequence[_Saying]) -> PQGen[_Said]:
         """The same to a session that was told to forget what it kept."""
@@ -210,36 +237,6 @@ _OVER = int(ExecStatus.PIPELINE_SYNC)
 _DONE = (int(ExecStatus.COMMAND_OK), int(ExecStatus.TUPLES_OK))
 
 
-def _encoded(values: Sequence[Any]) -> list[bytes | None]:
-    """*values* as they are sent, in what is the same in all encodings."""
-    return [
-        value if value is None or type(value) is bytes else str(value).encode("ascii")
-        for value in values
-    ]
-
-
-def _in_ascii(text: str, values: Sequence[Any]) -> tuple[str, Sequence[Any]]:
-    """The same, but letters beyond ASCII go as bytes: the session's encoding may not have them."""
-    is_beyond = [isinstance(value, str) and not value.isascii() for value in values]
-    if not any(is_beyond):
-        return text, values
-    start, *rest = text.split("%s")
-    parts = zip(is_beyond, rest, strict=True)
-    marked = [f"{_BEYOND if is_so else '%s'}{part}" for is_so, part in parts]
-    both = zip(is_beyond, values, strict=True)
-    return start + "".join(marked), [value.encode() if is_so else value for is_so, value in both]
-
-
-_BEYOND = "convert_from(%s::bytea, 'utf8')"
-
-
-@lru_cache(maxsize=64)
-def _formats_of(text: str) -> list[Format]:
-    """How the values of *text* go: the marks of bytes say so."""
-    marks = text.split("%s")[1:]
-    return [Format.BINARY if mark.startswith("::bytea") else Format.TEXT for mark in marks]
-
-
 def _new_name(text: str) -> bytes:
     """A name for *text* that no session has given to anything else, whoever it was shared with."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -257,7 +254,9 @@ class PsycopgLent(_Psycopg, OneByOne):
 
     def begin(self, claim: Statement) -> int:
         """Begin a transaction, and execute *claim* in it; how many rows it affected."""
-        if not self._may_begin():
+        may_begin = self._may_begin()
+        self._stay()
+        if not may_begin:
             return super().begin(claim)
         with self.handle.lock:
             self._be_patient(claim)
@@ -273,28 +272,46 @@ class PsycopgLent(_Psycopg, OneByOne):
         """Execute *statement*; how many rows it affected."""
         self._be_patient(statement)
         with Cursor(self.handle) as cursor:  # the application's own may have other marks
-            text, values = _in_ascii(statement.text, statement.values)
+            text, values = in_ascii(statement.text, statement.values)
             cursor.execute(text.encode(), values)
             return cursor.rowcount
 
     def end(self, statement: Statement) -> bool:
         """Execute *statement*, and commit where it affected one row; whether it did."""
+        if self._is_busy():
+            raise NotCommitted(_BUSY)
         if not self._may_end():
-            return super().end(statement)
-        with self.handle.lock:
-            is_ended: bool = self.handle.wait(self._ended(statement))
-            return is_ended
+            is_ended = super().end(statement)
+        else:
+            with self.handle.lock:
+                is_ended = self.handle.wait(self._ended(statement))
+        if is_ended:
+            self._go()
+        return is_ended
+
+    def _close(self) -> None:
+        self._closed_by_handler()
 
     def commit(self) -> None:
         """Commit."""
         self.handle.commit()
 
     def rollback(self) -> None:
-        """Undo; in a pipeline that was left open by ending the connection, see there."""
-        if self._is_in_pipeline():
-            self.handle.close()
+        """Undo; where a pipeline or a statement was left open, by ending the connection."""
+        self._go()
+        if self._is_in_pipeline() or self._is_busy():
+            self._drop()
         else:
             self.handle.rollback()
+
+    def _is_busy(self) -> bool:
+        """Somebody is still on it; a `stream()` that is half-read is, until it is forgotten."""
+        lock = self.handle.lock
+        if not lock.locked():
+            return False
+        if is_free := lock.acquire(timeout=_BUSY_S_MAX):
+            lock.release()
+        return not is_free
 
 
 class PsycopgAsyncLent(_Psycopg, AsyncOneByOne):
@@ -302,7 +319,9 @@ class PsycopgAsyncLent(_Psycopg, AsyncOneByOne):
 
     async def begin(self, claim: Statement) -> int:
         """Begin a transaction, and execute *claim* in it; how many rows it affected."""
-        if not self._may_begin():
+        may_begin = self._may_begin()
+        self._stay()
+        if not may_begin:
             return await super().begin(claim)
         async with self.handle.lock:
             self._be_patient(claim)
@@ -317,16 +336,25 @@ class PsycopgAsyncLent(_Psycopg, AsyncOneByOne):
         """Execute *statement*; how many rows it affected."""
         self._be_patient(statement)
         async with AsyncCursor(self.handle) as cursor:  # as above
-            text, values = _in_ascii(statement.text, statement.values)
+            text, values = in_ascii(statement.text, statement.values)
             await cursor.execute(text.encode(), values)
             return cursor.rowcount
 
     async def end(self, statement: Statement) -> bool:
         """Execute *statement*, and commit where it affected one row; whether it did."""
+        if await self._is_busy():
+            raise NotCommitted(_BUSY)
         if not self._may_end():
-            return await super().end(statement)
-        async with self.handle.lock:
-            return await answered(self.handle, self._ended(statement))
+            is_ended = await super().end(statement)
+        else:
+            async with self.handle.lock:
+                is_ended = await answered(self.handle, self._ended(statement))
+        if is_ended:
+            self._go()
+        return is_ended
+
+    async def _close(self) -> None:
+        self._closed_by_handler()
 
     async def commit(self) -> None:
         """Commit."""
@@ -334,8 +362,21 @@ class PsycopgAsyncLent(_Psycopg, AsyncOneByOne):
 
     async def rollback(self) -> None:
         """Undo; as above."""
-        if self._is_in_pipeline():
-            await self.handle.close()
+        self._go()
+        if self._is_in_pipeline() or await self._is_busy():
+            self._drop()
         else:
             await heard_out(self.handle)
             await self.handle.rollback()
+
+    async def _is_busy(self) -> bool:
+        """As above; one that nobody knows any more is ended by the event loop, a little later."""
+        lock = self.handle.lock
+        if not lock.locked():
+            return False
+        try:
+            await asyncio.wait_for(lock.acquire(), _BUSY_S_MAX)
+        except TimeoutError:
+            return True
+        lock.release()
+        return False

@@ -50,10 +50,6 @@ class _Alchemy:
         if self.handle.in_transaction():
             raise InTransaction
 
-    def is_over(self) -> bool:
-        """The transaction was ended."""
-        return self.is_closed() or not self.handle.in_transaction()
-
     def is_closed(self) -> bool:
         """Its handler has closed it; a session goes on after that, in another transaction."""
         return not self._is_session and self.handle.closed

@@ -78,10 +78,6 @@ class Threads:
         """Execute *statement*; how many rows it affected."""
         return await self._done(_CLAIMING, self._lent.write, statement)
 
-    def is_over(self) -> bool:
-        """The transaction was ended."""
-        return self._lent.is_over()
-
     def is_closed(self) -> bool:
         """Its handler has closed it."""
         return self._lent.is_closed()

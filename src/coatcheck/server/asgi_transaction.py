@@ -52,7 +52,7 @@ class TransactionVisit(Visit):
             except Exception as error:
                 failure = self._failure or error  # what comes out of a framework may be another
                 # Over: a framework inside of us has answered, and says afterwards what it was.
-                if self._is_over or not (self._retries_left and self._within.has_collided(failure)):
+                if self._is_over or not self._is_again(failure):
                     raise
                 self._retries_left -= 1
                 self._begin_anew()
@@ -60,6 +60,10 @@ class TransactionVisit(Visit):
                 return
             finally:
                 await self._within.abandon()
+
+    def _is_again(self, error: Exception) -> bool:
+        """After *error* it is begun anew, and nobody has to hear of this time."""
+        return bool(self._retries_left) and self._within.has_collided(error)
 
     def _begin_anew(self) -> None:
         engine = self.guard.engine
@@ -101,7 +105,8 @@ class TransactionVisit(Visit):
         if not self._is_settled:
             self._is_settled = True
             engine = self.guard.engine
-            engine.desk.tell(self._ticket, None)
+            if not self._is_again(error):
+                engine.desk.tell(self._ticket, None)
             await engine.advance(self._flow, self._policy, error=error, within=self._within)
         return False
 
@@ -116,7 +121,7 @@ class TransactionVisit(Visit):
             reason = COMMIT_UNKNOWN
             await self._refuse(problem("store-unavailable", id=self._claim.id, reason=reason))
         except Exception as error:
-            is_again = self._retries_left and self._within.has_collided(error)
+            is_again = self._is_again(error)
             if not is_again:
                 engine.desk.tell(self._ticket, None)
             if is_again or more_body or not is_told_anyway(response, error):

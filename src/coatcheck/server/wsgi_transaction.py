@@ -35,19 +35,24 @@ class TransactionVisit(Visit):
     ) -> None:
         super().__init__(guard, request, start_response, ticket=ticket, policy=policy)
         self._within = guard.engine.within()
+        self._retries_left = policy.transaction_retries
 
     def serve(self) -> Iterable[bytes]:
         """Claim and execute, or give the answer that stands; again, where the policy allows it."""
-        for retries_left in reversed(range(1 + self._policy.transaction_retries)):
+        while True:
             try:
                 return self._serve_once()
             except Exception as error:
-                if not (retries_left and self._within.has_collided(error)):
+                if not self._is_again(error):
                     raise
+                self._retries_left -= 1
                 self._begin_anew()
             finally:
                 self._within.abandon()
-        raise AssertionError  # the last one has returned or raised
+
+    def _is_again(self, error: Exception) -> bool:
+        """After *error* it is begun anew, and nobody has to hear of this time."""
+        return bool(self._retries_left) and self._within.has_collided(error)
 
     def _begin_anew(self) -> None:
         engine = self._engine
@@ -85,7 +90,8 @@ class TransactionVisit(Visit):
             close(said)
         finally:
             if isinstance(error, Exception):
-                self._engine.desk.tell(self._ticket, None)
+                if not self._is_again(error):
+                    self._engine.desk.tell(self._ticket, None)
                 self._engine.advance(self._flow, self._policy, error=error, within=self._within)
 
     def _settle(
@@ -104,7 +110,7 @@ class TransactionVisit(Visit):
             close(said)
             return self._refuse(problem("store-unavailable", id=claim.id, reason=COMMIT_UNKNOWN))
         except Exception as error:
-            is_again = self._policy.transaction_retries and self._within.has_collided(error)
+            is_again = self._is_again(error)
             if not is_again:
                 self._engine.desk.tell(self._ticket, None)
             if is_again or rest is not None or not is_told_anyway(response, error):

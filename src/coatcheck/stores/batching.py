@@ -25,6 +25,7 @@ from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.contract import Store
 from coatcheck.stores.fates import Divided, Fate
 from coatcheck.stores.fork import renew_after_fork
+from coatcheck.stores.unread import Unread
 
 T = TypeVar("T")
 
@@ -239,9 +240,10 @@ def _each(asks: Sequence[T]) -> Flow[Answers]:
     errors: list[Exception | None] = []
     for ask in asks:
         # A store that has stopped answering is not asked again: its time-outs would add up.
-        if errors and isinstance(errors[-1], StoreUnavailable):
+        last = errors[-1] if errors else None
+        if isinstance(last, StoreUnavailable) and not isinstance(last, Unread):
             results.append(None)
-            errors.append(_copy_of(errors[-1]))
+            errors.append(_copy_of(last))
             continue
         one_result, (error,) = yield from apart([ask])
         if isinstance(error, StoreUnavailable):
@@ -266,7 +268,8 @@ def _told(fates: Sequence[Fate]) -> Answers:
 
 def _copy_of(error: StoreUnavailable) -> StoreUnavailable:
     """One for each caller: an error that is raised in many places collects all their stacks."""
-    copy = StoreUnavailable(str(error), is_ambiguous=error.is_ambiguous)
+    kind = Unread if isinstance(error, Unread) else StoreUnavailable
+    copy = kind(str(error), is_ambiguous=error.is_ambiguous)
     copy.__cause__ = error.__cause__
     return copy.with_traceback(error.__traceback__)
 

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from coatcheck.errors import Misconfigured
-from coatcheck.stores.url import seconds_of, shown
+from coatcheck.stores.url import no_option, seconds_of, shown
 
 _TABLE_NAME = re.compile(r"[A-Za-z0-9_.-]{3,255}")
 
@@ -56,7 +56,7 @@ def place_of(url: str) -> Place:
             options[field] = read(value)
         except (KeyError, ValueError) as error:
             raise Misconfigured(
-                f"dynamodb: {name}={value} is no option; there are region=eu-west-1, "
+                f"{no_option('dynamodb', name, value, _OPTIONS)}; there are region=eu-west-1, "
                 "endpoint=http://localhost:8000, compact=0 or 1 (keep only digests), timeout=5s "
                 "and concurrency=32 (1 to 999)"
             ) from error

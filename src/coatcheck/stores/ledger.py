@@ -24,7 +24,8 @@ class Statement(NamedTuple):
 
     text: str
     values: Sequence[Any]
-    # How long to wait for the answer to a claim, where the connection is the store's own.
+    # How long to wait for the answer to a claim, where the connection is the store's own or the
+    # driver has a limit by itself.
     patience_s: float = inf
 
 

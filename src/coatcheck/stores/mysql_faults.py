@@ -64,6 +64,7 @@ _FAULTS = {
     READ_ONLY: _IS_READ_ONLY,
     1792: _IS_READ_ONLY,
     1836: _IS_READ_ONLY,
+    1176: "its table has lost an index, which `coatcheck doctor` names",
     1243: "it has forgotten what was prepared",
     1615: "it has no room for what was prepared; raise its table_definition_cache",
     1665: "its binlog_format is STATEMENT; set it to ROW",

@@ -45,7 +45,9 @@ class _Writing:
         self._compact = compact
         self._statement_bytes_max = statement_bytes_max
         self._insert = f"insert into `{table}` ({', '.join(COLUMNS)}) values "
-        self._update = f"update `{table}` set "
+        # It fails where there is no primary key, and with it all of a transaction whose claim met
+        # no rival for want of one.
+        self._update = f"update `{table}` force index (primary) set "
 
     def claim(self, swap: Swap, wait_ms: int) -> Iterator[Statement]:
         """A claim, which waits in whole seconds; on MySQL as long as its session says."""

@@ -312,13 +312,20 @@ class Line:
     def _opened(self) -> Session:
         if self._closed:
             raise StoreUnavailable(f"{self._address}: the store is closed")
-        if self._session is not None and self._session.is_stale():
+        if self._session is not None and (self._session.is_stale() or self._is_dead(self._session)):
             self._drop()
         if self._session is None:
             self._session = opened(self._address, self._keeps, is_opening=self._is_opening)
-            if self._reply_s is not None:
-                self._session.socket.settimeout(self._reply_s)
+        if self._reply_s is not None:
+            self._session.socket.settimeout(self._reply_s)
         return self._session
+
+    def _is_dead(self, session: Session) -> bool:
+        """Nobody answers any more; looked for where the answer to something else may take long."""
+        if self._reply_s is None:
+            return False
+        session.socket.settimeout(self._address.timeout_s)
+        return isinstance(session.ask(framed(query(b"select 1"))), Refusal)
 
     def _drop(self) -> None:
         session, self._session = self._session, None

@@ -61,11 +61,13 @@ class Statements:
         self._compact = compact
         self._select = f"select {_NAMES}, @@read_only from {self._table}"
         self._insert = f"insert into {self._table} ({_NAMES}) values "
-        # What is prepared: to claim, and to change.
+        # What is prepared: to claim, and to change. The second cannot be prepared where there is no
+        # primary key, and then nothing is claimed either: without one, every claim would win.
         marks, changes = ",".join("?" * len(COLUMNS)), " = ?, ".join(COLUMNS[1:])
+        change = f"update {self._table} force index (primary) set {changes} = ?"
         self.kept = (
             f"{self._insert}({marks}){_OR_NOTHING}".encode(),
-            f"update {self._table} set {changes} = ? where id = ? and version = ?".encode(),
+            f"{change} where id = ? and version = ?".encode(),
         )
 
     def _values_of(self, record: Record, stamp: int) -> tuple[Any, ...]:

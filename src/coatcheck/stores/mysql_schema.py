@@ -58,6 +58,13 @@ create table if not exists `{}` (
 # statement: MySQL commits every change of a table at once, and cannot undo it.
 MIGRATIONS: tuple[str, ...] = (_FIRST,)
 
+# Two could claim one key, so nobody can: where no key is in the way, an `insert` always wins.
+NO_KEY = (
+    "has no primary key, as in a restore that is not over: every claim of a key would win, so "
+    "nothing is claimed there until `alter table … add primary key (id)`"
+)
+_SWEPT_BY = "expires"
+
 # One row for each table of records.
 _META = f"""
 create table if not exists {META_TABLE} (
@@ -102,12 +109,18 @@ def prepare(address: Address, table: str, *, create: bool) -> Prepared:
                 older = f"{table} has schema {found}, older than {len(MIGRATIONS)} of this release"
                 raise Misconfigured(f"{address}: {older if found else missing}; {HOW}")
             found = line.run(lambda _: _migrate(address, table))
+        line.run(lambda _: _refuse_unfit(address, table))
         for level, text in line.run(lambda _: findings_about(table)):
             if level != "ok":  # a store that could forget says so when it is opened
                 logger.warning("%s: %s", address, text)
         return Prepared(found, line.run(_terms))
     finally:
         line.close()
+
+
+def _refuse_unfit(address: Address, table: str) -> Flow[None]:
+    if unfit := (yield from _unfit(table)):
+        raise Misconfigured(f"{address}: {unfit}")
 
 
 def _terms(terms: Terms) -> Flow[Terms]:
@@ -220,22 +233,54 @@ def _about_durability(settings: dict[str, str]) -> Iterator[Told]:
 
 
 def _about_table(table: str) -> Flow[list[Told]]:
-    looked = yield from reads(
-        "select engine from information_schema.tables"
-        f" where table_schema = database() and table_name = '{table}'"
-    )
     told: list[Told] = []
-    engine = looked.rows[0][0].decode() if looked.rows else None
-    if engine is None:
+    kind, engine = yield from _kind_of(table)
+    unfit = yield from _unfit(table)
+    if not kind:
         told.append(("error", f"there is no table {table}: all records are gone"))
+    elif unfit:
+        told.append(("error", unfit))
     elif engine.lower() != "innodb":
         message = f"{table} is a table of {engine}, which has no transactions; alter it"
+        told.append(("error", message))
+    elif (yield from _index_of(table, _SWEPT_BY))[:1] != ["expires_ms"]:
+        message = f"{table} has no index {_SWEPT_BY} (expires_ms), so nothing is swept; add it"
         told.append(("error", message))
     version = yield from schema_version(table)
     if version != len(MIGRATIONS):
         message = f"{table} has schema {version} by now, and this process knows only its own"
         told.append(("error", message))
     return told
+
+
+def _unfit(table: str) -> Flow[str]:
+    """Why nobody may claim in *table*; empty: it will do, or there is none."""
+    kind, engine = yield from _kind_of(table)
+    if kind and (kind != "BASE TABLE" or not engine):
+        return f"{table} is no table, but a view, or it is broken; name the table itself"
+    if kind and (yield from _index_of(table, "PRIMARY")) != ["id"]:
+        return f"{table} {NO_KEY}"
+    return ""
+
+
+def _kind_of(table: str) -> Flow[tuple[str, str]]:
+    """What *table* is, and its engine, of which a view has none; empty where there is nothing."""
+    looked = yield from reads(
+        "select table_type, coalesce(engine, '') from information_schema.tables"
+        f" where table_schema = database() and table_name = '{table}'"
+    )
+    kind, engine = looked.rows[0] if looked.rows else (b"", b"")
+    return kind.decode(), engine.decode()
+
+
+def _index_of(table: str, name: str) -> Flow[list[str]]:
+    """The columns of an index of *table*, in their order, as far as it knows the whole of them."""
+    looked = yield from reads(
+        "select column_name from information_schema.statistics"
+        f" where table_schema = database() and table_name = '{table}' and index_name = '{name}'"
+        " and sub_part is null order by seq_in_index"
+    )
+    return [column.decode().lower() for (column,) in looked.rows]
 
 
 def findings_about_trial(statements: Statements, table: str) -> Flow[list[Told]]:
@@ -266,6 +311,6 @@ def findings_about_trial(statements: Statements, table: str) -> Flow[list[Told]]
                 raise
         else:
             if not done.affected and not done.rows and not told:  # else one goes with the other
-                told.append(("error", f"nothing comes of an {right} in {table}"))
+                told.append(("error", f"nothing comes of {right} in {table}"))
     yield from holds(b"rollback")
     return told

@@ -13,7 +13,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 from coatcheck.errors import Misconfigured
 from coatcheck.stores.mysql_line import Address
 from coatcheck.stores.mysql_schema import META_TABLE
-from coatcheck.stores.url import seconds_of
+from coatcheck.stores.url import no_option, seconds_of
 
 PORT = 3306
 TABLE = "coatcheck_records"
@@ -26,6 +26,7 @@ _MISSPELT = (
     "mysql: the URL must be mysql://user:password@host:3306/database, with '@' as %40, '/' as %2F, "
     "'#' as %23 and so on in the name and the password"
 )
+_NAMES = ("table", "compact", "timeout", "ssl", "ssl_ca")
 _OPTIONS = (
     f"table={TABLE}, compact=0 or 1 (keep only digests), timeout=5s (how long to wait for the "
     "server), ssl=0 or 1 (demand TLS and verify it) and ssl_ca=FILE (by this certificate)"
@@ -80,8 +81,8 @@ def _options(query: str) -> dict[str, str]:
     """What stands behind the question mark."""
     options: dict[str, str] = {}
     for name, value in parse_qsl(query, keep_blank_values=True):
-        if name not in ("table", "compact", "timeout", "ssl", "ssl_ca"):
-            raise Misconfigured(f"mysql: {name}={value} is no option; there are {_OPTIONS}")
+        if name not in _NAMES:
+            raise Misconfigured(f"{no_option('mysql', name, value, _NAMES)}; there are {_OPTIONS}")
         options[name] = value
     return options
 

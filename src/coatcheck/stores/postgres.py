@@ -19,7 +19,6 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 from psycopg import ProgrammingError
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from coatcheck.core.policy import duration_ms
 from coatcheck.core.record import Record, Swap
 from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.stores import postgres_rows as rows
@@ -35,6 +34,7 @@ from coatcheck.stores.postgres_schema import Names, known_version, prepare
 from coatcheck.stores.postgres_talk import Talk
 from coatcheck.stores.postgres_wire import PostgresWire
 from coatcheck.stores.searching import search_limit_s
+from coatcheck.stores.url import seconds_of
 
 logger = logging.getLogger("coatcheck")
 
@@ -230,7 +230,7 @@ def _options(query: str) -> tuple[_Options, list[tuple[str, str]]]:
 
 
 def _seconds(value: str) -> float:
-    try:
-        return duration_ms(value) / 1_000
-    except ValueError as error:
-        raise Misconfigured(f"postgresql: timeout: {error}") from error
+    seconds = seconds_of("postgresql: timeout", value)
+    if seconds <= 0:
+        raise Misconfigured(f"postgresql: timeout={value} leaves no time to answer")
+    return seconds

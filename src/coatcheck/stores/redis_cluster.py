@@ -70,6 +70,7 @@ class Cluster:
         self._nodes: dict[Address, Single] = {}
         self._owners: list[Address | None] = [None] * SLOTS
         self._masters: list[Address] = []
+        self._away: set[Address] = set()  # who has not answered when it was asked last
         self._is_outdated = True
         self._closed = False
         self._renew()
@@ -140,6 +141,7 @@ class Cluster:
             reply = replies[number]
             if isinstance(reply, StoreUnavailable):
                 self._is_outdated = True  # a replica may be the master by now
+                self._away.add(teller)
             if type(reply) is not Refusal:
                 continue
             if reply.code in ("MOVED", "CLUSTERDOWN"):
@@ -170,14 +172,22 @@ class Cluster:
                 self._learn()
 
     def _learn(self) -> None:
-        """Ask whoever answers for the map; those first that were in it last."""
+        """
+        Ask whoever answers for the map; those first that were in it last, and answered.
+
+        While a master is away the map is asked for again and again, also by those whose keys are
+        elsewhere: they must not wait each time for the one that is away.
+        """
         errors: list[StoreUnavailable] = []
-        for address in dict.fromkeys([*self._masters, *self._target.addresses]):
+        known = dict.fromkeys([*self._masters, *self._target.addresses])
+        for address in sorted(known, key=self._away.__contains__):
             try:
                 told = self._node(address).operator.ask("CLUSTER", "SLOTS")
             except StoreUnavailable as error:
                 errors.append(error)
+                self._away.add(address)
                 continue
+            self._away.discard(address)
             if type(told) is Refusal:
                 # Found when the store is opened; later, it is a server that has changed.
                 kind = StoreUnavailable if self._masters else Misconfigured

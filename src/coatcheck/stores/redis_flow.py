@@ -125,7 +125,8 @@ class Flows:
             if count > 1 and not _is_of_the_server(reply):
                 # Of one of them: whoever groups asks for each alone when this is raised.
                 raise values.UnreadableValue(str(reply))
-            reply = StoreUnavailable(f"{self.name}: {reply}")
+            kind = StoreUnavailable if _is_of_the_server(reply) else Unread
+            reply = kind(f"{self.name}: {reply}")
         # A claim by the server's own command is answered by the value alone.
         return reply if type(reply) is list else [reply] * count
 

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias, TypedDict
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from coatcheck.errors import Misconfigured
-from coatcheck.stores.url import seconds_of, shown
+from coatcheck.stores.url import no_option, seconds_of, shown
 
 # The dangers that are refused unless they are allowed by name; see `redis_dangers.py`.
 DANGERS = ("eviction", "no-persistence", "replica")
@@ -152,7 +152,8 @@ def _take(options: Options, name: str, value: str) -> None:
         options["allow"] = frozenset(value.split(","))
     else:
         hint = "a prefix holds no braces; " if name == "prefix" else ""
-        raise Misconfigured(f"redis: {name}={value} is no option; {hint}{_THERE_ARE}")
+        told = no_option("redis", name, value, ("compact", "prefix", "wait", "allow", "tls"))
+        raise Misconfigured(f"{told}; {hint}{_THERE_ARE}")
 
 
 def _seconds(name: str, value: str) -> float:

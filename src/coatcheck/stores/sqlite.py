@@ -19,7 +19,8 @@ from collections.abc import Iterable, Sequence
 from typing import TypedDict
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from coatcheck.core.record import GONE, Record, Swap
+from coatcheck.core.record import COMPLETED, GONE, RUNNING, Record, Swap
+from coatcheck.core.scope import ID_BYTES
 from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.stores import sqlite_file as file
 from coatcheck.stores import sqlite_rows as rows
@@ -29,7 +30,7 @@ from coatcheck.stores.migration import Migration
 from coatcheck.stores.sqlite_file import findings_about, identity_of, in_turn
 from coatcheck.stores.sqlite_ledger import ledger_for
 from coatcheck.stores.sqlite_line import Line
-from coatcheck.stores.url import seconds_of, shown
+from coatcheck.stores.url import no_option, seconds_of, shown
 
 _GONE = "it was deleted or replaced while in use; restart whoever uses it"
 # 5 s: thousands of commits of others. Who has waited that long for a lock is better told so.
@@ -240,15 +241,35 @@ class SqliteStore:
         try:
             with self._writer as connection:
                 in_turn(connection, self._busy_timeout_s, "begin immediate")
+                if failed := self._failed(connection):
+                    findings.append(Finding("error", f"{self.path}: {failed}"))
                 connection.execute("rollback")
             self._finder.hang_up()  # what it remembers of the file is not what is to be checked
             with self._finder as connection:
                 findings += [Finding(*about) for about in findings_about(connection, self.path)]
         except StoreUnavailable as error:
             findings.append(Finding("error", str(error)))
+        except sqlite3.IntegrityError as error:  # of a trigger, say
+            findings.append(Finding("error", f"{self.path}: no record can be written: {error}"))
         if identity_of(self.path) != self._identity:
             findings.append(Finding("error", f"{self.path}: {_GONE}"))
         return findings
+
+    def _failed(self, connection: sqlite3.Connection) -> str:
+        """What cannot be done with a record; it is done in a transaction that is undone."""
+        id = os.urandom(ID_BYTES)
+        claim = Record(id, 1, RUNNING, 1, b"", 1, 0, 1, 1, 1, "", "", "", None, None)
+        ended = claim._replace(version=2, state=COMPLETED)
+        for swap, said in (
+            (Swap(id, 0, claim), "nothing can be claimed"),
+            (Swap(id, 1, ended), "what is claimed can never be ended"),
+        ):
+            if not self._write_alone(connection, swap):
+                return said
+        if _read(connection, (id,)) != {id: ended}:
+            return "how it ended is not seen by a retry"
+        connection.execute(rows.SWEEP, (0, 1))
+        return "" if self._write_alone(connection, Swap(id, 2, None)) else "nothing can be deleted"
 
     def now_ms(self) -> int:
         """This machine's clock."""
@@ -323,8 +344,9 @@ def _options(query: str) -> _Options:
         elif name == "busy_timeout":
             options["busy_timeout_s"] = seconds_of(f"sqlite: {name}", value)
         else:
+            told = no_option("sqlite", name, value, ("compact",))
             raise Misconfigured(
-                f"sqlite: {name}={value} is no option; there are compact=0 or 1 (keep only "
-                "digests) and busy_timeout=5s (how long to wait while others write)"
+                f"{told}; there are compact=0 or 1 (keep only digests) and busy_timeout=5s (how "
+                "long to wait while others write)"
             )
     return options

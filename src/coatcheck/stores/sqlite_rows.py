@@ -79,8 +79,9 @@ def claim_many(rows: int) -> str:
     """Insert *rows* records, each where there is none with its id. Atomic as a whole."""
     values = ",".join(_row(n * _ROW_FIELDS) + ")" for n in range(rows))
     # "or rollback" is for what cannot happen (a missing value). Without it SQLite would keep a
-    # copy of every page it changes, to be able to undo the one statement alone.
-    return f"insert or rollback into {_INTO} values {values} on conflict do nothing"
+    # copy of every page it changes, to be able to undo the one statement alone. The index is named,
+    # because where it is missing every claim would win; so none is made.
+    return f"insert or rollback into {_INTO} values {values} on conflict (id) do nothing"
 
 
 CLAIM_ONE = claim_many(1)

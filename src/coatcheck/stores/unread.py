@@ -18,7 +18,7 @@ logger = logging.getLogger("coatcheck")
 
 
 class Unread(StoreUnavailable):
-    """What stands under one id is nothing that this release can read."""
+    """What stands under one id is nothing that this release can read: no news about the others."""
 
 
 class LeftOut:

@@ -8,7 +8,7 @@ driver. So what is raised while a store is opened is looked at once more here.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from coatcheck.core.policy import duration_ms
@@ -45,6 +45,11 @@ def refuse_no_text(url: object) -> None:
         raise Misconfigured(message)
 
 
+def no_option(store: str, name: str, value: str, known: Collection[str]) -> str:
+    """What is said of what is no option; where its name is not *known*, it may be a secret."""
+    return f"{store}: {name}={value if name in known else '…'} is no option"
+
+
 def seconds_of(what: str, value: str) -> float:
     """*value*, a duration, in seconds; *what* it is for is named where it is none."""
     try:
@@ -58,12 +63,18 @@ def seconds_of(what: str, value: str) -> float:
 
 @contextmanager
 def no_password_told(url: str) -> Iterator[None]:
-    """What is raised in here has no piece of the password in it, nor has what it came from."""
+    """
+    What is raised in here has no piece of the password in it, nor has what it came from.
+
+    What a driver or Python itself cannot take for a name, a number or a path is no crash.
+    """
     try:
         yield
-    except CoatcheckError as error:
+    except (CoatcheckError, ValueError) as error:
         if not _is_told(url, error):
-            raise
+            if isinstance(error, CoatcheckError):
+                raise
+            raise Misconfigured(f"{shown(url)} cannot be opened: {error}") from error
         kind = StoreUnavailable if isinstance(error, StoreUnavailable) else Misconfigured
     else:
         return
@@ -75,7 +86,9 @@ def _is_told(url: str, error: BaseException | None) -> bool:
     login = url.rpartition("@")[0]
     secret = login.partition("://")[2] or login
     password = secret.partition(":")[2]
-    if not _MISSPELT.search(password):  # so it is taken for what it is, and nobody tells it
+    # Then it is taken for what it is, and nobody tells it; but for a letter that stands for two
+    # others, such as ℀, a URL is refused as a whole.
+    if password.isascii() and not _MISSPELT.search(password):
         return False
     starts = range(len(password) - _PIECE_CHARS + 1)
     pieces = {password[start : start + _PIECE_CHARS] for start in starts}
