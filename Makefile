@@ -10,6 +10,10 @@ BIN    := $(VENV)/bin
 APT    := -qq -o APT::Sandbox::User=root
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
+# Many images for containers set it, and then each of the hundreds of processes that the tests start
+# would compile the package anew, and pytest all tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Two workers: the tests wait for servers and disks as often as they compute.
 PYTEST := $(BIN)/python -m pytest -n 2
 
