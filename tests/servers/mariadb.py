@@ -7,6 +7,7 @@ import os
 import signal
 from functools import cache
 from itertools import count
+from pathlib import Path
 
 import pymysql
 
@@ -40,8 +41,7 @@ class Mariadb(Server):
         self._numbers = count()
         self.data = self.directory / "data"
         self._user = f"--user={getpass.getuser()}" if os.getuid() == 0 else ""
-        options = ["--auth-root-authentication-method=normal", "--skip-test-db"]
-        self.run([install, "--no-defaults", *options, f"--datadir={self.data}", *self._as()])
+        self.run(["cp", "-a", _made_once(install, self._user), self.data])
         self._settings = {**SETTINGS, **settings}
         self.start()
 
@@ -115,6 +115,16 @@ class Mariadb(Server):
         except pymysql.err.OperationalError:
             return False
         return True
+
+
+@cache
+def _made_once(install: str, user: str) -> Path:
+    """What the program *install* makes: a copy is there ten times as quickly as another."""
+    place = Server("mariadb")
+    options = ["--auth-root-authentication-method=normal", "--skip-test-db"]
+    data = place.directory / "made"
+    place.run([install, "--no-defaults", *options, f"--datadir={data}", *([user] if user else [])])
+    return data
 
 
 @cache
