@@ -525,7 +525,8 @@ def test_no_swap_and_no_sweep_ever_scans_the_table(store, url):
 
 def test_a_claim_does_not_wait_for_a_sweep_of_others(url):
     """T3: a sweep locks what it takes, and no gap where another node was faster."""
-    with closing(open_store(url + "&timeout=1s")) as store:
+    # 20 s: who waits for the sweep does so for as long, and nobody else does on a busy machine.
+    with closing(open_store(url + "&timeout=20s")) as store:
         store.swap([claim(id) for id in MANY[::2]])
 
         with somebody_else(url) as sweeper:
@@ -535,7 +536,7 @@ def test_a_claim_does_not_wait_for_a_sweep_of_others(url):
             assert store.swap([claim(MANY[1])]) == [None]
             assert store.swap([claim(id) for id in MANY[3::2]]) == [None] * (len(MANY) // 2 - 1)
             assert store.swap([complete(claim_of(id)) for id in MANY[1::2]]) == [None] * 32
-            assert time.monotonic() - started < 1
+            assert time.monotonic() - started < 10
             ask(sweeper, "rollback")
         assert store.sweep(OVER_MS, 1_000) == len(MANY)
 
