@@ -66,7 +66,7 @@ def test_a_retry_after_an_outage_longer_than_the_lease_gets_the_answer(
     assert guards.run(engine, "k", handler, scope="s") == "done"
     assert handler.calls == 1
     assert store.record.state == COMPLETED
-    assert engine.heart.held == {}
+    eventually(lambda: not engine.heart.held)  # the heart may have been the one to write it
 
 
 def test_so_does_one_that_finds_it_parked_by_somebody_else(guards, engine, store, clock):
