@@ -10,11 +10,16 @@ BIN    := $(VENV)/bin
 APT    := -qq -o APT::Sandbox::User=root
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
+# Many images for containers set it, and then each of the hundreds of processes that the tests start
+# would compile the package anew, and pytest all tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Two workers: the tests wait for servers and disks as often as they compute.
 PYTEST := $(BIN)/python -m pytest -n 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test simulate test-faults test-valkey check bench docs format clean
+.PHONY: help demo test simulate test-faults test-valkey check bench docs format clean \
+  coverage-of-core check-pyright check-mypy check-ruff check-imports check-spelling
 
 help: ## list what is behind this door
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,10 +27,13 @@ help: ## list what is behind this door
 demo: $(VENV)/.bare ## watch duplicate charges disappear (half a minute)
 	@$(BIN)/coatcheck demo $(ARGS)
 
-test: check $(VENV)/.servers ## everything that must hold before a commit: check, coverage of core, all tests
+test: $(VENV)/.test $(VENV)/.servers ## everything that must hold before a commit: check, coverage of core, all tests
+	@$(MAKE) $(TOGETHER) $(CHECKS) coverage-of-core
+	$(PYTEST) $(ARGS)
+
+coverage-of-core:
 	$(BIN)/python -m coverage run -m pytest -q -p no:randomly tests/core
 	$(BIN)/python -m coverage report
-	$(PYTEST) $(ARGS)
 
 simulate: $(VENV)/.test ## 100 000 random schedules of the whole protocol (ARGS="--seed 7": one, with its trace)
 	cd tests && ../$(BIN)/python -m simulation $(ARGS)
@@ -42,11 +50,26 @@ test-valkey: $(VENV)/.test $(VENV)/.valkey ## the laws and rooms of Redis, on Va
 	  $(VALKEY_TESTS) -k "redis and not tls and not larger_than_a_socket" $(ARGS)
 
 check: $(VENV)/.test ## lint, format, types, who imports whom, spelling
+	@$(MAKE) $(TOGETHER) $(CHECKS)
+
+# The longest first: each computes on one core, and there are two.
+TOGETHER := --no-print-directory --jobs=2
+CHECKS := check-pyright check-mypy check-ruff check-imports check-spelling
+
+check-pyright:
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
+
+check-mypy:
+	$(BIN)/mypy
+
+check-ruff:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
+
+check-imports:
 	$(BIN)/lint-imports --no-logo --no-cache # a cache does not notice a module that has appeared
+
+check-spelling:
 	$(BIN)/codespell src tests benchmarks examples docs *.md
 
 bench: $(VENV)/.bench $(VENV)/.servers ## how fast, beside a peer and the bare floor (ARGS=--quick: within a minute)

@@ -1,5 +1,6 @@
 """What every test may rely on: Hypothesis judges results, never the speed of the machine."""
 
+import gc
 import os
 
 from hypothesis import settings
@@ -8,6 +9,12 @@ settings.register_profile("house", deadline=None, print_blob=True)
 # With CI set, Hypothesis loads a profile of its own: the same examples every time, and no deadline.
 if not os.environ.get("CI"):
     settings.load_profile("house")
+
+
+def pytest_collection_finish():
+    """Nine thousand tests stay to the end; who looks for garbage need not look through them."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -77,6 +77,12 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All of them, walked once for all tests that look at them."""
+    return tuple(ast.walk(parsed(path)))
+
+
 def modules(folder: Path) -> list[Path]:
     found = sorted(folder.rglob("*.py"))
     assert found, f"nothing to look at in {folder}"
@@ -84,12 +90,12 @@ def modules(folder: Path) -> list[Path]:
 
 
 def functions(path: Path) -> Iterator[FunctionNode]:
-    return (node for node in ast.walk(parsed(path)) if isinstance(node, FUNCTIONS))
+    return (node for node in nodes(path) if isinstance(node, FUNCTIONS))
 
 
 def imports(path: Path) -> Iterator[tuple[ast.stmt, str, str]]:
     """Every imported (module, name), also inside functions; the name is empty for `import x`."""
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from ((node, alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -154,7 +160,7 @@ def test_no_module_is_named_after_nothing():
 def test_one_word_has_one_meaning():
     offences = []
     for path in modules(SOURCE):
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
                 name = node.name
             elif isinstance(node, ast.arg):
@@ -226,7 +232,7 @@ def test_core_reads_no_clock_draws_no_number_and_does_no_io():
         ]
         offences += [
             at(path, node, name_of(node))
-            for node in ast.walk(parsed(path))
+            for node in nodes(path)
             if isinstance(node, ast.Call) and name_of(node).rpartition(".")[2] in IMPURE_CALLS
         ]
     report(offences)
@@ -286,17 +292,17 @@ def test_no_test_sleeps_to_be_lucky():
     offences = []
     for path in modules(TESTS):
         for function in functions(path):
-            if re.search(r"deadline|timeout", ast.unparse(function)):
-                continue
-            offences += [
+            pauses = [
                 at(path, node, ast.unparse(node))
                 for node in ast.walk(function)
                 if isinstance(node, ast.Call)
-                and name_of(node).rpartition(".")[2] == "sleep"
                 and node.args
                 and isinstance(node.args[0], ast.Constant)
+                and name_of(node).rpartition(".")[2] == "sleep"
                 and node.args[0].value > 0
             ]
+            if pauses and not re.search(r"deadline|timeout", ast.unparse(function)):
+                offences += pauses
     report(offences)
 
 
@@ -308,7 +314,7 @@ def test_no_test_is_skipped_or_expected_to_fail():
             continue
         offences += [
             at(path, node, ast.unparse(node))
-            for node in ast.walk(parsed(path))
+            for node in nodes(path)
             if isinstance(node, ast.Attribute) and node.attr in excuses
         ]
     report(offences)
@@ -317,7 +323,7 @@ def test_no_test_is_skipped_or_expected_to_fail():
 def test_every_promise_has_a_test_that_carries_its_id():
     carried: set[str] = set()
     for path in modules(TESTS):
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
                 text = f"{node.name.replace('_', ' ').upper()} {ast.get_docstring(node) or ''}"
                 carried.update(re.findall(r"\b[A-Z]\d{1,2}\b", text))
@@ -334,11 +340,11 @@ def test_no_file_knows_the_machine_it_was_written_on():
     )
     built = {"__pycache__", "build", "dist", "node_modules", "results"}
     offences = []
-    for path in sorted(ROOT.rglob("*")):
+    ours = [path for path in ROOT.glob("*") if not path.name.startswith(".")]
+    ours += [ROOT / ".ci", ROOT / ".pre-commit-config.yaml"]
+    for path in sorted(inner for outer in ours for inner in (outer, *outer.rglob("*"))):
         parts = path.relative_to(ROOT).parts
         if not path.is_file() or built & set(parts) or path == Path(__file__).resolve():
-            continue
-        if parts[0].startswith(".") and parts[0] not in {".ci", ".pre-commit-config.yaml"}:
             continue
         text = path.read_bytes().decode("utf-8", "replace")
         offences += [

@@ -5,10 +5,9 @@ from __future__ import annotations
 from coatcheck.core.flow import Flow
 from coatcheck.core.record import Record, Swap, completed, renewed
 
-from .effects import GetAll, SwapAll, Together, get, law
+from .effects import GetAll, ReadDeclaration, SwapAll, Together, get, law
 from .records import ID, NOW_MS, assert_exactly, claim_of, claimed, id_of
 
-ROUNDS = 25
 CROWD = 8
 
 
@@ -20,7 +19,8 @@ def answer_to(swap: Swap) -> Flow[Record | None]:
 @law
 def of_simultaneous_claims_exactly_one_wins() -> Flow[None]:
     """L1: and every other claimant gets the winner's record in the same round trip."""
-    for round in range(ROUNDS):
+    kind = yield from ReadDeclaration()
+    for round in range(kind.rounds):
         claims = [claim_of(id_of(round), nonce=nonce) for nonce in range(CROWD)]
         swaps = [Swap(claim.id, 0, claim) for claim in claims]
         answers = yield from Together([answer_to(swap) for swap in swaps])
@@ -35,7 +35,8 @@ def of_simultaneous_claims_exactly_one_wins() -> Flow[None]:
 @law
 def of_simultaneous_completions_exactly_one_stands() -> Flow[None]:
     """L5: two answers for one operation would be two coats for one ticket."""
-    for round in range(ROUNDS):
+    kind = yield from ReadDeclaration()
+    for round in range(kind.rounds):
         claim = yield from claimed(claim_of(id_of(round)))
         endings = [completed(claim, b"%d" % number) for number in range(CROWD)]
         swaps = [Swap(claim.id, claim.version, ending) for ending in endings]
@@ -49,7 +50,7 @@ def of_simultaneous_completions_exactly_one_stands() -> Flow[None]:
 def no_update_is_lost_in_a_crowd() -> Flow[None]:
     """L5, L7: as many changes stand as were acknowledged."""
     first = yield from claimed(claim_of())
-    each = 20
+    each = (yield from ReadDeclaration()).rounds
 
     def member() -> Flow[None]:
         seen = first
@@ -68,7 +69,8 @@ def no_update_is_lost_in_a_crowd() -> Flow[None]:
 @law
 def batches_that_cross_each_other_all_come_through() -> Flow[None]:
     """L1, D2: the same ids in opposite orders make no deadlock, and each id has one winner."""
-    for round in range(ROUNDS):
+    kind = yield from ReadDeclaration()
+    for round in range(kind.rounds):
         ids = [id_of(100 * round + number) for number in range(20)]
 
         def member(nonce: int, ids: list[bytes] = ids) -> Flow[dict[bytes, Record | None]]:

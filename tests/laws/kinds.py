@@ -39,6 +39,9 @@ class Kind:
     keeps_labels: bool = True  # label, scope and key come back; a compact store drops them
     keyring: KeyRing | None = None  # what it keeps is sealed
     histories: int = 300  # random ones for each driver; fewer where each step is a round trip
+    # How often a crowd meets. Fewer times where its requests stand in line for the stand-in, one at a
+    # time: there is only the order in which they come, and that is another one for each record.
+    rounds: int = 25
     only_threads: bool = False  # event loops ask through a thread, though there could be a wire
 
     def open(self, url: str) -> Store:
@@ -135,12 +138,14 @@ KINDS = (
         fresh_url=lambda _directory: dynamodb().fresh_url(),
         declared=declared.DYNAMODB,
         histories=10,
+        rounds=5,
     ),
     Kind(
         name="dynamodb-threads",  # as without aiobotocore
         fresh_url=lambda _directory: dynamodb().fresh_url(),
         declared=declared.DYNAMODB,
         histories=10,
+        rounds=5,
         only_threads=True,
     ),
 )

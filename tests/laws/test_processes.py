@@ -13,6 +13,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ import pytest
 
 from coatcheck.core.record import Record, Swap, renewed
 from coatcheck.stores import open_store
+from coatcheck.stores.declared import DECLARED
 
 from .drivers import WAIT_S_MAX
 from .kinds import KINDS, Kind
@@ -46,11 +50,28 @@ def meet_at(barrier: Barrier) -> None:
 
 def in_processes(work: Any, url: str) -> list[Any]:
     """Run *work* (url, number of the process) in real processes; results in order."""
-    # Not forked: a child that inherits this process's threads and locks proves nothing.
-    spawn = multiprocessing.get_context("spawn")
-    barrier = spawn.Barrier(PROCESSES, timeout=WAIT_S_MAX)
-    with ProcessPoolExecutor(PROCESSES, spawn, meet_at, (barrier,)) as processes:
+    context = fork_server()
+    barrier = context.Barrier(PROCESSES, timeout=WAIT_S_MAX)
+    with ProcessPoolExecutor(PROCESSES, context, meet_at, (barrier,)) as processes:
         return list(processes.map(work, [url] * PROCESSES, range(PROCESSES), timeout=WAIT_S_MAX))
+
+
+@cache
+def fork_server() -> ForkServerContext:
+    """
+    Where new processes come from: one that has imported everything, and done nothing yet.
+
+    Not from this one: a child that inherits its threads, locks and stores proves nothing. And not
+    from nothing: to import the drivers takes several times as long as the work.
+    """
+    context = multiprocessing.get_context("forkserver")
+    stores = [f"coatcheck.stores.{declared.module}" for declared in DECLARED]
+    context.set_forkserver_preload([__name__, *stores])
+    with pytest.MonkeyPatch.context() as patch:
+        # Not every Python tells it where this one has its modules from (CPython's issue 117378).
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        ensure_running()
+    return context
 
 
 def named(kinds: list[Kind]) -> Any:
@@ -137,6 +158,7 @@ CLAIMANT = """
 import itertools, sys
 from coatcheck.core.record import RUNNING, Record, Swap
 from coatcheck.stores import open_store
+from coatcheck.stores.declared import DECLARED
 
 store = open_store(sys.argv[1])
 for number in itertools.count():

@@ -308,7 +308,7 @@ def test_at_once_never_waits_for_a_lock(store: SqliteStore):
         assert not store.swap_at_once(claim(1))
         with store._prompt:
             assert not store.swap_at_once(claim(1)), "nor for another event loop"
-        assert time.monotonic() - start_s < 1
+        assert time.monotonic() - start_s < 4  # who waits does so for five seconds
         other.execute("rollback")
     assert store.swap_at_once(claim(1))
     store.close()

@@ -19,7 +19,7 @@ import pymysql
 import pytest
 from laws.records import claim_of, id_of
 from servers.dynamodb import dynamodb
-from servers.mariadb import mariadb
+from servers.mariadb import PLAIN, mariadb
 from servers.postgres import postgres
 from servers.redis import redis_server
 
@@ -99,7 +99,10 @@ def mysql_place(_directory) -> Place:
 
     def ask(statement):
         options = {"host": "127.0.0.1", "port": int(port), "user": "root", "database": database}
-        with closing(pymysql.connect(**options)) as connection, connection.cursor() as cursor:
+        with (
+            closing(pymysql.connect(**options, **PLAIN)) as connection,
+            connection.cursor() as cursor,
+        ):
             cursor.execute(statement)
             return list(cursor.fetchall())
 

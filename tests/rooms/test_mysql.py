@@ -18,7 +18,7 @@ import pymysql
 import pytest
 from laws.records import ID, LEASE_MS, NOW_MS, RETENTION_MS, claim_of, id_of
 from servers import START_S_MAX, free_port, until
-from servers.mariadb import Mariadb, mariadb
+from servers.mariadb import PLAIN, Mariadb, mariadb
 from servers.relay import Relay
 
 from coatcheck import AsyncEngine, Engine, KeyRing, Policy, ResultUnavailable, current_operation
@@ -65,7 +65,7 @@ def own_url(own):
 def somebody_else(url, **settings):
     """Another session in the database of *url*."""
     port, _, database = url.partition("?")[0].rpartition(":")[2].partition("/")
-    settings = {"user": "root", "database": database, "autocommit": True, **settings}
+    settings = {"user": "root", "database": database, "autocommit": True, **PLAIN, **settings}
     with closing(pymysql.connect(host="127.0.0.1", port=int(port), **settings)) as connection:
         ask(connection, "set session transaction isolation level read committed")
         yield connection
@@ -310,7 +310,11 @@ def test_no_key_is_ever_a_statement_whatever_the_server_thinks(own, own_url, mod
     """D1, L9: in both modes, sync and async, on our own connections and on lent ones."""
     port, _, database = own_url.partition("?")[0].rpartition(":")[2].partition("/")
     place = {"host": "127.0.0.1", "port": int(port), "user": "root", "database": database}
-    lent = (lambda: pymysql.connect(**place), lambda: asyncmy.connect(**place)) if is_lent else None
+    lent = (
+        (lambda: pymysql.connect(**place, **PLAIN), lambda: asyncmy.connect(**place))
+        if is_lent
+        else None
+    )
     with somebody_else(own_url) as root:
         (before,) = ask(root, "select @@global.sql_mode")[0]
         ask(root, f"set global sql_mode = '{mode}'")
@@ -521,7 +525,8 @@ def test_no_swap_and_no_sweep_ever_scans_the_table(store, url):
 
 def test_a_claim_does_not_wait_for_a_sweep_of_others(url):
     """T3: a sweep locks what it takes, and no gap where another node was faster."""
-    with closing(open_store(url + "&timeout=1s")) as store:
+    # 20 s: who waits for the sweep does so for as long, and nobody else does on a busy machine.
+    with closing(open_store(url + "&timeout=20s")) as store:
         store.swap([claim(id) for id in MANY[::2]])
 
         with somebody_else(url) as sweeper:
@@ -531,7 +536,7 @@ def test_a_claim_does_not_wait_for_a_sweep_of_others(url):
             assert store.swap([claim(MANY[1])]) == [None]
             assert store.swap([claim(id) for id in MANY[3::2]]) == [None] * (len(MANY) // 2 - 1)
             assert store.swap([complete(claim_of(id)) for id in MANY[1::2]]) == [None] * 32
-            assert time.monotonic() - started < 1
+            assert time.monotonic() - started < 10
             ask(sweeper, "rollback")
         assert store.sweep(OVER_MS, 1_000) == len(MANY)
 

@@ -15,7 +15,7 @@ import pytest
 import uvloop
 from laws.records import ID, claim_of, id_of
 from servers import START_S_MAX, until
-from servers.mariadb import Mariadb, mariadb
+from servers.mariadb import PLAIN, Mariadb, mariadb
 
 from coatcheck.core.record import Swap, completed
 from coatcheck.errors import StoreUnavailable
@@ -113,7 +113,7 @@ def somebody_else(url):
     """Another session in the database of *url*: what it asks for is answered."""
     port, _, database = url.partition("?")[0].rpartition(":")[2].partition("/")
     place = {"host": "127.0.0.1", "port": int(port), "user": "root", "database": database}
-    with closing(pymysql.connect(autocommit=True, **place)) as connection:
+    with closing(pymysql.connect(autocommit=True, **place, **PLAIN)) as connection:
 
         def ask(statement):
             with connection.cursor() as cursor:

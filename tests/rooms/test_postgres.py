@@ -220,6 +220,7 @@ def test_completing_stays_on_its_page_and_touches_no_index(store, url):
     """D4: a "HOT" update, every one of them."""
     store.swap([claim(id) for id in MANY])
     store.swap([complete(claim_of(id), b"x" * 50) for id in MANY])
+    store.close()  # a session tells its numbers when it ends, else only after ten idle seconds
     with session(url, autocommit=True) as other:
         counts = until(
             lambda: other.execute(

@@ -9,7 +9,7 @@ import pymysql
 import pytest
 from laws.records import NOW_MS, claim_of, id_of
 from servers import until
-from servers.mariadb import mariadb
+from servers.mariadb import PLAIN, mariadb
 from servers.postgres import postgres
 
 from coatcheck import StoreUnavailable
@@ -119,7 +119,7 @@ SLEEPY = "create view coatcheck_records as select r.* from other_records as r wh
 def slow_mariadb(url):
     """Who reads the records waits at each of them."""
     place = {"host": "127.0.0.1", "port": urlsplit(url).port, "user": "root", "autocommit": True}
-    with closing(pymysql.connect(**place, database=urlsplit(url).path[1:])) as connection:
+    with closing(pymysql.connect(**place, **PLAIN, database=urlsplit(url).path[1:])) as connection:
 
         def ask(statement):
             with connection.cursor() as cursor:

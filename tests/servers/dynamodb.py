@@ -6,30 +6,11 @@ import socket
 import sys
 from functools import cache
 from itertools import count
+from pathlib import Path
 
 from servers import Server
 
-# Moto looks at a condition and then writes, and another thread may come between; DynamoDB does both
-# in one step. So one request at a time, from a server that keeps connections open as AWS does.
-# And it looks for each of the ten types in every value, under half a dozen names: that took most of
-# the time of a read, and a value has but one type, under its own name.
-SCRIPT = """
-import sys
-from moto.core.serialize import ResponseSerializer
-from moto.moto_server.werkzeug_app import create_backend_app
-from waitress import serve
-
-TYPES = {"S", "N", "B", "SS", "NS", "BS", "M", "L", "NULL", "BOOL"}
-looked_for = ResponseSerializer.get_value
-
-def get_value(self, value, key, shape):
-    is_plain = type(value) is dict and value.keys() <= TYPES
-    return value.get(key) if is_plain else looked_for(self, value, key, shape)
-
-ResponseSerializer.get_value = get_value
-serve(create_backend_app("dynamodb"), host="127.0.0.1", port=int(sys.argv[1]), threads=1,
-      connection_limit=1000, channel_timeout=600)
-"""
+PROGRAM = Path(__file__).with_name("dynamodb_stand_in.py")
 
 
 class Dynamodb(Server):
@@ -51,7 +32,8 @@ class Dynamodb(Server):
 
     def start(self) -> None:
         """Start it, again where it has ended; it remembers nothing."""
-        self.launch([sys.executable, "-c", SCRIPT, str(self.port)], self._is_ready)
+        # -P: its neighbours here are called as packages are that it may want to import.
+        self.launch([sys.executable, "-P", PROGRAM, str(self.port)], self._is_ready)
 
     def _is_ready(self) -> bool:
         try:

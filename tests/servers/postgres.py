@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from functools import cache
 from itertools import count
+from pathlib import Path
 
 import psycopg
 
@@ -35,8 +36,7 @@ class Postgres(Server):
         self.start()
 
     def _make(self) -> None:
-        options = ["--auth=trust", "--username=postgres", "--encoding=UTF8", "--no-sync"]
-        self.run([f"{self._bin}initdb", *options, "--locale=C.UTF-8", "-D", self.data])
+        self.run(["cp", "-a", _made_once(self._bin), self.data])
 
     @property
     def url(self) -> str:
@@ -89,6 +89,16 @@ class _Standby(Postgres):
         where = ["-h", "127.0.0.1", "-p", str(self._primary.port), "-U", "postgres"]
         options = ["--write-recovery-conf", "--checkpoint=fast", "--no-sync"]
         self.run([f"{self._bin}pg_basebackup", *where, *options, "-D", self.data])
+
+
+@cache
+def _made_once(directory: str) -> Path:
+    """What `initdb` of that *directory* makes: a copy is there ten times as quickly as another."""
+    place = Server("postgres", user="postgres")
+    options = ["--auth=trust", "--username=postgres", "--encoding=UTF8", "--no-sync"]
+    data = place.directory / "made"
+    place.run([f"{directory}initdb", *options, "--locale=C.UTF-8", "-D", data])
+    return data
 
 
 def sync_states(connection: psycopg.Connection) -> list[str]:

@@ -24,7 +24,7 @@ import psycopg
 import pymysql
 import sqlalchemy as sa
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
-from servers.mariadb import mariadb
+from servers.mariadb import PLAIN, mariadb
 from servers.postgres import postgres
 from sqlalchemy import orm
 from sqlalchemy.ext.asyncio import (
@@ -77,7 +77,7 @@ class Shop:
             return sqlite3.connect(self.place, check_same_thread=False)
         if self.kind == "postgres":
             return psycopg.connect(self.place)
-        return pymysql.connect(**self.place)
+        return pymysql.connect(**self.place, **PLAIN)
 
     def orders(self) -> list[int]:
         """What handlers have written."""
@@ -134,7 +134,8 @@ def alchemy_url(shop: Shop, driver: str) -> sa.URL:
         return url if driver == "psycopg" else url.set(query={})
     place = dict(shop.place)
     place["username"] = place.pop("user")
-    return sa.URL.create(f"mysql+{driver}", **place)
+    query = dict.fromkeys(PLAIN, "1") if driver == "pymysql" else {}
+    return sa.URL.create(f"mysql+{driver}", **place, query=query)
 
 
 # --------------------------------------------------------------------------------------- idioms

@@ -372,7 +372,7 @@ def test_who_is_cancelled_does_not_wait_for_ever_for_a_silent_server(tmp_path, m
 def test_a_connection_that_comes_too_late_goes_back_at_once(tmp_path):
     """L9: who was cancelled while it waited for one does not keep it."""
     shop = SHOPS["mysql"](tmp_path)
-    pool = OneOnly(pymysql.connect(**shop.place))
+    pool = OneOnly(shop.connect())
 
     async def story():
         async with AsyncEngine(shop.store, transactions=pool) as engine:

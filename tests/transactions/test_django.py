@@ -19,25 +19,29 @@ def shop(request, tmp_path):
     return SHOPS[request.param](tmp_path)
 
 
-def play(shop, *orders, is_atomic=False, age_s=0, **watch):
-    """What comes of posting *orders* to two nodes in turn."""
-    database = django_settings(shop)
-    database |= {"ATOMIC_REQUESTS": is_atomic, "CONN_MAX_AGE": age_s}
-    scene = {"database": database, "store": shop.store, "orders": orders, **watch}
-    run = subprocess.run(
-        [sys.executable, SITE, json.dumps(scene)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
+@pytest.fixture(scope="module")
+def play():
+    """Posts orders to two nodes in turn; what comes of it."""
+    pipe, environment = subprocess.PIPE, {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, SITE]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as site:
+
+        def play(shop, *orders, is_atomic=False, age_s=0, **watch):
+            database = django_settings(shop)
+            database |= {"ATOMIC_REQUESTS": is_atomic, "CONN_MAX_AGE": age_s}
+            scene = {"database": database, "store": shop.store, "orders": orders, **watch}
+            site.stdin.write(json.dumps(scene) + "\n")
+            site.stdin.flush()
+            seen = json.loads(site.stdout.readline())
+            assert "failed" not in seen, seen["failed"]
+            return seen
+
+        yield play
 
 
 @IS_ATOMIC
 @AGES
-def test_a_site_commits_record_and_effect_of_its_views_together(shop, is_atomic, age_s):
+def test_a_site_commits_record_and_effect_of_its_views_together(shop, play, is_atomic, age_s):
     """L9: Django closes what is in a transaction when a request starts, but not ours."""
     order = ("/place", 1)
     seen = play(shop, order, order, order, is_atomic=is_atomic, age_s=age_s)
@@ -51,7 +55,7 @@ def test_a_site_commits_record_and_effect_of_its_views_together(shop, is_atomic,
 
 @IS_ATOMIC
 @AGES
-def test_a_view_that_fails_leaves_nothing_and_the_site_goes_on(shop, is_atomic, age_s):
+def test_a_view_that_fails_leaves_nothing_and_the_site_goes_on(shop, play, is_atomic, age_s):
     """L9, L6: its functions for on_commit() are not called either."""
     orders = [("/fail", 1), ("/fail", 1), ("/place", 2)]
     seen = play(shop, *orders, is_atomic=is_atomic, age_s=age_s)
@@ -63,7 +67,7 @@ def test_a_view_that_fails_leaves_nothing_and_the_site_goes_on(shop, is_atomic, 
 
 
 @pytest.mark.parametrize("watch", ["debug", "is_captured"])
-def test_a_site_may_log_its_queries(shop, watch):
+def test_a_site_may_log_its_queries(shop, play, watch):
     """L9: with DEBUG, or in its tests, Django spells each query out with its values."""
     first, second = ("/place", 1), ("/place", 2)
     seen = play(shop, first, first, ("/fail", 2), second, **{watch: True})
@@ -76,7 +80,7 @@ def test_a_site_may_log_its_queries(shop, watch):
 
 
 @IS_ATOMIC
-def test_what_fails_after_the_commit_does_not_unsay_it(shop, is_atomic):
+def test_what_fails_after_the_commit_does_not_unsay_it(shop, play, is_atomic):
     """L9: record and effect are there, so the answer that a retry would get is given at once."""
     seen = play(shop, ("/hook", 1), ("/hook", 1), ("/place", 2), is_atomic=is_atomic)
     assert seen["answers"] == [201, 201, 201]

@@ -66,8 +66,8 @@ def test_a_duplicate_waits_and_is_woken_at_once(open_api: OpenApi):
     until(lambda: api.waiters() == 1)
     assert not second.done()
     gate.open()
-    assert second.result(5).is_replay
-    assert first.result(5).body == second.result(5).body
+    assert second.result(20).is_replay
+    assert first.result(20).body == second.result(20).body
     assert api.waiters() == 0
 
 
