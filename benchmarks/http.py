@@ -53,25 +53,26 @@ class Variant(NamedTuple):
     asks: str  # "new", "replay" or "keyless"
 
 
+# No server is asked twice in a row: who has just been asked is warm.
 VARIANTS = {
     "bare": Variant("bare", "memory", "new"),
-    "bare unguarded": Variant("bare", "memory", "keyless"),
     "product unguarded": Variant("product", "memory", "keyless"),
+    "bare unguarded": Variant("bare", "memory", "keyless"),
     "product memory": Variant("product", "memory", "new"),
-    "product sqlite": Variant("product", "sqlite", "new"),
-    "product postgres": Variant("product", "postgres", "new"),
-    "product redis": Variant("product", "redis", "new"),
-    "product replay": Variant("product", "sqlite", "replay"),
     "idemkit unguarded": Variant("idemkit", "memory", "keyless"),
+    "product sqlite": Variant("product", "sqlite", "new"),
     "idemkit memory": Variant("idemkit", "memory", "new"),
-    "idemkit postgres": Variant("idemkit", "postgres", "new"),
-    "idemkit redis": Variant("idemkit", "redis", "new"),
-    "idemkit replay": Variant("idemkit", "memory", "replay"),
+    "product postgres": Variant("product", "postgres", "new"),
     "floor memory": Variant("handmade", "memory", "new"),
+    "product redis": Variant("product", "redis", "new"),
+    "idemkit replay": Variant("idemkit", "memory", "replay"),
+    "product replay": Variant("product", "sqlite", "replay"),
+    "floor replay": Variant("handmade", "memory", "replay"),
+    "idemkit postgres": Variant("idemkit", "postgres", "new"),
     "floor sqlite": Variant("handmade", "sqlite", "new"),
+    "idemkit redis": Variant("idemkit", "redis", "new"),
     "floor postgres": Variant("handmade", "postgres", "new"),
     "floor redis": Variant("handmade", "redis", "new"),
-    "floor replay": Variant("handmade", "memory", "replay"),
 }
 
 
