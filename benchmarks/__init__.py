@@ -5,9 +5,3 @@ One file for each question (`memory`, `sqlite`, `postgres`, `redis`, `latency`, 
 store is another file with contenders and one line in `questions`. Invariant: every figure that is
 printed was measured in the run that prints it, and every verdict is computed from it.
 """
-
-import sys
-from pathlib import Path
-
-# Where the servers are that the tests start, too.
-sys.path.append(str(Path(__file__).parent.parent / "tests"))

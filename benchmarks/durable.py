@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar
 
-from servers import Server
-from servers.mariadb import Mariadb
-from servers.postgres import Postgres
+from tests.support.servers import Server
+from tests.support.servers.mariadb import Mariadb
+from tests.support.servers.postgres import Postgres
 
 AnyServer = TypeVar("AnyServer", bound=Server)
 

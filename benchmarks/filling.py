@@ -13,10 +13,11 @@ from typing import TypeAlias
 
 from coatcheck import Policy, Response
 from coatcheck.core.flow import Flow
+from coatcheck.core.identity import SCOPE_CHARS, caller_digest, operation_id
+from coatcheck.core.keep import Outcome, OutcomeKind
+from coatcheck.core.lifecycle import Answer, ClaimRequest, lifecycle
 from coatcheck.core.record import Swap
-from coatcheck.core.replay import Fate, encode_response
-from coatcheck.core.scope import SCOPE_CHARS, caller_digest, operation_id
-from coatcheck.core.serve import Answer, Ending, Ticket, serve
+from coatcheck.core.response import encode_response
 from coatcheck.stores.contract import Store
 
 # Together as many as come together at 64 at a time. It matters: an answer makes its row grow, and
@@ -42,7 +43,7 @@ def fill(store: Store, records: int, flows: Flows, together: int = TOGETHER) -> 
         _swap(store, [next(flow) for flow in batch])
         for flow in batch:
             flow.send(None)  # the claim is ours: the flow asks for the execution
-        _swap(store, [flow.send(Ending(Fate.KEEP, RESPONSE)) for flow in batch])
+        _swap(store, [flow.send(Outcome(OutcomeKind.COMPLETE, RESPONSE)) for flow in batch])
 
 
 def sweep(store: Store, first: int) -> None:
@@ -74,7 +75,7 @@ def flows_of(key_of: KeyOf = uuid_of) -> Flows:
     callers = [caller_digest("bearer", f"token-{number}") for number in range(CALLERS)]
     for now_ms in itertools.count(FIRST_MS, STEP_MS):
         caller, key = source.choice(callers), key_of(source)
-        ticket = Ticket(
+        ticket = ClaimRequest(
             operation_id(caller=caller, route=label, key=key),
             source.randbytes(16),
             now_ms,
@@ -83,4 +84,4 @@ def flows_of(key_of: KeyOf = uuid_of) -> Flows:
             caller[:SCOPE_CHARS],
             key,
         )
-        yield serve(ticket, policy, may_claim=True)
+        yield lifecycle(ticket, policy, may_claim=True)

@@ -16,13 +16,13 @@ from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import uvloop
-from servers.redis import Redis
 
 from benchmarks.durable import durable_postgres, lent
 from benchmarks.http_load import Address, Load, Loaded, request_of
 from benchmarks.machine import pinned, workshop
 from benchmarks.measuring import Samples, interleave
 from benchmarks.report import TIMES, Row, Table, Target
+from tests.support.servers.redis import Redis
 
 CONNECTIONS = 64
 # Many short rounds: what disturbs a machine lasts for seconds, and hits neighbours alike. Of 7 rounds

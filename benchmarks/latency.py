@@ -22,8 +22,6 @@ from contextlib import (
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from servers.redis import Redis
-
 from benchmarks.contest import ROUNDS
 from benchmarks.durable import durable_mariadb, durable_postgres, lent
 from benchmarks.machine import workshop
@@ -32,6 +30,7 @@ from benchmarks.report import Figures, Table
 from coatcheck import AsyncEngine, Engine
 from coatcheck.stores import AsyncStore, Store
 from coatcheck.stores.memory import AsyncMemoryStore, MemoryStore
+from tests.support.servers.redis import Redis
 
 # Operations of each in a round: enough for a hundredth of them to be more than the very worst.
 TURNS = 200

@@ -19,7 +19,6 @@ from unittest.mock import patch
 
 import boto3
 import redis
-from aiobotocore.httpsession import AIOHTTPSession
 from aws_lambda_powertools.utilities.idempotency import (
     DynamoDBPersistenceLayer,
     IdempotencyConfig,
@@ -28,8 +27,6 @@ from aws_lambda_powertools.utilities.idempotency import (
 from aws_lambda_powertools.utilities.idempotency.persistence.base import BasePersistenceLayer
 from aws_lambda_powertools.utilities.idempotency.persistence.cache import CachePersistenceLayer
 from botocore.httpsession import URLLib3Session
-from servers.dynamodb import Dynamodb
-from servers.redis import Redis
 
 from benchmarks.contest import (
     AT_A_TIME,
@@ -43,6 +40,8 @@ from benchmarks.contest import (
 from benchmarks.measuring import ROUNDS_QUICK, For, Samples, Slot, drive, drive_threads, interleave
 from benchmarks.report import TIMES, Row, Table, Target
 from coatcheck import AsyncEngine, Engine
+from tests.support.servers.dynamodb import Dynamodb
+from tests.support.servers.redis import Redis
 
 Operation: TypeAlias = Callable[[int], object]
 Contender: TypeAlias = Callable[[], AbstractContextManager[Operation]]
@@ -183,18 +182,15 @@ def _requests_on_loop(url: str) -> dict[str, float]:
 
 @contextmanager
 def _counted() -> Iterator[list[object]]:
-    """Everything that botocore or aiobotocore sends for anybody; a second try counts, too."""
+    """Collect every request that botocore sends, including retries."""
     sent: list[object] = []
-    sends = {session: session.send for session in (URLLib3Session, AIOHTTPSession)}
+    send = URLLib3Session.send
 
     def counting(self: Any, request: Any) -> Any:  # noqa: ANN401 - as in the driver
         sent.append(request)
-        return sends[type(self)](self, request)
+        return send(self, request)
 
-    with (
-        patch.object(URLLib3Session, "send", counting),
-        patch.object(AIOHTTPSession, "send", counting),
-    ):
+    with patch.object(URLLib3Session, "send", counting):
         yield sent
 
 

@@ -18,7 +18,6 @@ import redis
 import redis.asyncio
 from idemkit import MethodConfig, idempotent
 from idemkit.backends.redis import RedisBackend
-from servers.redis import Redis
 
 from benchmarks.contest import (
     AT_A_TIME,
@@ -38,6 +37,7 @@ from benchmarks.contest import (
 from benchmarks.grouped import GroupedRedis
 from benchmarks.measuring import Samples
 from benchmarks.report import TIMES, Row, Table, Target
+from tests.support.servers.redis import Redis
 
 _NUMBERS = count()
 # What is asked of us where half of the raw client would be more.

@@ -19,7 +19,6 @@ from idemkit import MethodConfig, idempotent
 from idemkit.backends.base import IdempotencyBackend
 from idemkit.backends.postgres import PostgresBackend, init_pg
 from idemkit.backends.redis import RedisBackend
-from servers.redis import Redis
 
 from benchmarks.contest import AT_A_TIME, RESPONSE, ROUNDS, Operation, names_of, place, product
 from benchmarks.durable import durable_postgres, lent
@@ -27,6 +26,7 @@ from benchmarks.grouped import GroupedPostgres, GroupedRedis
 from benchmarks.measuring import ROUNDS_QUICK, Cost, Samples, Slot, drive, interleave
 from benchmarks.report import TIMES, Row, Table, Target
 from coatcheck import AsyncEngine
+from tests.support.servers.redis import Redis
 
 TABLE = "idemkit_replays"
 # How many keys each has to answer for: about as many as it can in a few tenths of a second.

@@ -19,17 +19,17 @@ from contextlib import closing, contextmanager, suppress
 from typing import NamedTuple
 
 import psycopg
-from servers.postgres import Postgres
 
 from benchmarks.contest import AT_A_TIME
 from benchmarks.measuring import ROUNDS_QUICK, Samples, interleave
 from benchmarks.report import TIMES, Row, Table, Target, counted
 from coatcheck import Policy
+from coatcheck.core.lifecycle import ClaimRequest, first_attempt
 from coatcheck.core.record import GONE, Swap
-from coatcheck.core.serve import Ticket, first_attempt
 from coatcheck.stores.contract import SWEEP_BATCH
-from coatcheck.stores.postgres import PostgresStore
-from coatcheck.stores.postgres_link import Link
+from coatcheck.stores.postgres.connection import SharedConnection
+from coatcheck.stores.postgres.store import PostgresStore
+from tests.support.servers.postgres import Postgres
 
 FEW = 10_000
 MANY = 5_000_000
@@ -185,7 +185,7 @@ def _claims() -> Iterator[Swap]:
     source, policy = random.Random(17), Policy()
     while True:
         id, nonce = source.randbytes(16), source.getrandbits(63)
-        ticket = Ticket(id, id, NOW_MS, nonce)
+        ticket = ClaimRequest(id, id, NOW_MS, nonce)
         yield Swap(id, 0, first_attempt(ticket, policy, GONE, NOW_MS))
 
 
@@ -227,9 +227,9 @@ def _slowest_us(store: PostgresStore, wall_s: float) -> float:
 
 
 @contextmanager
-def _on_processor(which: int, link: Link) -> Iterator[None]:
-    """Keep this thread, and the session that *link* leads to, on one processor if possible."""
-    with suppress(AttributeError, OSError), link as connection:
+def _on_processor(which: int, shared: SharedConnection) -> Iterator[None]:
+    """Keep this thread, and the session of *shared*, on one processor if possible."""
+    with suppress(AttributeError, OSError), shared as connection:
         chosen = {sorted(_PROCESSORS)[which]}
         os.sched_setaffinity(connection.info.backend_pid, chosen)
         os.sched_setaffinity(0, chosen)
@@ -264,7 +264,7 @@ class _Sweep:
             thread.join()
 
     def _run(self, stopped: threading.Event) -> None:
-        with _on_processor(-1, self._store._keeper):  # noqa: SLF001 - as above
+        with _on_processor(-1, self._store._maintenance):  # noqa: SLF001 - as above
             start_s = time.perf_counter()
             while not stopped.is_set():
                 taken = self._store.sweep(NOW_MS)

@@ -23,7 +23,7 @@ from coatcheck import AsyncEngine, Policy, Record
 from coatcheck.core.record import Swap
 from coatcheck.stores import AsyncStore, ThreadedStore
 from coatcheck.stores.memory import AsyncMemoryStore, MemoryStore
-from coatcheck.stores.sqlite import SqliteStore
+from coatcheck.stores.sqlite.store import SqliteStore
 
 DUPLICATES = 100
 ROUNDS = 5

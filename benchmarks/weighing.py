@@ -20,11 +20,6 @@ from typing import Any, NamedTuple
 import boto3
 import psycopg
 import pymysql
-from servers import MEMORY, until
-from servers.dynamodb import Dynamodb
-from servers.mariadb import Mariadb
-from servers.postgres import Postgres
-from servers.redis import Redis
 
 from benchmarks.filling import BODY, TOGETHER, KeyOf, fill, flows_of, sweep, text_of, uuid_of
 from benchmarks.floors import OneByOne
@@ -32,7 +27,12 @@ from benchmarks.measuring import Samples
 from benchmarks.powertools import STAND_IN
 from benchmarks.report import counted
 from coatcheck.stores import open_store
-from coatcheck.stores.sqlite import SqliteStore
+from coatcheck.stores.sqlite.store import SqliteStore
+from tests.support.servers import MEMORY, until
+from tests.support.servers.dynamodb import Dynamodb
+from tests.support.servers.mariadb import Mariadb
+from tests.support.servers.postgres import Postgres
+from tests.support.servers.redis import Redis
 
 FEWER_TOGETHER = 16
 # Whenever a twentieth of the rows has changed, as autovacuum does in a day that is longer.

@@ -31,19 +31,22 @@ MODULES: dict[str, tuple[str, ...] | None] = {
         ),
     ),
     "coatcheck.stores": None,
-    "coatcheck.telemetry": ("Decision", "Observer", "log_decision"),
+    "coatcheck.telemetry": (
+        *("Decision", "Observer", "log_decision", "Listener", "OperationEvent", "Claimed"),
+        *("Waited", "Renewed", "Lost", "Completed", "Released", "InDoubt", "Recovered", "Swept"),
+    ),
     "coatcheck.core.record": ("Swap",),
     "coatcheck.core.progress": ("Note",),
-    "coatcheck.core.facts": ("facts_of",),
+    "coatcheck.core.describe": ("facts_of",),
     "coatcheck.verify.crash": ("Point", "Injector", "kill", "freeze", "fail", "Injected"),
 }
 
 # Explained in full on a page of its own.
 ELSEWHERE = {"Policy": "policy.md"}
-# Of a base class, what users call; the rest of an engine's lower half is for the adapters.
-INHERITED = {"start", "close"}
-# Public for the other rooms, and not for users: who gets an operation or an error makes none.
-OURS = {"Operation.__init__", "Operation.unmet", "ThreadedStore.finish"}
+# What users call of a base class; the rest is for the middlewares.
+INHERITED = {"close"}
+# Public for other packages of the library, not for users.
+OURS = {"Operation.__init__", "Operation.check_steps"}
 
 LINE_COLUMNS_MAX = 88
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

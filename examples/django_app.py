@@ -24,6 +24,6 @@ def create_order(request: HttpRequest) -> JsonResponse:
 
 urlpatterns = [path("orders", create_order)]
 
-# What a project has in settings.py; in wsgi.py is only the line that comes last.
+# A project has this in settings.py; only the last line belongs in wsgi.py.
 settings.configure(ROOT_URLCONF=__name__, ALLOWED_HOSTS=["*"])
 application = IdempotencyMiddleware(get_wsgi_application(), store="sqlite:///orders.db")

@@ -1,4 +1,4 @@
-"""One route at a time, with FastAPI: the policy is beside the route it guards."""
+"""FastAPI, one route at a time: the policy is declared at the route."""
 
 from fastapi import FastAPI
 from pydantic import BaseModel
@@ -10,7 +10,7 @@ app.add_middleware(IdempotencyMiddleware, store="sqlite:///charges.db")
 
 
 class Charge(BaseModel):
-    """What is to be paid."""
+    """How much to charge."""
 
     amount: int
     currency: str
@@ -20,6 +20,6 @@ class Charge(BaseModel):
 @idempotent(required=True, window="72h", recovery="manual")
 async def charge(body: Charge, operation: CurrentOperation) -> dict[str, object]:
     """Charge once, however often the request is sent."""
-    # The provider gets a key of its own, the same in every attempt of this operation.
+    # The key for the payment provider: the same in every attempt of this operation.
     provider_key = operation.derive("charge")
     return {"amount": body.amount, "provider_key": provider_key, "see": operation.reference}

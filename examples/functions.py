@@ -1,4 +1,4 @@
-"""Any function, guarded: a job runner may call it as often as it likes."""
+"""Any function, guarded: a job runner may call it more than once."""
 
 import coatcheck
 
@@ -8,7 +8,7 @@ sent: list[str] = []
 
 @engine.guard(key=lambda number, _email: f"invoice-{number}", scope="invoices")
 def send_invoice(number: int, email: str) -> dict[str, object]:
-    """Send one invoice; the second call with this number gives back what the first one said."""
+    """Send one invoice; a second call with this number returns the result of the first."""
     sent.append(email)
     return {"number": number, "sent_to": email}
 

@@ -1,4 +1,4 @@
-"""In doubt: operations of which nobody knows whether they happened, and who decides about them.
+"""In doubt: operations whose outcome is unknown, and how to resolve them.
 
 Run it: python examples/in_doubt.py
 """
@@ -15,7 +15,7 @@ is_answering = False
 
 
 def charge(order: str) -> str:
-    """Charge at a provider that can neither take a key nor be asked."""
+    """Charge at a provider that accepts no key and cannot be queried."""
     operation = current_operation()
     assert operation is not None
     operation.note({"about to charge": order})
@@ -25,7 +25,7 @@ def charge(order: str) -> str:
 
 
 def find_doubts(engine: coatcheck.Engine) -> dict[str, str]:
-    """The references of everything that is in doubt, by key, told to whoever has to find out."""
+    """Print everything that is in doubt, with its notes; return the references by key."""
     found = [Operation(record) for record in engine.store.find(Query(state=IN_DOUBT)).records]
     for operation in sorted(found, key=lambda operation: operation.key):
         print(operation, [note.what for note in operation.notes])
@@ -33,8 +33,8 @@ def find_doubts(engine: coatcheck.Engine) -> dict[str, str]:
 
 
 def main() -> None:
-    """Three charges end in doubt, and a person decides about each in another way."""
-    global is_answering  # noqa: PLW0603 - the provider is back
+    """Leave three charges in doubt, and resolve each in another way."""
+    global is_answering  # noqa: PLW0603 - the provider answers again
     with (
         tempfile.TemporaryDirectory() as directory,
         coatcheck.Engine(f"sqlite:///{directory}/charges.db", "payments") as engine,

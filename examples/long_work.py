@@ -1,9 +1,9 @@
-"""Work that takes longer than a client should wait: 202 first, and the result where one asks.
+"""Work that takes longer than a client should wait: a 202 first, the result by polling.
 
 Run it: uvicorn examples.long_work:app
 
     curl -i -X POST localhost:8000/reports -H 'Idempotency-Key: r-1' -H 'Content-Type: …' -d '…'
-    curl -i localhost:8000/idempotency/operations/…        # the Location of that answer
+    curl -i localhost:8000/idempotency/operations/…        # the Location of that response
 """
 
 import asyncio
@@ -18,12 +18,12 @@ engine = coatcheck.AsyncEngine("sqlite:///work.db", secret="the same on every no
 app = FastAPI()
 app.add_middleware(IdempotencyMiddleware, engine=engine)
 
-# Your own queue, whatever it is: RabbitMQ, SQS, a table.
+# Stands for your own queue: RabbitMQ, SQS, a table.
 queue: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
 
 
 class Report(BaseModel):
-    """What is to be written."""
+    """Title and length of a report."""
 
     title: str
     pages: int
@@ -32,7 +32,7 @@ class Report(BaseModel):
 @app.post("/reports", status_code=201)
 @idempotent(in_flight="202", required=True)
 async def write_report(report: Report, operation: CurrentOperation) -> dict[str, str]:
-    """Answer at once, and go on in this process."""
+    """Send the 202 at once, and continue in this process."""
     await operation.accept()
     for page in range(report.pages):
         await asyncio.sleep(0.01)  # the work
@@ -43,17 +43,17 @@ async def write_report(report: Report, operation: CurrentOperation) -> dict[str,
 @app.post("/films")
 @idempotent(in_flight="202", required=True)
 async def cut_film(film: Report, operation: CurrentOperation) -> None:
-    """Give the work to a queue; kept for ten minutes, until a worker takes it."""
-    handed = await operation.hand_over(lease="10m")
-    await queue.put((handed, film.title))
+    """Put the work into a queue; a worker has ten minutes to take it."""
+    token = await operation.defer(lease="10m")
+    await queue.put((token, film.title))
 
 
 async def work_off_one() -> coatcheck.Response:
-    """In the worker: the film is cut once, however often the queue delivers it."""
-    handed, title = await queue.get()
-    return await engine.resume(handed, cut, title)
+    """Runs in the worker: the film is cut once, however often the queue delivers the message."""
+    token, title = await queue.get()
+    return await engine.run_deferred(token, cut, title)
 
 
 async def cut(title: str) -> coatcheck.Happened:
-    """Do the work; what is returned is what the client is served."""
+    """Do the work and return the response for the client."""
     return coatcheck.Happened(201, [("Content-Type", "text/plain")], f"{title}, cut".encode())

@@ -1,7 +1,7 @@
 """One charge, four providers: which recovery a payment route needs depends on its provider.
 
 Run it: python examples/payments.py
-Each provider takes the money and loses its answer; the client asks again with the same key.
+Each provider takes the money, but its response is lost; the client retries with the same key.
 """
 
 import asyncio
@@ -18,13 +18,13 @@ from coatcheck.server.fastapi import CurrentOperation, IdempotencyMiddleware, id
 
 
 class Charge(BaseModel):
-    """What the client asks for."""
+    """What the client sends."""
 
     cents: int
 
 
 class Provider:
-    """Takes money, and does not answer the first time; *knows_keys*: the same key is one charge."""
+    """Does not answer the first call. With *knows_keys*, calls with one key are one charge."""
 
     def __init__(self, *, knows_keys: bool = False) -> None:
         self.charges: list[dict[str, Any]] = []
@@ -52,14 +52,14 @@ shipped: list[int] = []
 app = FastAPI()
 
 
-# The provider takes an idempotency key: simply run it again, with a key of its own.
+# The provider accepts an idempotency key: run the handler again, with a derived key.
 @app.post("/cards", status_code=201)
 @idempotent(recovery="retry")
 async def charge_card(charge: Charge, operation: CurrentOperation) -> dict[str, Any]:
     return await card.charge(charge.cents, key=operation.derive("charge"))
 
 
-# The provider takes none, but can be asked: ask before anything runs again.
+# The provider accepts no key, but can be queried: query it before the handler runs again.
 async def ask_bank(operation: coatcheck.Operation) -> coatcheck.Happened | coatcheck.DidNotHappen:
     found = await bank.find(operation.derive("charge"))
     if found is None:
@@ -74,7 +74,7 @@ async def transfer(charge: Charge, operation: CurrentOperation) -> dict[str, Any
     return await bank.charge(charge.cents, key=operation.derive("charge"))
 
 
-# The provider takes none and cannot be asked: a person decides.
+# The provider accepts no key and cannot be queried: a person decides.
 @app.post("/terminals", status_code=201)
 @idempotent(recovery="manual")
 async def charge_at_terminal(charge: Charge) -> dict[str, Any]:
@@ -99,7 +99,7 @@ async def order(charge: Charge, operation: CurrentOperation) -> dict[str, Any]:
 
 
 async def main() -> None:
-    """Each charge twice, with one key; and for the terminal's a person who knows."""
+    """Send each charge twice with one key; then resolve the terminal's by hand."""
     with tempfile.TemporaryDirectory() as directory:
         engine = coatcheck.AsyncEngine(f"sqlite:///{directory}/payments.db", "payments")
         app.add_middleware(IdempotencyMiddleware, engine=engine)

@@ -1,4 +1,4 @@
-"""Steps: an order that is charged and shipped, and goes on where an attempt has died.
+"""Steps: an order is charged and shipped, and a retry continues where an attempt has failed.
 
 Run it: python examples/steps.py
 """
@@ -8,27 +8,27 @@ import tempfile
 import coatcheck
 from coatcheck import DidNotHappen, Happened, Operation, current_operation
 
-CHARGED: dict[str, str] = {}  # what the payment provider knows, by our derived keys
+CHARGED: dict[str, str] = {}  # the payment provider's data, by our derived keys
 SHIPPED: list[str] = []
 
 
 def charge(amount: int, key: str) -> str:
-    """The provider's part: it takes the money, and its answer is lost on the way."""
+    """Stands for the provider: it takes the money, but its response is lost."""
     CHARGED[key] = f"{amount} from the card"
     raise TimeoutError("the provider did not answer")
 
 
 def ask_provider(operation: Operation) -> Happened | DidNotHappen:
-    """What became of the charge in which an attempt has died."""
+    """Find the outcome of a charge during which an attempt has failed."""
     found = CHARGED.get(operation.derive("charge"))
     return Happened(value=found) if found else DidNotHappen()
 
 
 def place(order: str) -> dict[str, str]:
-    """One order: each step is remembered, and a later attempt does not take it again."""
+    """Place one order; a later attempt does not repeat a step that was completed."""
     operation = current_operation()
     assert operation is not None
-    operation.note({"about to charge": 30})  # for whoever has to find out later
+    operation.note({"about to charge": 30})  # for operators, if this ends in doubt
     charged = operation.step(
         "charge", charge, 30, operation.derive("charge"), at_most_once=True, probe=ask_provider
     )
@@ -37,7 +37,7 @@ def place(order: str) -> dict[str, str]:
 
 
 def main() -> None:
-    """The first attempt dies in the charge; the second one asks, and ships."""
+    """Fail in the charge; the second attempt queries the provider, and ships."""
     with (
         tempfile.TemporaryDirectory() as directory,
         coatcheck.Engine(f"sqlite:///{directory}/orders.db") as engine,

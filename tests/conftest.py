@@ -3,12 +3,26 @@
 import gc
 import os
 
+import pytest
 from hypothesis import settings
+
+# Before anything imports it: only then does pytest show what an assertion in there compared.
+pytest.register_assert_rewrite("tests.server.laws.api")
+
+from tests.support.engines import Guards  # noqa: E402 - after the registration
 
 settings.register_profile("house", deadline=None, print_blob=True)
 # With CI set, Hypothesis loads a profile of its own: the same examples every time, and no deadline.
 if not os.environ.get("CI"):
     settings.load_profile("house")
+
+
+@pytest.fixture(params=["sync", "async"])
+def guards(request):
+    """The sync and the async engine, behind the same methods."""
+    guards = Guards(is_async=request.param == "async")
+    yield guards
+    guards.close()
 
 
 def pytest_collection_finish():

@@ -1,7 +1,7 @@
-"""A bank: money moves once, however often a transfer is sent, and whoever dies in the middle.
+"""A bank: money moves once, however often a transfer is sent and whatever crashes meanwhile.
 
-The transfer and the record of its key are one transaction of one database: both are there, or
-neither is. So there is no moment at which a crash could leave one without the other.
+The transfer and the record of its key are committed in one transaction of one database, so a crash
+cannot leave one without the other.
 
 Run it: python -m examples.bank.app
 """
@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field
 from coatcheck.server.fastapi import CurrentOperation, IdempotencyMiddleware, idempotent
 
 ACCOUNTS = "create table if not exists accounts (id integer primary key, balance bigint not null)"
-# Nothing about the key is unique: that is not what keeps a transfer from being made twice.
+# The key has no unique constraint here: the record of coatcheck prevents a second transfer.
 TRANSFERS = """
 create table if not exists transfers
 (idempotency_key text, source integer, target integer, amount bigint)
@@ -29,39 +29,39 @@ bank = APIRouter()
 
 
 class Transfer(BaseModel):
-    """What is to be moved, and between which accounts."""
+    """How much to move, and between which accounts."""
 
     source: int
     target: int
     amount: int = Field(gt=0)
 
 
-# Two that cross each other (1 to 2, and 2 to 1) can lock each other out; the database then undoes
-# one of them, and it is started again.
+# Two transfers in opposite directions (1 to 2, and 2 to 1) can deadlock. The database then rolls one
+# of them back, and `transaction_retries` runs it again.
 @bank.post("/transfers", status_code=201)
 @idempotent(mode="transaction", required=True, transaction_retries=5)
 async def transfer(order: Transfer, operation: CurrentOperation) -> dict[str, object]:
-    """Move money: all of this commits at once, and the answer with it."""
+    """Move money; all statements and the response are committed together."""
     source, target, amount = order.source, order.target, order.amount
     connection = operation.connection
-    # What is refused is refused before the first write. A refusal is an answer like any other: it
-    # is kept, and what was written until then would be committed with it.
-    known = await ask(connection, "select id from accounts where id in (?, ?)", source, target)
+    # Refuse before the first write: a 4xx response is stored like any other, and everything that
+    # was written before it is committed with it.
+    known = await execute(connection, "select id from accounts where id in (?, ?)", source, target)
     if len(known) != 2:
-        raise HTTPException(404, "there are no such two accounts")
+        raise HTTPException(404, "one of the accounts does not exist")
     debit = "update accounts set balance = balance - ? where id = ? and balance >= ?"
-    left = await ask(connection, f"{debit} returning balance", amount, source, amount)
+    left = await execute(connection, f"{debit} returning balance", amount, source, amount)
     if not left:
         raise HTTPException(402, "not enough money")
     credit = "update accounts set balance = balance + ? where id = ?"
-    await ask(connection, credit, amount, target)
+    await execute(connection, credit, amount, target)
     row = (operation.key, source, target, amount)
-    await ask(connection, "insert into transfers values (?, ?, ?, ?)", *row)
+    await execute(connection, "insert into transfers values (?, ?, ?, ?)", *row)
     return {"amount": amount, "left": left[0][0]}
 
 
-async def ask(connection: Any, statement: str, *values: object) -> list[tuple[Any, ...]]:
-    """What *statement* returns; the two drivers differ in their marks alone."""
+async def execute(connection: Any, statement: str, *values: object) -> list[tuple[Any, ...]]:
+    """Return the rows of *statement*; the two drivers differ only in their placeholders."""
     if isinstance(connection, psycopg.AsyncConnection):
         statement = statement.replace("?", "%s")
     cursor = await connection.execute(statement, values)
@@ -69,7 +69,7 @@ async def ask(connection: Any, statement: str, *values: object) -> list[tuple[An
 
 
 def bank_app(**options: Any) -> FastAPI:
-    """The application; *options* are those of the middleware."""
+    """Return the application; *options* are those of the middleware."""
     app = FastAPI()
     app.include_router(bank)
     app.add_middleware(IdempotencyMiddleware, **options)
@@ -77,7 +77,7 @@ def bank_app(**options: Any) -> FastAPI:
 
 
 def open_accounts(url: str, *balances: int) -> None:
-    """Make the tables, and accounts 1, 2, … with *balances*; those that are there stay."""
+    """Create the tables, and accounts 1, 2, … with *balances* unless they exist."""
     is_file = url.startswith("sqlite:///")
     opened = sqlite3.connect(url.removeprefix("sqlite:///")) if is_file else psycopg.connect(url)
     with closing(opened) as connection:
@@ -93,5 +93,5 @@ def open_accounts(url: str, *balances: int) -> None:
 if __name__ == "__main__":
     database = os.environ.get("BANK_URL", "sqlite:///bank.db")
     open_accounts(database, 100, 100)
-    # The store lends its own connections; with transactions=pool the application lends of its own.
+    # The store uses connections of its own; with transactions=pool it uses the application's.
     uvicorn.run(bank_app(store=database))

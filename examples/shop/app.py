@@ -1,9 +1,9 @@
-"""A shop that may be killed at any moment: every order is paid for once, or somebody is told.
+"""A shop that may be killed at any moment: each order is paid once, or reported as in doubt.
 
     python -m examples.shop.provider &
     python -m examples.shop.app
 
-It has one way to pay for each recovery; which one a route needs depends on whom it asks.
+It has one way to pay for each recovery; which one a route needs depends on its provider.
 """
 
 import json
@@ -26,27 +26,27 @@ JSON = [("content-type", "application/json")]
 
 
 class Order(BaseModel):
-    """What is paid for."""
+    """An order to be paid."""
 
     number: int
     cents: int
 
 
 class Provider:
-    """Whoever takes the money, over HTTP: what is done there stays done."""
+    """The payment provider, called over HTTP; its effects cannot be undone."""
 
     def __init__(self, url: str) -> None:
         self._http = httpx.AsyncClient(base_url=url)
 
-    async def take(self, desk: str, order: Order, key: str = "") -> dict[str, Any]:
-        """Have *desk* do something for *order*."""
+    async def take(self, service: str, order: Order, key: str = "") -> dict[str, Any]:
+        """Ask *service* to act on *order*."""
         headers = {"Idempotency-Key": key} if key else {}
-        answer = await self._http.post(f"/{desk}", json=order.model_dump(), headers=headers)
+        answer = await self._http.post(f"/{service}", json=order.model_dump(), headers=headers)
         return dict(answer.raise_for_status().json())
 
-    async def find(self, desk: str, key: str) -> dict[str, Any] | None:
-        """What *desk* has done under *key*."""
-        answer = await self._http.get(f"/{desk}/{key}")
+    async def find(self, service: str, key: str) -> dict[str, Any] | None:
+        """Return what *service* has done under *key*."""
+        answer = await self._http.get(f"/{service}/{key}")
         return None if answer.status_code == 404 else dict(answer.raise_for_status().json())
 
 
@@ -54,14 +54,14 @@ provider = Provider(os.environ.get("PROVIDER", "http://127.0.0.1:8001"))
 shop = APIRouter()
 
 
-# "retry": the desk knows keys, and the same key is the same payment.
+# "retry": the service accepts keys, and the same key is the same payment.
 @shop.post("/cards", status_code=201)
 @idempotent(recovery="retry")
 async def pay_by_card(order: Order, operation: CurrentOperation) -> dict[str, Any]:
     return await provider.take("cards", order, operation.derive("pay"))
 
 
-# "reconcile": the bank knows no keys, but can be asked before anything runs again.
+# "reconcile": the bank accepts no key, but can be queried before the handler runs again.
 async def ask_bank(operation: Operation) -> Happened | DidNotHappen:
     found = await provider.find("bank", operation.derive("pay"))
     if found is None:
@@ -75,14 +75,14 @@ async def pay_by_transfer(order: Order, operation: CurrentOperation) -> dict[str
     return await provider.take("bank", order, operation.derive("pay"))
 
 
-# "manual": the terminal can do neither, so that a person looks at its roll of paper.
+# "manual": the terminal offers neither, so a person has to check its receipts.
 @shop.post("/terminals", status_code=201)
 @idempotent(recovery="manual")
 async def pay_at_terminal(order: Order) -> dict[str, Any]:
     return await provider.take("terminals", order)
 
 
-# "transaction": it is a row in the shop's own database, and the record of its key is another.
+# "transaction": the payment is a row in the shop's own database, committed with the record.
 @shop.post("/vouchers", status_code=201)
 @idempotent(mode="transaction", transaction_retries=5)
 async def pay_by_voucher(order: Order, operation: CurrentOperation) -> dict[str, Any]:
@@ -108,7 +108,7 @@ async def pay_and_send(order: Order, operation: CurrentOperation) -> dict[str, A
 
 
 def shop_app(**options: Any) -> FastAPI:
-    """The application; *options* are those of the middleware."""
+    """Return the application; *options* are those of the middleware."""
     app = FastAPI()
     app.include_router(shop)
     app.add_middleware(IdempotencyMiddleware, **options)
@@ -116,7 +116,7 @@ def shop_app(**options: Any) -> FastAPI:
 
 
 def open_sales(url: str) -> None:
-    """Make the table of the shop's own."""
+    """Create the shop's own table."""
     is_file = url.startswith("sqlite:///")
     path = url.removeprefix("sqlite:///").partition("?")[0]
     with closing(sqlite3.connect(path) if is_file else psycopg.connect(url)) as connection:

@@ -1,9 +1,9 @@
-"""Another company: it takes money and parcels, and what it has taken it does not give back.
+"""Another company, which takes payments and parcels; its effects cannot be undone.
 
     python -m examples.shop.provider
 
-Each thing that it does is a row of its ledger, which the shop cannot reach. Its desks differ in
-what they offer to who does not know whether he has asked before.
+Each effect is a row of its ledger, which the shop cannot access. Its services differ in what they
+offer to a client that does not know whether an earlier call took effect.
 """
 
 import asyncio
@@ -15,60 +15,62 @@ import uvicorn
 from fastapi import FastAPI, Header, HTTPException
 from pydantic import BaseModel
 
-# These take an idempotency key: whoever asks twice gets what he got the first time.
-KNOW_KEYS = {"cards", "parcels"}
-# The bank can be asked what it has done; a card terminal has a roll of paper, for people.
-CAN_BE_ASKED = {"bank"}
-# 20 ms on the way there, and on the way back: where a shop that waits may die.
-WAY_S = 0.02
+# These accept an idempotency key: a second call with it gets the first response.
+ACCEPT_KEYS = {"cards", "parcels"}
+# The bank can be queried; a card terminal only prints receipts.
+CAN_BE_QUERIED = {"bank"}
+# 20 ms before and after the effect: time in which the waiting shop may be killed.
+DELAY_S = 0.02
 
 
 class Order(BaseModel):
-    """Who pays how much."""
+    """An order and its price."""
 
     number: int
     cents: int
 
 
 def provider_app(path: str) -> FastAPI:
-    """The provider, with its ledger in the file at *path*."""
+    """Return the provider, with its ledger in the file at *path*."""
     app, ledger = FastAPI(), open_ledger(path)
 
-    @app.post("/{desk}", status_code=201)
+    @app.post("/{service}", status_code=201)
     async def take(
-        desk: str, order: Order, idempotency_key: Annotated[str, Header()] = ""
+        service: str, order: Order, idempotency_key: Annotated[str, Header()] = ""
     ) -> dict[str, Any]:
-        await asyncio.sleep(WAY_S)
-        ledger.execute("insert into asked values (?, ?)", (desk, order.number))
-        done = find(desk, idempotency_key) if desk in KNOW_KEYS else None
+        await asyncio.sleep(DELAY_S)
+        ledger.execute("insert into asked values (?, ?)", (service, order.number))
+        done = find(service, idempotency_key) if service in ACCEPT_KEYS else None
         if done is None:
-            row = (desk, idempotency_key, order.number, order.cents)
+            row = (service, idempotency_key, order.number, order.cents)
             done = ledger.execute("insert into done values (null, ?, ?, ?, ?)", row).lastrowid
-        await asyncio.sleep(WAY_S)
+        await asyncio.sleep(DELAY_S)
         return {"receipt": done}
 
-    @app.get("/{desk}/{key}")
-    async def ask(desk: str, key: str) -> dict[str, Any]:
-        done = find(desk, key) if desk in CAN_BE_ASKED else None
+    @app.get("/{service}/{key}")
+    async def ask(service: str, key: str) -> dict[str, Any]:
+        done = find(service, key) if service in CAN_BE_QUERIED else None
         if done is None:
-            raise HTTPException(404, "of this the desk knows nothing")
+            raise HTTPException(404, "the service knows no such key")
         return {"receipt": done}
 
-    def find(desk: str, key: str) -> int | None:
-        rows = ledger.execute("select receipt from done where desk = ? and key = ?", (desk, key))
+    def find(service: str, key: str) -> int | None:
+        rows = ledger.execute(
+            "select receipt from done where service = ? and key = ?", (service, key)
+        )
         return next((receipt for (receipt,) in rows), None)
 
     return app
 
 
 def open_ledger(path: str) -> sqlite3.Connection:
-    """What was asked for, and what was done."""
+    """Open the tables of calls and of effects."""
     ledger = sqlite3.connect(path, isolation_level=None)
-    ledger.execute("pragma synchronous = off")  # it is the shop that is killed, and no power is cut
-    ledger.execute("create table if not exists asked (desk text, number integer)")
+    ledger.execute("pragma synchronous = off")  # only the shop is killed, never this machine
+    ledger.execute("create table if not exists asked (service text, number integer)")
     ledger.execute(
         "create table if not exists done"
-        " (receipt integer primary key, desk text, key text, number integer, cents integer)"
+        " (receipt integer primary key, service text, key text, number integer, cents integer)"
     )
     return ledger
 

@@ -1,11 +1,11 @@
 """coatcheck: idempotency keys done right. A retried write happens once.
 
-Start reading at `coatcheck.core.serve`; ARCHITECTURE.md is the map.
+Start reading at `coatcheck.core.lifecycle`; ARCHITECTURE.md is the map.
 """
 
 from coatcheck.core.policy import Policy
 from coatcheck.core.record import Record
-from coatcheck.core.replay import Response
+from coatcheck.core.response import Response
 from coatcheck.engine import AsyncEngine, Engine
 from coatcheck.errors import (
     ClaimLost,
@@ -26,11 +26,12 @@ from coatcheck.errors import (
     StepInDoubt,
     StepsChanged,
     StoreUnavailable,
+    Uncertain,
     Unreadable,
 )
 from coatcheck.operation import DidNotHappen, Happened, Operation, Unknown, current_operation
 from coatcheck.stores import open_async_store, open_store
-from coatcheck.stores.at_rest import KeyRing
+from coatcheck.stores.encryption import KeyRing
 from coatcheck.telemetry import Decision
 
 __version__ = "0.1.0"
@@ -64,6 +65,7 @@ __all__ = [
     "StepInDoubt",
     "StepsChanged",
     "StoreUnavailable",
+    "Uncertain",
     "Unknown",
     "Unreadable",
     "current_operation",

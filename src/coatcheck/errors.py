@@ -6,23 +6,24 @@ CoatcheckError                        never raised itself
 │   ├── KeyRejected        400        missing, malformed or too long
 │   ├── KeyReused          422        same key, different request
 │   ├── KeyBusy            409        the first attempt is still running; see .retry_after_s
-│   ├── KeyExpired         409        a late retry on a route that refuses them
-│   ├── OutcomeUnknown     409        an attempt died in the middle; a person must say what happened
-│   ├── ResultUnavailable  409        it happened once, but its result was not kept
-│   └── LimitExceeded  413, 429, 503  over a size, waiter, key or work limit
-├── NotResolved                       there is no such operation in doubt; see .record
-├── NotCommitted                      the transaction of an operation was ended by somebody else
-├── ClaimLost                         our lease ended and another attempt took over
-├── StepInDoubt                       an attempt died in a step that may not run twice
-├── StepsChanged                      a handler's steps are not those of the attempt before it
-├── Resumable                         raised by a handler: nothing was done that may not be repeated
-├── StoreUnavailable       503        the store did not answer; the driver's error is __cause__
-├── Unreadable                        what is stored cannot be opened with the keys that are here
-├── Misconfigured                     found when something is set up, never during a request
+│   ├── KeyExpired         409        a retry after the window, on a route that refuses those
+│   ├── OutcomeUnknown     409        an attempt did not finish; its outcome must be resolved
+│   ├── ResultUnavailable  409        the operation completed, but its result was not stored
+│   └── LimitExceeded      413, 429   over a limit: size, waiters or keys
+├── NotResolved                       there is no such operation to resolve; see .record
+├── NotCommitted                      an operation's transaction could not be committed
+├── ClaimLost                         the lease expired and another attempt took over
+├── StepInDoubt                       an attempt ended inside a step that must not run twice
+├── StepsChanged                      a handler's steps differ from those of an earlier attempt
+├── Resumable                         raised by a handler: it may simply run again
+├── Uncertain                         raised by a handler: what it did is not known
+├── StoreUnavailable       503        the store is unreachable; the driver's error is __cause__
+├── Unreadable                        a stored response cannot be decrypted with these keys
+├── Misconfigured                     found at set-up, not during a request
 └── MissingExtra (ImportError)        names the exact `pip install coatcheck[...]`
 
-Each refusal of a request carries the problem document it would be over HTTP (`.problem`), so that
-a function guarded by `Engine.run` and a route guarded by a middleware refuse with the same words.
+Each refusal carries the problem document that an HTTP client would get (`.problem`), so a function
+guarded by `Engine.run` and a route guarded by a middleware refuse with the same text.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class CoatcheckError(Exception):
 
 
 class Refused(CoatcheckError):
-    """A guarded call was refused; the concrete class says why, `problem` says it in full."""
+    """A guarded call was refused: the class names the reason, `problem` has the details."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem.detail)
@@ -52,12 +53,12 @@ class Refused(CoatcheckError):
 
     @property
     def reference(self) -> str | None:
-        """The short reference of the operation, for support."""
+        """The short reference of the operation, for support requests."""
         return self.problem.reference
 
     @property
     def retry_after_s(self) -> int | None:
-        """When a retry with the same key makes sense, if it ever does."""
+        """After how many seconds to retry with the same key; None if a retry does not help."""
         return self.problem.kind.retry_after_s
 
 
@@ -74,27 +75,27 @@ class KeyBusy(Refused):
 
 
 class KeyExpired(Refused):
-    """A late retry came after the window, on a route that refuses them."""
+    """The retry came after the window, on a route that refuses those."""
 
 
 class OutcomeUnknown(Refused):
-    """An attempt died in the middle; what it did is not known."""
+    """An attempt did not finish, so it is not known what it did."""
 
 
 class ResultUnavailable(Refused):
-    """The work happened once, but its result was not kept."""
+    """The operation completed, but its result was not stored."""
 
 
 class LimitExceeded(Refused):
-    """A size, waiter, key or work limit was reached."""
+    """A limit was reached: size, waiters, keys or work."""
 
 
 class StoreUnavailable(CoatcheckError):
     """
-    The store did not answer; the driver's own error is `__cause__`.
+    The store is unreachable; the driver's own error is `__cause__`.
 
-    *is_ambiguous*: a write was on its way and may have taken effect (its acknowledgement was
-    lost). An engine then tries the same swap again, which is safe: see `stores/batching.py`.
+    *is_ambiguous*: a write was sent and may have been applied, but its answer was lost. The engine
+    then repeats the same swap, which is safe: see `stores/batching.py`.
     """
 
     def __init__(self, message: str, *, is_ambiguous: bool = False) -> None:
@@ -110,14 +111,14 @@ def _store_unavailable(text: str, is_ambiguous: bool) -> StoreUnavailable:  # no
 
 
 class Unreadable(CoatcheckError):
-    """What is stored is sealed, and no key here opens it. The work was done, and stays done."""
+    """A stored response is encrypted with an unknown key; the operation itself is completed."""
 
 
 class NotResolved(CoatcheckError):
     """
-    A person's decision found nothing to decide, and changed nothing.
+    A call to resolve an operation found none that is in doubt, and changed nothing.
 
-    *record* is what stands, None where there is none or more than one.
+    *record* is the current record; None if there is none, or more than one.
     """
 
     def __init__(self, message: str, record: Record | None = None) -> None:
@@ -129,18 +130,22 @@ class NotResolved(CoatcheckError):
 
 
 class NotCommitted(CoatcheckError):
-    """What was done in an operation's transaction is not there: its handler has ended it itself."""
+    """
+    The transaction could not be committed, because of what the handler did with its connection.
+
+    It committed, rolled back or closed it, or left a statement running on it.
+    """
 
 
 class ClaimLost(CoatcheckError):
-    """Our lease ended and another attempt took over."""
+    """The lease of this attempt expired, and another attempt took over."""
 
 
 class StepInDoubt(CoatcheckError):
-    """An attempt died in this step, and nobody can tell what it did: the operation is parked."""
+    """An attempt ended inside this step, so its effect is not known: the operation is in doubt."""
 
     def __init__(
-        self, name: str, why: str = "an attempt died in it, and what it did is not known"
+        self, name: str, why: str = "an attempt ended inside it, so its effect is not known"
     ) -> None:
         super().__init__(f"the step {name!r} is in doubt: {why}")
         self.name = name
@@ -152,17 +157,16 @@ class StepInDoubt(CoatcheckError):
 
 class StepsChanged(CoatcheckError):
     """
-    The handler's steps are not those of the attempt before it: it was changed in between.
+    The handler's steps differ from those of an earlier attempt: its code was changed in between.
 
-    *name* is the step that is new; None where the handler has ended without asking for *expected*.
+    *name* is the new step; None if the handler ended without asking for *expected*.
     """
 
     def __init__(self, name: str | None, expected: str) -> None:
         found = "this attempt has ended" if name is None else f"the step {name!r} is new"
         super().__init__(
-            f"{found}, but an earlier attempt has taken {expected!r}, which this "
-            "one has not asked for: finish such operations with the code that began them, or "
-            "resolve them"
+            f"{found}, but an earlier attempt has taken {expected!r}, which this one has not asked "
+            "for: finish such operations with the code that began them, or resolve them"
         )
         self.name = name
         self.expected = expected
@@ -175,19 +179,28 @@ class Resumable(CoatcheckError):
     """
     Raised by a handler that has failed and knows that it may simply run again.
 
-    Whatever the recovery policy says: the claim is given back, and the next retry runs.
+    The claim is released whatever the recovery policy says, and the next retry runs.
+    """
+
+
+class Uncertain(CoatcheckError):
+    """
+    Raised by a handler that does not know whether its effect took place: the opposite of Resumable.
+
+    The operation is in doubt, whatever the recovery policy says about failures: a call to another
+    service may have timed out after it was sent.
     """
 
 
 class Misconfigured(CoatcheckError):
-    """Something was set up wrongly; found at start, never during a request."""
+    """Something is set up wrongly; found at start, not during a request."""
 
 
 class MissingExtra(CoatcheckError, ImportError):
-    """A third-party package is needed; the message is the exact command that installs it."""
+    """A third-party package is missing; the message has the command that installs it."""
 
     def __init__(self, extra: str, package: str) -> None:
-        super().__init__(f"{package} is needed here: pip install 'coatcheck[{extra}]'")
+        super().__init__(f"{package} is not installed; run: pip install 'coatcheck[{extra}]'")
         self.extra = extra
         self.package = package
 

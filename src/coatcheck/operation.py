@@ -1,79 +1,129 @@
-"""The operation: what a handler sees of the request it is executing for.
+"""The operation: one guarded execution, as its handler and the engine see it.
 
 Handlers get it from their framework (`CurrentOperation`), from the ASGI scope or WSGI environ
-under "coatcheck.operation", or from `current_operation()` anywhere below.
+under "coatcheck.operation", or from `current_operation()` anywhere below. The engine renews its
+lease while the handler runs, and continues its lifecycle when the handler has ended.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
+import os
 import re
-from collections.abc import Callable, Collection, Sequence
+import threading
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from coatcheck.core.callables import check_function
+from coatcheck.core.flow import Flow
+from coatcheck.core.identity import derive
 from coatcheck.core.key import reference_of
-from coatcheck.core.not_awaited import check_function
-from coatcheck.core.policy import Duration, duration_ms, header_name
+from coatcheck.core.lifecycle import ClaimRequest
+from coatcheck.core.policy import Duration, Policy, duration_ms, header_name
 from coatcheck.core.progress import Note, progress_of
-from coatcheck.core.record import Record
-from coatcheck.core.replay import NO_CONTENT
-from coatcheck.core.scope import derive
-from coatcheck.core.steps import Unmet, unmet
+from coatcheck.core.record import Record, Swap
+from coatcheck.core.response import NO_CONTENT
+from coatcheck.core.steps import StepProblem, missing_steps
 from coatcheck.errors import Misconfigured
 
+logger = logging.getLogger("coatcheck")
 
-class Hand(Protocol):
-    """What an operation writes with; see `engine/hand.py`."""
+# Renewed after a third of its length: two renewals may fail before a lease is lost.
+RENEWALS_PER_LEASE = 3
 
-    doubt: Unmet | None
+# The heartbeat and a step of the handler may write, or lose, the same claim at the same time.
+_CLAIM_LOCK = threading.Lock()
 
-    @property
-    def asked(self) -> Collection[str]:
-        """The steps that this attempt has asked for."""
-        ...
 
-    @property
-    def claim(self) -> Record:
-        """The claim as it stands."""
-        ...
+def _renew_claim_lock() -> None:
+    global _CLAIM_LOCK  # noqa: PLW0603 - another thread of the parent may have held it
+    _CLAIM_LOCK = threading.Lock()
 
-    @property
-    def is_lost(self) -> bool:
-        """Another attempt has taken over."""
-        ...
 
-    def step(self, asked: StepAsked, /) -> Any:  # noqa: ANN401 - what the step returned
-        """Take a step once."""
-        ...
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_renew_claim_lock)
 
-    def note(self, what: object, /) -> Any:  # noqa: ANN401 - None, awaited where that has to be
-        """Write down what is about to be done."""
-        ...
 
-    def report(self, fraction: float | None, words: str, /) -> Any:  # noqa: ANN401 - as above
-        """Write down how far it is."""
-        ...
+class Loop(Protocol):
+    """An event loop, as far as a lease needs it."""
 
-    def on_lost(self, callback: Callable[[], object], /) -> None:
-        """Have *callback* called when another attempt has taken over."""
+    def is_running(self) -> bool:
+        """It is running."""
         ...
 
 
-class Client(Protocol):
-    """Whoever waits for the answer of a request; see `server/asgi_visit.py`."""
+class Lease:
+    """
+    A claim that this process holds, and that the engine renews.
 
-    def accept(self) -> Any:  # noqa: ANN401 - None, awaited where that has to be
-        """Tell it where to ask for the answer, and that it comes later."""
-        ...
+    Either its handler runs, or a reconcile function does, or its completion could not be written
+    yet (`pending`).
+    """
 
-    def hand_over(self, lease_ms: int | None, /) -> Any:  # noqa: ANN401 - the text, awaited as above
-        """Let somebody else find the answer, within *lease_ms*."""
-        ...
+    __slots__ = (
+        *("_on_lost", "_on_renewed", "claim", "failures", "is_lost", "lease_ms", "loop", "pending"),
+    )
+
+    def __init__(self, claim: Record, lease_ms: int, loop: Loop | None = None) -> None:
+        self.claim = claim  # as last written by this process
+        self.lease_ms = lease_ms
+        self.loop = loop  # the event loop on which the handler runs, if it runs on one
+        self.pending: Swap | None = None  # the completion that is still to be written
+        self.failures = 0  # failed writes of the lease renewer in a row, each of this claim alone
+        self.is_lost = False
+        self._on_lost: list[Callable[[], object]] | None = None
+        self._on_renewed: list[Callable[[], object]] | None = None
+
+    def is_stopped(self) -> bool:
+        """Its handler can never end, because its event loop has stopped."""
+        return self.loop is not None and self.pending is None and not self.loop.is_running()
+
+    def is_due(self, now_ms: int) -> bool:
+        """A third of its lease has passed."""
+        left_ms = self.claim.lease_until_ms - now_ms
+        return left_ms <= self.lease_ms - self.lease_ms // RENEWALS_PER_LEASE
+
+    def advance_to(self, claim: Record) -> None:
+        """Note that *claim* is written, unless a newer version of it is known here already."""
+        with _CLAIM_LOCK:
+            if claim.version > self.claim.version:
+                self.claim = claim
+
+    def renewed(self, claim: Record) -> None:
+        """Note that the lease is renewed; runs the `on_renewed` callbacks in a thread."""
+        self.advance_to(claim)
+        if self._on_renewed:
+            _call_in_thread(self._on_renewed, "on_renewed")
+
+    def lose(self) -> None:
+        """Note that another attempt owns the claim; runs the `on_lost` callbacks in a thread."""
+        self.is_lost = True
+        with _CLAIM_LOCK:  # several threads may find it out at once, but each callback runs once
+            callbacks, self._on_lost = self._on_lost, None
+        if callbacks:
+            _call_in_thread(callbacks, "on_lost")
 
 
-class StepAsked(NamedTuple):
+def _call_in_thread(callbacks: Sequence[Callable[[], object]], name: str) -> None:
+    """Call each of *callbacks*: they are the application's, and may block or fail."""
+
+    def call() -> None:
+        for callback in callbacks:
+            try:
+                callback()
+            except Exception:
+                logger.exception("an %s callback failed", name)
+
+    try:
+        threading.Thread(target=call, name=f"coatcheck-{name}", daemon=True).start()
+    except RuntimeError:  # no thread can be started, or the interpreter is ending
+        logger.exception("the %s callbacks could not be called", name)
+
+
+class StepCall(NamedTuple):
     """A step as a handler asks for it."""
 
     name: str
@@ -82,84 +132,135 @@ class StepAsked(NamedTuple):
     probe: Callable[[], Any] | None = None
 
 
-class Transacted(Protocol):
-    """A transaction, as a handler sees it."""
+class Exchange(Protocol):
+    """The HTTP exchange that waits for the operation's response; see `server/asgi_exchange.py`."""
 
-    @property
-    def connection(self) -> Any:  # noqa: ANN401 - whatever the application lends
-        """What was lent for it."""
+    def accept(self) -> Any:  # noqa: ANN401 - None, awaited in async code
+        """Answer 202 with a polling address now; the handler goes on."""
+        ...
+
+    def defer(self, lease_ms: int | None, /) -> Any:  # noqa: ANN401 - the token, awaited as above
+        """Leave the work to the process that takes the token within *lease_ms*."""
         ...
 
 
-class Operation:
+class Transaction(Protocol):
+    """The open transaction of an operation in transaction mode."""
+
+    @property
+    def connection(self) -> Any:  # noqa: ANN401 - the application's own
+        """The connection or session that it is open on."""
+        ...
+
+
+class Steps(Protocol):
+    """Writes steps, notes and progress into the claim; see `engine/steps.py`."""
+
+    def step(self, operation: Operation, call: StepCall, /) -> Any:  # noqa: ANN401 - what it returned
+        """Run a step once."""
+        ...
+
+    def note(self, operation: Operation, what: object, /) -> Any:  # noqa: ANN401 - None, or awaited
+        """Write down what is about to be done."""
+        ...
+
+    def report_progress(
+        self,
+        operation: Operation,
+        fraction: float | None,
+        words: str,
+        /,
+    ) -> Any:  # noqa: ANN401 - as above
+        """Write down how far the work is."""
+        ...
+
+
+# For `Operation(record)`, which shows a record that was found in the store.
+_DEFAULT_POLICY = Policy()
+
+
+class Operation(Lease):
     """One guarded operation, as its present attempt sees it."""
 
     __slots__ = (
-        *("_claim", "_doubt", "_hand", "_make_hand", "_secret", "_transaction"),
-        *("client", "has_more_to_say", "is_resumable"),
+        *("_problem", "_secret", "_step_writer", "_transaction", "exchange", "flow", "has_notes"),
+        *("is_resumable", "policy", "repeats", "request", "step_problem", "steps_asked"),
+        *("steps_done", "steps_running"),
     )
 
     def __init__(
         self,
         claim: Record,
+        policy: Policy = _DEFAULT_POLICY,
         secret: bytes = b"",
-        transaction: Transacted | None = None,
-        hand: Callable[[], Hand] | None = None,
+        *,
+        request: ClaimRequest | None = None,
+        flow: Flow[Any] | None = None,
+        steps: Steps | None = None,
+        transaction: Transaction | None = None,
+        loop: Loop | None = None,
     ) -> None:
-        self._claim = claim
-        self._secret = secret
-        self._transaction = transaction
-        self._make_hand = hand
-        self._hand: Hand | None = None
-        # Who waits for the answer of its request, as long as that is not there; for the adapters.
-        self.client: Client | None = None
-        # Whether the handler has said that it may simply run again, however it ends.
+        self.claim = claim
+        self.lease_ms = policy.lease_ms
+        self.loop = loop
+        self.pending = None
+        self.failures = 0
+        self.is_lost = False
+        self._on_lost = self._on_renewed = None
+        self.policy = policy
+        self.request = request
+        self.flow = flow  # the lifecycle, suspended at the execution
+        self.repeats = 0  # how often the database had the handler run again before
+        self.exchange: Exchange | None = None  # set by HTTP doors while the client waits
+        # Whether this or an earlier attempt has noted anything, or called `resumable`: then the
+        # handler's answer alone does not decide how the operation ends.
+        self.has_notes = claim.progress is not None
         self.is_resumable = False
-        # Why it may not end as it wants to.
-        self._doubt: Unmet | None = None
-        # Whether it or an attempt before it has written or said anything, so that its answer alone
-        # may not tell its end.
-        self.has_more_to_say = claim.progress is not None
+        self.step_problem: StepProblem | None = None  # found while a step ran
+        self._problem: StepProblem | None = None  # found at the end
+        self._secret = secret
+        self._step_writer = steps
+        self._transaction = transaction
 
     def __repr__(self) -> str:
         return f"<Operation {self.reference} {self.label!r} attempt {self.attempt}>"
 
     @property
     def reference(self) -> str:
-        """The short name for people: on the response, in the log, for `coatcheck lookup`."""
-        return reference_of(self._claim.id)
+        """The short reference: on the response, in the log, for `coatcheck lookup`."""
+        return reference_of(self.claim.id)
 
     @property
     def key(self) -> str:
         """What the client sent."""
-        return self._claim.key
+        return self.claim.key
 
     @property
     def label(self) -> str:
         """What it is: "POST /orders", or the scope of a guarded function."""
-        return self._claim.label
+        return self.claim.label
 
     @property
     def attempt(self) -> int:
         """1 for the first, more after a failure or a crash."""
-        return self._claim.attempt
+        return self.claim.attempt
 
     @property
     def fence(self) -> int:
         """
         A number that only grows from attempt to attempt.
 
-        A downstream that remembers the highest it has seen and refuses lower ones cannot be
+        A downstream that remembers the highest number it has seen and refuses lower ones cannot be
         changed by an attempt that lost its claim without knowing it.
         """
-        return self._claim.version
+        return self.claim.version
 
     @property
-    def connection(self) -> Any:  # noqa: ANN401 - whatever the application lends
+    def connection(self) -> Any:  # noqa: ANN401 - the application's own
         """
-        In transaction mode, the connection or session on which all of it commits at once (L9).
+        In transaction mode, the connection or session on which everything commits at once.
 
-        Neither commit nor roll back on it; a savepoint is all right.
+        Neither commit nor roll back on it; a savepoint is fine.
         """
         if self._transaction is None:
             raise Misconfigured(
@@ -168,7 +269,7 @@ class Operation:
             )
         return self._transaction.connection
 
-    # --- what an attempt writes down for the next one (L7) -------------------------------------
+    # --- what an attempt writes down for the next one -------------------------------------------
 
     def step(
         self,
@@ -183,125 +284,128 @@ class Operation:
         """
         Call *function* once for this operation, and remember its result: JSON or bytes, to 64 KiB.
 
-        A later attempt gets the result and does not call again. In async code it is awaited. An
-        attempt that died within it leaves its outcome unknown: then *probe* is asked, which
-        answers `Happened(value=…)`, `DidNotHappen()` or `Unknown()`; without one it is called
-        again, or, if it may happen *at_most_once*, the operation is parked in doubt.
+        A later attempt gets the result and does not call again. In async code it is awaited. If an
+        attempt dies within the step, its outcome is unknown. Then *probe* is called, which returns
+        `Happened(value=…)`, `DidNotHappen()` or `Unknown()`. Without a probe the step runs again,
+        or, if it may happen *at_most_once*, the operation is in doubt.
         """
         call = functools.partial(function, *args, **kwargs)
         asks = None if probe is None else functools.partial(probe, self)
-        return self._writing().step(StepAsked(name, call, at_most_once, asks))
+        return self._steps().step(self, StepCall(name, call, at_most_once, asks))
 
     def note(self, what: object) -> Any:  # noqa: ANN401 - None, awaited in async code
         """
-        Write down what is about to be done, text or another JSON value, before it is done.
+        Write down what is about to be done, as text or another JSON value, before it is done.
 
-        For a reconcile function (`operation.notes`), and for people. In async code it is awaited.
+        Reconcile functions read it (`operation.notes`), and operators see it. In async code it is
+        awaited.
         """
-        return self._writing().note(what)
+        return self._steps().note(self, what)
 
     def progress(self, fraction: float | None = None, words: str = "") -> Any:  # noqa: ANN401 - as above
-        """Report how far it is, from 0 to 1 and in words; a client that polls sees it (L10)."""
+        """Report how far it is, from 0 to 1 and in words; a client that polls sees it."""
         if fraction is not None and not 0 <= fraction <= 1:
             raise Misconfigured(f"progress goes from 0 to 1, not {fraction!r}")
-        return self._writing().report(fraction, words)
+        return self._steps().report_progress(self, fraction, words)
 
     @property
     def notes(self) -> Sequence[Note]:
         """What this and earlier attempts have noted."""
-        return progress_of(self._standing()).notes
+        return progress_of(self.claim).notes
 
     @property
     def steps(self) -> Sequence[str]:
         """The names of the steps that are done."""
-        return [step.name for step in progress_of(self._standing()).steps if step.value is not None]
+        return [step.name for step in progress_of(self.claim).steps if step.value is not None]
 
     def resumable(self) -> None:
         """Declare that the handler may simply run again however it ends, whatever the policy is."""
-        self.is_resumable = self.has_more_to_say = True
+        self.is_resumable = self.has_notes = True
 
-    # --- when it takes long (L10) ---------------------------------------------------------------
+    # --- long work ------------------------------------------------------------------------------
 
     def accept(self) -> Any:  # noqa: ANN401 - None, awaited in async code
         """
-        Answer the client now, with 202 and the address where it can ask; the handler goes on.
+        Answer the client now, with 202 and a polling address; the handler goes on.
 
-        What the handler answers in the end is kept, and served there and to every retry. In async
-        code it is awaited. Over WSGI it needs `in_flight="202"`, because only then the handler has
-        a thread of its own; guarded functions have no client, and may not call it.
+        The handler's answer is stored, and served there and to every retry. In async code it is
+        awaited. Only ASGI applications can do this; a WSGI handler uses `defer`.
         """
-        return self._waiting("accept").accept()
+        return self._waiting_exchange("accept").accept()
 
-    def hand_over(self, lease: Duration | None = None) -> Any:  # noqa: ANN401 - text, awaited as above
+    def defer(self, lease: Duration | None = None) -> Any:  # noqa: ANN401 - text, awaited as above
         """
-        Give the work to another process; what is returned names it, for `engine.resume` there.
+        Leave the work to another process; the returned token names it for `engine.run_deferred`.
 
-        Put that text on a queue, and return: the client gets 202. The claim is kept for *lease*
-        (the policy's unless given); if nobody has taken it by then, the recovery policy decides.
-        A handler that fails after all, or answers with an error, takes it back.
+        Put the token on a queue, and return: the client gets 202. The claim is kept for *lease*
+        (the policy's unless given). If no worker has taken it by then, the recovery policy
+        decides. If the handler fails after all, or answers with an error, the token is void.
         """
-        return self._waiting("hand_over").hand_over(None if lease is None else _lease_ms(lease))
+        exchange = self._waiting_exchange("defer")
+        return exchange.defer(None if lease is None else _lease_ms(lease))
 
-    def _waiting(self, name: str) -> Client:
-        if self.client is None:
+    def _waiting_exchange(self, name: str) -> Exchange:
+        if self.exchange is None:
             raise Misconfigured(
-                f"{name}() is for the handler of a request in record mode, until it has answered: "
-                "here is no client that could be told to ask later"
+                f"{name}() is for the handler of an HTTP request in record mode, before it has "
+                "answered: no client waits here"
             )
-        return self.client
+        return self.exchange
 
-    # --- whether it is still ours ---------------------------------------------------------------
-
-    @property
-    def is_lost(self) -> bool:
-        """Another attempt has taken over: what this one does no longer counts."""
-        return self._make_hand is not None and self._writing().is_lost
+    # --- does this attempt still hold the claim -------------------------------------------------
 
     @property
     def is_in_doubt(self) -> bool:
-        """A step's outcome is not known, or is known and was not asked for: nobody goes on."""
-        return self._doubt is not None or (self._hand is not None and self._hand.doubt is not None)
+        """A step's outcome is unknown, or was not asked for: the handler's answer cannot count."""
+        return self._problem is not None or self.step_problem is not None
 
-    def unmet(self, *, may_differ: bool) -> Unmet | None:
-        """Why this attempt may not give the final answer; it is in doubt then. See `core/steps`."""
-        hand = self._hand
-        if hand is None:
-            self._doubt = unmet(self._claim, (), may_differ=may_differ)
-        else:
-            self._doubt = hand.doubt or unmet(hand.claim, hand.asked, may_differ=may_differ)
-        return self._doubt
+    def check_steps(self, *, may_differ: bool) -> StepProblem | None:
+        """Return why this attempt may not give the final answer; it is in doubt then."""
+        asked = self.steps_asked if self._has_steps() else ()
+        self._problem = self.step_problem or missing_steps(self.claim, asked, may_differ=may_differ)
+        return self._problem
 
     def on_lost(self, callback: Callable[[], object]) -> None:
-        """Have *callback* called, in some thread, when another attempt has taken over."""
+        """Call *callback*, in a thread, when another attempt has taken over."""
         check_function("on_lost", callback)
-        self._writing().on_lost(callback)
+        with _CLAIM_LOCK:
+            self._on_lost = [*(self._on_lost or ()), callback]
+        if self.is_lost:
+            self.lose()
 
-    def _standing(self) -> Record:
-        return self._claim if self._hand is None else self._hand.claim
+    def on_renewed(self, callback: Callable[[], object]) -> None:
+        """Call *callback*, in a thread, each time the lease of this operation was renewed."""
+        check_function("on_renewed", callback)
+        self._on_renewed = [*(self._on_renewed or ()), callback]
 
-    def _writing(self) -> Hand:
-        if self._hand is None:
-            if self._make_hand is None:
-                raise Misconfigured(
-                    "nothing can be written down here: steps, notes and progress are for handlers "
-                    "in record mode, while they run"
-                )
-            self._hand = self._make_hand()
-            self.has_more_to_say = True
-        return self._hand
+    def _has_steps(self) -> bool:
+        return hasattr(self, "steps_asked")
+
+    def _steps(self) -> Steps:
+        if self._step_writer is None:
+            raise Misconfigured(
+                "nothing can be written down here: steps, notes and progress are for handlers in "
+                "record mode, while they run"
+            )
+        if not self._has_steps():
+            self.steps_asked: set[str] = set()  # by this attempt, also those that failed
+            self.steps_done: set[str] = set()
+            self.steps_running: set[str] = set()
+            self.has_notes = True
+        return self._step_writer
 
     # --- for others -----------------------------------------------------------------------------
 
     def derive(self, name: str) -> str:
         """
-        A key for a call to another service that is part of this operation (L8).
+        A key for a call to another service that is part of this operation.
 
-        The same for every attempt, another for every *name*, and shaped like a UUID, so that
+        The same for every attempt, different for every *name*, and shaped like a UUID, so that
         every provider accepts it.
         """
-        claim = self._claim
-        life, request = claim.created_ms, claim.fingerprint
-        return derive(claim.id, name, life=life, request=request, secret=self._secret)
+        claim = self.claim
+        generation, fingerprint = claim.created_ms, claim.fingerprint
+        return derive(claim.id, name, life=generation, request=fingerprint, secret=self._secret)
 
 
 def _lease_ms(lease: Duration) -> int:
@@ -322,7 +426,7 @@ def current_operation() -> Operation | None:
     return _CURRENT.get()
 
 
-# Make an operation the current one of this context, until it is left with what this returns.
+# Make an operation the current one of this context; `leave` takes what this returns.
 enter: Callable[[Operation | None], Token[Operation | None]] = _CURRENT.set
 leave: Callable[[Token[Operation | None]], None] = _CURRENT.reset
 
@@ -338,7 +442,7 @@ class Happened:
     value: Any = field(default=None)
 
     def __post_init__(self) -> None:
-        """Refuse what could not be served: every retry would meet it, and nobody else."""
+        """Refuse what could not be sent as a response: every retry would fail."""
         status: object = self.status
         headers: object = self.headers
         body: object = self.body
@@ -375,4 +479,4 @@ class DidNotHappen:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """A reconcile function's answer: it cannot be told; a person must look."""
+    """A reconcile function's answer: it is not known; an operator must look."""

@@ -1,44 +1,142 @@
-"""Telemetry: one decision, one event, one log line. No bodies, and keys only as references.
+"""Telemetry: one decision and one log line per request, and an event for each change of a claim.
 
-An observer is a function of a `Decision`; engines call it once for each request that was guarded.
-The log line goes to the logger "coatcheck" with its parts as attributes, so that structured
-handlers need not parse it.
+An observer is a function of a `Decision`; the engine calls it once for each guarded request or
+call. A listener is a function of an `Event`, for metrics and traces that need more. Neither gets
+bodies or keys, only references. Log lines go to the logger "coatcheck" with their parts as
+attributes, so that structured handlers need not parse them.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from coatcheck.core.key import reference_of
+from coatcheck.core.record import Record
 
 logger = logging.getLogger("coatcheck")
 
 
 class Decision(NamedTuple):
     """
-    What became of one guarded request or call; what observers get.
+    What became of one guarded request or call; observers get it.
 
-    "executed": it ran here, now; "replayed": it had its answer already; "refused": its answer is a
-    problem, and *code* says which; "failed": its handler raised, or its transaction was undone.
+    "executed": it ran here, now; "replayed": it got the stored answer; "refused": its answer is a
+    problem, and *code* says which; "failed": its handler raised, or its transaction was rolled
+    back.
     """
 
     outcome: Literal["executed", "replayed", "refused", "failed"]
-    # For people, and for `coatcheck lookup`; "" where nothing could be made of its key.
-    reference: str
-    label: str  # "POST /orders", or what a guarded function is called
+    reference: str  # for `coatcheck lookup`; "" if the request had no valid key
+    label: str  # "POST /orders", or the scope of a guarded function
     scope: str  # the caller's digest
-    attempt: int  # 1 for the first; 0 where it was refused or has failed
-    code: str  # the problem's code where it was refused, else ""
+    attempt: int  # 1 for the first; 0 if it was refused or failed
+    code: str  # the problem's code if it was refused, else ""
     duration_ms: int
 
 
-# Called in the thread or on the event loop of the request, so it must not take long. What it raises
-# is logged and goes no further.
+# Called in the thread or on the event loop of the request, so it must not block. An exception is
+# logged and goes no further.
 Observer: TypeAlias = Callable[[Decision], object]
 
 
+@dataclass(frozen=True, slots=True)
+class OperationEvent:
+    """Something happened to one operation."""
+
+    reference: str
+    label: str
+    scope: str
+    attempt: int
+
+
+class Claimed(OperationEvent):
+    """An attempt began: this process holds the claim."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waited(OperationEvent):
+    """A duplicate waited for the attempt of another request."""
+
+    duration_ms: int
+
+
+class Renewed(OperationEvent):
+    """The lease of a running attempt was renewed."""
+
+
+class Lost(OperationEvent):
+    """Another attempt took over while this one ran."""
+
+
+class Completed(OperationEvent):
+    """The final answer is stored."""
+
+
+class Released(OperationEvent):
+    """The attempt ended without a final answer; the next retry runs again."""
+
+
+class InDoubt(OperationEvent):
+    """It is unknown whether the effect took place; an operator or a reconcile function decides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered(OperationEvent):
+    """The background found an abandoned attempt and ended it."""
+
+    outcome: Literal["completed", "released", "in doubt", "run again"]
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """Expired records were deleted."""
+
+    records: int
+
+
+Event: TypeAlias = OperationEvent | Swept
+
+# Called in whatever thread the event happens in, so it must not block. An exception is logged and
+# goes no further.
+Listener: TypeAlias = Callable[[Event], object]
+
+
+class Telemetry:
+    """The observers and listeners of one engine."""
+
+    def __init__(self, observers: Sequence[Observer], listeners: Sequence[Listener]) -> None:
+        self.observers = observers
+        self.listeners = listeners
+
+    def report(self, decision: Decision) -> None:
+        """Log *decision*, and call the observers with it."""
+        log_decision(decision)
+        for observer in self.observers:
+            try:
+                observer(decision)
+            except Exception:  # the work is done, and must not look undone because of this
+                logger.exception("an observer failed")
+
+    def happened(self, kind: type[OperationEvent], record: Record, *more: Any) -> None:
+        """Call the listeners with an event of this *kind*."""
+        if self.listeners:
+            what = (reference_of(record.id), record.label, record.scope, record.attempt)
+            self.emit(kind(*what, *more))
+
+    def emit(self, event: Event) -> None:
+        """Call the listeners with *event*."""
+        for listener in self.listeners:
+            try:
+                listener(event)
+            except Exception:
+                logger.exception("a listener failed")
+
+
 def log_decision(decision: Decision) -> None:
-    """The log line: what happened, to which operation, and how long it took."""
+    """Log what happened, to which operation, and how long it took."""
     level = logging.WARNING if decision.code else logging.INFO
     if logger.isEnabledFor(level):
         logger.log(

@@ -12,13 +12,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from coatcheck.core import fingerprint as fingerprint_module
-from coatcheck.core.canonical import DEPTH_MAX, DIGITS_MAX, canonical_json
 from coatcheck.core.fingerprint import (
     FORM_FIELDS_MAX,
     PARSED_BYTES_MAX,
     fingerprint_of,
     parse_pointer,
 )
+from coatcheck.core.json_codec import DEPTH_MAX, DIGITS_MAX, canonical_json
 
 JSON = b"application/json"
 FORM = b"application/x-www-form-urlencoded"

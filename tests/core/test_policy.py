@@ -1,6 +1,5 @@
 """Policies: refused when they make no sense, with a sentence that helps."""
 
-import functools
 from datetime import timedelta
 from http import HTTPStatus
 
@@ -49,6 +48,7 @@ DEFAULTS = {
     "response_bytes_max": 8_388_608,
     "live_keys_max": None,
     "waiters_max": 100,
+    "attempts_max": None,
     "key_header": "Idempotency-Key",
     "replayed_header": "Idempotent-Replayed",
     "reference_header": "Idempotency-Reference",
@@ -160,6 +160,8 @@ def test_what_is_no_duration_is_refused_with_an_example(value):
         ({"waiters_max": True}, "waiters_max"),
         ({"transaction_retries": -1}, "transaction_retries"),
         ({"live_keys_max": 0}, "live_keys_max"),
+        ({"attempts_max": 0}, "attempts_max"),
+        ({"attempts_max": True}, "attempts_max"),
         ({"status_path": "/operations"}, "status_path .* begins and ends with '/'"),
         ({"status_path": "operations/"}, "status_path .* begins and ends with '/'"),
         ({"status_path": "operations"}, "status_path .* begins and ends with '/'"),
@@ -276,6 +278,7 @@ def test_a_policy_cannot_be_changed_in_place():
         ({"lease": 0.05, "window": 0.05}, "lease_ms"),
         ({"key_chars_max": 1, "body_bytes_max": 0, "response_bytes_max": 0}, "key_chars_max"),
         ({"waiters_max": 0, "live_keys_max": 1}, "live_keys_max"),
+        ({"attempts_max": 1}, "attempts_max"),
     ],
 )
 def test_the_smallest_values_that_make_sense_are_taken(fields, edge):
@@ -285,6 +288,11 @@ def test_the_smallest_values_that_make_sense_are_taken(fields, edge):
 def test_a_limit_on_keys_may_be_given():
     """X2."""
     assert Policy(live_keys_max=3).live_keys_max == 3
+
+
+def test_a_limit_on_attempts_may_be_given():
+    """L6."""
+    assert Policy(attempts_max=3).attempts_max == 3
 
 
 def test_a_policy_that_does_not_wait_has_no_waiting_time():
@@ -312,14 +320,3 @@ def test_what_could_never_work_is_refused_when_it_is_made(fields):
     """T1, T2: a time that no store or calendar can hold, a refusal for no time, a name twice."""
     with pytest.raises(Misconfigured):
         Policy(**fields)
-
-
-def test_a_reconcile_function_is_known_by_its_name_through_partials():
-    """L5: a service knows by it what its last release has left."""
-
-    def ask(_operation: object, _where: object = None) -> None: ...
-
-    plain = Policy(recovery="reconcile", reconcile=ask)
-    bound = Policy(recovery="reconcile", reconcile=functools.partial(functools.partial(ask), 1))
-    assert plain.mark == bound.mark
-    assert len({plain.mark, Policy().mark, Policy(recovery="manual").mark}) == 3

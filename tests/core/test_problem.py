@@ -53,7 +53,7 @@ ON_THE_WIRE = {
     "body-too-large": (413, "never", None),
     "too-many-waiting": (429, "same-key", 1),
     "too-many-keys": (429, "same-key", 60),
-    "too-much-work": (503, "same-key", 1),
+    "too-many-attempts": (409, "never", None),
     "store-unavailable": (503, "same-key", 1),
 }
 

@@ -53,7 +53,7 @@ def test_a_claim_is_made_of_nothing():
         (renewed(CLAIM, 9_000), "renew"),
         (completed(CLAIM, b"r"), "complete"),
         (failed(CLAIM), "release"),
-        (in_doubt(CLAIM), "park"),
+        (in_doubt(CLAIM), "mark in doubt"),
     ],
 )
 def test_a_holder_may_renew_complete_release_and_park(after, name):
@@ -73,8 +73,8 @@ def test_a_version_that_does_not_grow_is_illegal():
 @pytest.mark.parametrize("ended", [completed(CLAIM, b"r"), failed(CLAIM), in_doubt(CLAIM)])
 def test_a_key_is_free_when_its_window_is_over_and_swept_when_its_retention_is(ended):
     """T1, T2, T3."""
-    assert "new life" not in names(ended, taken_over(ended, 4_999), 4_999)
-    assert "new life" in names(ended, taken_over(ended, 5_000), 5_000)
+    assert "new generation" not in names(ended, taken_over(ended, 4_999), 4_999)
+    assert "new generation" in names(ended, taken_over(ended, 5_000), 5_000)
     assert names(ended, None, 5_999) == []
     assert names(ended, None, 6_000) == ["sweep"]
 
@@ -160,7 +160,7 @@ def test_the_legal_moves_are_those_of_the_table(source, target, now_ms):
         ]
         if target == RUNNING and source is not None:
             expected = [move for move in expected if (move.name == "renew") == is_own]
-            expected = [move for move in expected if move.name != "hand over"]
+            expected = [move for move in expected if move.name != "defer"]
         after = following(before, target, is_own=is_own)
         assert list(legal_moves(before, after, now_ms)) == expected
 
@@ -168,7 +168,7 @@ def test_the_legal_moves_are_those_of_the_table(source, target, now_ms):
 def test_the_same_attempt_with_another_nonce_or_number_is_no_renewal():
     """L10: with another nonce it was handed over, and that is for claims that are held."""
     grown = renewed(CLAIM, 9_000)
-    assert names(CLAIM, grown._replace(nonce=8)) == ["hand over"]
+    assert names(CLAIM, grown._replace(nonce=8)) == ["defer"]
     assert names(CLAIM, grown._replace(attempt=2)) == []
     assert names(CLAIM, grown._replace(nonce=8, created_ms=1_500)) == []
     assert names(failed(CLAIM), grown._replace(nonce=8, version=9_000)) == []
@@ -179,16 +179,16 @@ def test_the_table_is_the_one_that_is_published():
     assert [(m.name, m.source, m.target, m.when) for m in MOVES] == [
         ("claim", None, RUNNING, When.ALWAYS),
         ("renew", RUNNING, RUNNING, When.ALWAYS),
-        ("hand over", RUNNING, RUNNING, When.ALWAYS),
+        ("defer", RUNNING, RUNNING, When.ALWAYS),
         ("complete", RUNNING, COMPLETED, When.ALWAYS),
         ("release", RUNNING, FAILED, When.ALWAYS),
-        ("park", RUNNING, IN_DOUBT, When.ALWAYS),
+        ("mark in doubt", RUNNING, IN_DOUBT, When.ALWAYS),
         ("take over", RUNNING, RUNNING, When.LEASE_OVER),
         ("retry", FAILED, RUNNING, When.ALWAYS),
         ("resolve as happened", IN_DOUBT, COMPLETED, When.ALWAYS),
         ("resolve as not happened", IN_DOUBT, FAILED, When.ALWAYS),
         ("resolve by running again", IN_DOUBT, RUNNING, When.ALWAYS),
-        *(("new life", state, RUNNING, When.WINDOW_OVER) for state in range(4)),
+        *(("new generation", state, RUNNING, When.WINDOW_OVER) for state in range(4)),
         *(("sweep", state, None, When.RETENTION_OVER) for state in range(4)),
     ]
 

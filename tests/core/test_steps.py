@@ -2,6 +2,8 @@
 
 import pytest
 
+from coatcheck.core.keep import Outcome, OutcomeKind
+from coatcheck.core.lifecycle import ClaimRequest, first_attempt, next_attempt
 from coatcheck.core.policy import Policy
 from coatcheck.core.progress import (
     NOT_KEPT,
@@ -18,13 +20,11 @@ from coatcheck.core.progress import (
     progress_of,
 )
 from coatcheck.core.record import GONE, RUNNING, Swap, completed, legal_moves, renewed
-from coatcheck.core.replay import Fate
-from coatcheck.core.serve import Ending, Ticket, first_attempt, next_attempt
-from coatcheck.core.steps import Plan, Probe, Run, remember, take, unmet
+from coatcheck.core.steps import Probe, Run, StepPlan, missing_steps, remember, take
 from coatcheck.errors import ClaimLost, Misconfigured, StepInDoubt, StepsChanged, Unreadable
 
 NOW = 1_700_000_000_000
-TICKET = Ticket(b"i" * 16, b"f" * 16, NOW, 7)
+TICKET = ClaimRequest(b"i" * 16, b"f" * 16, NOW, 7)
 CLAIM = first_attempt(TICKET, Policy(), GONE, NOW)
 DONE = Step("charge", 1, b"\x02{}")
 BEGUN = Step("charge", 1)
@@ -52,11 +52,29 @@ def test_progress_comes_back_as_it_was_written():
         report=Report(0.5, "half"),
         resolutions=(Resolution(NOW, "failed", "ann", "asked the bank"),),
         handed=("charge",),
+        input=b"\x03\x00\xff",
     )
     record = CLAIM._replace(progress=encoded(progress))
     assert progress_of(record) == progress
     assert progress_of(CLAIM) == NOTHING
     assert progress_of(CLAIM._replace(progress=encoded(NOTHING))) == NOTHING
+
+
+def test_a_stored_input_is_there_also_if_it_is_empty():
+    """L7: an empty input is not "no input"."""
+    for given in (b"", b"\x02null", b"\x03\xff"):
+        record = CLAIM._replace(progress=encoded(NOTHING._replace(input=given)))
+        assert progress_of(record).input == given
+    assert b"input" not in encoded(NOTHING)
+    assert progress_of(CLAIM).input is None
+
+
+def test_steps_notes_and_decisions_leave_the_stored_input_as_it_is():
+    """L7: an attempt adds to it, and the next one runs with the same input."""
+    progress = NOTHING._replace(input=b"\x02[1]").with_step(DONE).with_note(Note(NOW, 1, "a"))
+    progress = progress.with_resolution(Resolution(NOW, "run again", "ann", "asked"))
+    assert progress_of(CLAIM._replace(progress=encoded(progress))) == progress
+    assert progress.input == b"\x02[1]"
 
 
 def test_what_is_written_down_is_a_legal_move_of_the_same_attempt():
@@ -112,7 +130,7 @@ def test_what_is_too_much_to_keep_is_refused_before_it_is_written():
 
 def test_a_step_runs_and_then_its_result_is_written():
     """L7: one write, because an attempt that dies in it may simply run it again."""
-    flow = take(CLAIM, Plan("charge"))
+    flow = take(CLAIM, StepPlan("charge"))
     assert next(flow) == Run("charge")
     swap = flow.send(b"\x02{}")
     assert progress_of(swap.record).steps == (DONE,)
@@ -121,11 +139,11 @@ def test_a_step_runs_and_then_its_result_is_written():
 
 def test_a_step_that_is_done_is_neither_run_nor_written_again():
     claim = claim_with(DONE)
-    assert end_of(take(claim, Plan("charge")), None) == (claim, b"\x02{}")
+    assert end_of(take(claim, StepPlan("charge")), None) == (claim, b"\x02{}")
 
 
 @pytest.mark.parametrize(
-    "plan", [Plan("charge", at_most_once=True), Plan("charge", has_probe=True)]
+    "plan", [StepPlan("charge", at_most_once=True), StepPlan("charge", has_probe=True)]
 )
 def test_a_step_whose_outcome_matters_is_written_down_before_it_runs(plan):
     """L7: so that a later attempt can tell that one has died in it."""
@@ -143,44 +161,44 @@ def test_a_step_whose_outcome_matters_is_written_down_before_it_runs(plan):
 def test_a_step_that_was_begun_is_in_doubt_whatever_it_is_called_now(at_most_once):
     """L6: whatever the route's policy is, and whatever the handler says of it since."""
     with pytest.raises(StepInDoubt, match="charge"):
-        next(take(claim_with(BEGUN), Plan("charge", at_most_once=at_most_once)))
+        next(take(claim_with(BEGUN), StepPlan("charge", at_most_once=at_most_once)))
 
 
 def test_a_probe_tells_what_became_of_a_step():
-    plan = Plan("charge", at_most_once=True, has_probe=True)
+    plan = StepPlan("charge", at_most_once=True, has_probe=True)
     flow = take(claim_with(BEGUN), plan)
     assert next(flow) == Probe("charge")
-    swap = flow.send(Ending(Fate.KEEP, b'\x02"ch_1"'))
+    swap = flow.send(Outcome(OutcomeKind.COMPLETE, b'\x02"ch_1"'))
     assert progress_of(swap.record).step("charge").value == b'\x02"ch_1"'
     assert end_of(flow, None) == (swap.record, b'\x02"ch_1"')
 
 
 def test_a_probe_that_raises_leaves_it_in_doubt():
     """L6: it may have asked nobody; only that its claim is lost, it knows for sure."""
-    flow = take(claim_with(BEGUN), Plan("charge", has_probe=True))
+    flow = take(claim_with(BEGUN), StepPlan("charge", has_probe=True))
     next(flow)
     with pytest.raises(StepInDoubt, match="its probe has failed") as caught:
         flow.throw(ConnectionError("away"))
     assert isinstance(caught.value.__cause__, ConnectionError)
-    flow = take(claim_with(BEGUN), Plan("charge", has_probe=True))
+    flow = take(claim_with(BEGUN), StepPlan("charge", has_probe=True))
     next(flow)
     with pytest.raises(ClaimLost):
         flow.throw(ClaimLost("taken over"))
 
 
 def test_a_step_that_did_not_happen_is_begun_again():
-    flow = take(claim_with(BEGUN), Plan("charge", at_most_once=True, has_probe=True))
+    flow = take(claim_with(BEGUN), StepPlan("charge", at_most_once=True, has_probe=True))
     next(flow)
-    begun = flow.send(Ending(Fate.RELEASE))
+    begun = flow.send(Outcome(OutcomeKind.RELEASE))
     assert isinstance(begun, Swap)
     assert flow.send(None) == Run("charge")
 
 
 def test_a_probe_that_does_not_know_leaves_it_in_doubt():
-    flow = take(claim_with(BEGUN), Plan("charge", has_probe=True))
+    flow = take(claim_with(BEGUN), StepPlan("charge", has_probe=True))
     next(flow)
     with pytest.raises(StepInDoubt):
-        flow.send(Ending(Fate.DOUBT))
+        flow.send(Outcome(OutcomeKind.IN_DOUBT))
 
 
 # --- a result that cannot be kept -------------------------------------------------------------
@@ -200,7 +218,7 @@ def filled(bytes_left, *steps):
     return claim
 
 
-@pytest.mark.parametrize("plan", [Plan("charge"), Plan("charge", at_most_once=True)])
+@pytest.mark.parametrize("plan", [StepPlan("charge"), StepPlan("charge", at_most_once=True)])
 @pytest.mark.parametrize("told", [UNSPEAKABLE, LARGE])
 def test_a_step_whose_result_cannot_be_kept_is_written_down_as_done(plan, told):
     """L7: and then it fails loudly; it never runs again because of its result."""
@@ -216,7 +234,7 @@ def test_a_step_whose_result_cannot_be_kept_is_written_down_as_done(plan, told):
 
 def test_a_result_that_does_not_fit_beside_the_others_is_not_kept():
     """L7: each is small enough, and all of them are too much."""
-    flow = take(filled(1_000), Plan("charge"))
+    flow = take(filled(1_000), StepPlan("charge"))
     next(flow)
     done = flow.send(b"\x03" + b"x" * 1_000)
     assert progress_of(done.record).steps == (NOT_KEPT_STEP,)
@@ -226,7 +244,7 @@ def test_a_result_that_does_not_fit_beside_the_others_is_not_kept():
 
 def test_that_it_is_done_is_written_even_where_the_room_was_filled_meanwhile():
     """L7: by another step at the same time, while this one ran."""
-    flow = take(CLAIM, Plan("charge"))
+    flow = take(CLAIM, StepPlan("charge"))
     next(flow)
     flow.send(b"\x02{}")
     full = filled(0)._replace(version=CLAIM.version + 9)
@@ -236,7 +254,7 @@ def test_that_it_is_done_is_written_even_where_the_room_was_filled_meanwhile():
     assert progress_of(done.record).steps == (NOT_KEPT_STEP,)
 
 
-@pytest.mark.parametrize("plan", [Plan("charge"), Plan("charge", has_probe=True)])
+@pytest.mark.parametrize("plan", [StepPlan("charge"), StepPlan("charge", has_probe=True)])
 def test_a_step_does_not_begin_where_its_end_could_not_be_written(plan):
     """L7: nothing has happened then."""
     with pytest.raises(Misconfigured, match="are kept"):
@@ -248,28 +266,28 @@ def test_a_step_does_not_begin_where_its_end_could_not_be_written(plan):
 def test_a_step_that_is_done_without_a_result_does_not_run_again(at_most_once):
     """L7: nobody can go on without it; a person must look."""
     with pytest.raises(StepInDoubt, match="it is done, but what it returned could not be kept"):
-        next(take(claim_with(NOT_KEPT_STEP), Plan("charge", at_most_once=at_most_once)))
+        next(take(claim_with(NOT_KEPT_STEP), StepPlan("charge", at_most_once=at_most_once)))
 
 
 def test_a_probe_may_know_the_result_that_was_not_kept():
     """L7: then the attempt goes on; whatever else it says, the step has happened."""
-    flow = take(claim_with(NOT_KEPT_STEP), Plan("charge", has_probe=True))
+    flow = take(claim_with(NOT_KEPT_STEP), StepPlan("charge", has_probe=True))
     assert next(flow) == Probe("charge")
-    swap = flow.send(Ending(Fate.KEEP, b'\x02"ch_1"'))
+    swap = flow.send(Outcome(OutcomeKind.COMPLETE, b'\x02"ch_1"'))
     assert end_of(flow, None) == (swap.record, b'\x02"ch_1"')
-    for fate in (Fate.RELEASE, Fate.DOUBT):
-        flow = take(claim_with(NOT_KEPT_STEP), Plan("charge", has_probe=True))
+    for kind in (OutcomeKind.RELEASE, OutcomeKind.IN_DOUBT):
+        flow = take(claim_with(NOT_KEPT_STEP), StepPlan("charge", has_probe=True))
         next(flow)
         with pytest.raises(StepInDoubt):
-            flow.send(Ending(fate))
+            flow.send(Outcome(kind))
 
 
 @pytest.mark.parametrize("told", [None, LARGE])
 def test_what_a_probe_knows_and_cannot_be_kept_has_happened_all_the_same(told):
     """L6, L7: it is no reason to run the step."""
-    flow = take(claim_with(BEGUN), Plan("charge", has_probe=True))
+    flow = take(claim_with(BEGUN), StepPlan("charge", has_probe=True))
     next(flow)
-    swap = flow.send(Ending(Fate.KEEP, told))
+    swap = flow.send(Outcome(OutcomeKind.COMPLETE, told))
     assert progress_of(swap.record).steps == (NOT_KEPT_STEP,)
     with pytest.raises(Misconfigured):
         flow.send(None)
@@ -285,18 +303,18 @@ def test_a_step_without_a_result_is_done_and_must_be_asked_for():
 
 def test_who_was_stopped_past_its_lease_asks_before_it_does_anything():
     """L5: a zombie learns that it has lost before the step runs, not after it."""
-    flow = take(CLAIM, Plan("charge", now_ms=CLAIM.lease_until_ms))
+    flow = take(CLAIM, StepPlan("charge", now_ms=CLAIM.lease_until_ms))
     swap = next(flow)
     assert swap.expected == CLAIM.version
     assert flow.send(None) == Run("charge")
-    flow = take(CLAIM, Plan("charge", now_ms=CLAIM.lease_until_ms))
+    flow = take(CLAIM, StepPlan("charge", now_ms=CLAIM.lease_until_ms))
     next(flow)
     with pytest.raises(ClaimLost):
         flow.send(CLAIM._replace(nonce=8, attempt=2, version=CLAIM.version + 1))
 
 
 def test_an_error_of_a_step_is_its_callers():
-    flow = take(CLAIM, Plan("charge"))
+    flow = take(CLAIM, StepPlan("charge"))
     next(flow)
     with pytest.raises(ValueError, match="declined"):
         flow.throw(ValueError("declined"))
@@ -305,25 +323,25 @@ def test_an_error_of_a_step_is_its_callers():
 def test_a_step_that_was_renamed_fails_before_it_runs():
     """L7: under its new name it would run a second time."""
     with pytest.raises(StepsChanged, match=r"'charge card' is new.*taken 'charge'"):
-        next(take(claim_with(DONE), Plan("charge card")))
+        next(take(claim_with(DONE), StepPlan("charge card")))
 
 
 def test_a_new_step_after_those_that_are_known_is_taken():
-    plan = Plan("ship", asked=frozenset({"charge"}))
+    plan = StepPlan("ship", asked=frozenset({"charge"}))
     assert next(take(claim_with(DONE), plan)) == Run("ship")
 
 
 def test_the_steps_of_who_handed_the_work_over_are_not_asked_for_again():
     """L7, L10: a worker's steps are others than those of the handler."""
     claim = noted(CLAIM, Progress(steps=(DONE,), handed=("charge",)))
-    assert next(take(claim, Plan("ship"))) == Run("ship")
+    assert next(take(claim, StepPlan("ship"))) == Run("ship")
 
 
 def test_a_step_that_was_under_way_beside_a_finished_one_is_known():
     """L7: two at once, of which one had ended when the attempt died."""
     claim = claim_with(DONE._replace(beside=("ship",)))
-    assert next(take(claim, Plan("ship"))) == Run("ship")
-    flow = take(CLAIM, Plan("charge", beside=lambda: ("ship",)))
+    assert next(take(claim, StepPlan("ship"))) == Run("ship")
+    flow = take(CLAIM, StepPlan("charge", beside=lambda: ("ship",)))
     next(flow)
     swap = flow.send(b"\x02{}")
     assert progress_of(swap.record).step("charge").beside == ("ship",)
@@ -334,7 +352,7 @@ def test_a_step_that_was_under_way_beside_a_finished_one_is_known():
 
 def why_not(claim, *asked, may_differ=False):
     """Why an attempt that has *asked* for these may not end *claim*: the kind of error."""
-    error = unmet(claim, asked, may_differ=may_differ)
+    error = missing_steps(claim, asked, may_differ=may_differ)
     assert error is None or isinstance(error, Unreadable) or "'charge'" in str(error)
     return error if error is None else type(error)
 
@@ -395,7 +413,7 @@ def test_what_is_damaged_ends_in_a_clear_error_and_nobody_goes_on(damaged):
     claim = CLAIM._replace(progress=damaged)
     assert why_not(claim) is Unreadable
     with pytest.raises(Unreadable, match="damaged"):
-        next(take(claim, Plan("charge")))
+        next(take(claim, StepPlan("charge")))
     with pytest.raises(Unreadable, match="damaged"):
         next_attempt(claim, TICKET, Policy(), NOW)
 

@@ -5,22 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from coatcheck.core.deferred import DeferredToken, offer, run_deferred
 from coatcheck.core.flow import Flow
-from coatcheck.core.hand_over import Handed, offer, resume
+from coatcheck.core.keep import Outcome, OutcomeKind
+from coatcheck.core.lifecycle import (
+    ClaimRequest,
+    Execute,
+    Executed,
+    lifecycle,
+    outcome_kind_of_error,
+)
 from coatcheck.core.policy import Policy
 from coatcheck.core.progress import Resolution
 from coatcheck.core.record import GONE, Record
-from coatcheck.core.recover import recover
-from coatcheck.core.replay import Fate
-from coatcheck.core.resolve import rerun, resolve
-from coatcheck.core.serve import Ending, Execute, Executed, Ticket, fate_of_error, serve
-from coatcheck.core.steps import Plan, Run, take, unmet
+from coatcheck.core.recovery import recover
+from coatcheck.core.resolution import rerun, resolve
+from coatcheck.core.steps import Run, StepPlan, missing_steps, take
 from coatcheck.errors import ClaimLost, Misconfigured, StepInDoubt
 
 from .middle import Ask, Look, Now, Put, Take
 from .places import HandlerError
 
-Handler: TypeAlias = Callable[[Record, Policy], Flow[Ending | None]]
+Handler: TypeAlias = Callable[[Record, Policy], Flow[Outcome | None]]
 
 BY_ADA = Resolution(0, "as downstream says", "ada", "asked downstream")
 
@@ -28,44 +34,44 @@ BY_ADA = Resolution(0, "as downstream says", "ada", "asked downstream")
 # --- what handlers do -------------------------------------------------------------------------
 
 
-def plain(claim: Record, _policy: Policy) -> Flow[Ending | None]:
+def plain(claim: Record, _policy: Policy) -> Flow[Outcome | None]:
     """One effect, and no steps: the policy says what becomes of it."""
     return _answered(claim, frozenset(), (yield from Run("work")))
 
 
-def stepping(claim: Record, _policy: Policy, once: str = "charge") -> Flow[Ending | None]:
+def stepping(claim: Record, _policy: Policy, once: str = "charge") -> Flow[Outcome | None]:
     """A plain step, and one that may happen at most *once*."""
     asked: frozenset[str] = frozenset()
     value = b""
     for name in ("reserve", "charge"):
         now_ms, asked = (yield from Now()), asked | {name}
-        plan = Plan(name, at_most_once=name == once, now_ms=now_ms, asked=asked)
+        plan = StepPlan(name, at_most_once=name == once, now_ms=now_ms, asked=asked)
         claim, value = yield from take(claim, plan)
     return _answered(claim, asked, value)
 
 
-def stepping_plainly(claim: Record, policy: Policy) -> Flow[Ending | None]:
+def stepping_plainly(claim: Record, policy: Policy) -> Flow[Outcome | None]:
     """
     The same in a later release, which calls both of them plain.
 
     It is deployed where something was left behind: before that it would be right about itself.
     """
     if claim.progress is None:
-        return Ending(Fate.RELEASE)
+        return Outcome(OutcomeKind.RELEASE)
     return (yield from stepping(claim, policy, once=""))
 
 
-def _answered(claim: Record, asked: frozenset[str], value: bytes) -> Ending:
+def _answered(claim: Record, asked: frozenset[str], value: bytes) -> Outcome:
     """`judged`, where it succeeds."""
-    is_unmet = unmet(claim, asked, may_differ=False) is not None
-    return Ending(Fate.DOUBT) if is_unmet else Ending(Fate.KEEP, value)
+    is_unmet = missing_steps(claim, asked, may_differ=False) is not None
+    return Outcome(OutcomeKind.IN_DOUBT) if is_unmet else Outcome(OutcomeKind.COMPLETE, value)
 
 
-def handing_over(claim: Record, policy: Policy) -> Flow[Ending | None]:
+def handing_over(claim: Record, policy: Policy) -> Flow[Outcome | None]:
     """Its work is done by whoever takes it from the queue; None: the client is told to ask later."""
     now_ms = yield from Now()
     offered = yield from offer(claim, now_ms + policy.lease_ms)
-    yield from Put(Handed(offered.id, offered.created_ms, offered.nonce))
+    yield from Put(DeferredToken(offered.id, offered.created_ms, offered.nonce))
     return None
 
 
@@ -75,8 +81,10 @@ def handing_over(claim: Record, policy: Policy) -> Flow[Ending | None]:
 def client(handler: Handler) -> Callable[..., Flow[Any]]:
     """A client whose requests are executed by *handler*."""
 
-    def visit(ticket: Ticket, policy: Policy, *, may_claim: bool = True) -> Flow[Any]:
-        return (yield from _executed(serve(ticket, policy, may_claim=may_claim), handler, policy))
+    def visit(request: ClaimRequest, policy: Policy, *, may_claim: bool = True) -> Flow[Any]:
+        return (
+            yield from _executed(lifecycle(request, policy, may_claim=may_claim), handler, policy)
+        )
 
     return visit
 
@@ -84,10 +92,10 @@ def client(handler: Handler) -> Callable[..., Flow[Any]]:
 def worker(handler: Handler) -> Callable[..., Flow[Any]]:
     """Whoever is delivered what was handed over."""
 
-    def visit(ticket: Ticket, policy: Policy, **_options: object) -> Flow[Any]:
+    def visit(request: ClaimRequest, policy: Policy, **_options: object) -> Flow[Any]:
         handed = yield from Take()
         seen = yield from Look()
-        flow = resume(handed, ticket._replace(now_ms=seen.now_ms), policy, seen.record)
+        flow = run_deferred(handed, request._replace(now_ms=seen.now_ms), policy, seen.record)
         return (yield from _executed(flow, handler, policy))
 
     return visit
@@ -96,26 +104,26 @@ def worker(handler: Handler) -> Callable[..., Flow[Any]]:
 def person(handler: Handler | None = None) -> Callable[..., Flow[Any]]:
     """A person who looks, asks, and decides; with a *handler*, to run it again where it can be."""
 
-    def visit(ticket: Ticket, policy: Policy, **_options: object) -> Flow[Any]:
+    def visit(request: ClaimRequest, policy: Policy, **_options: object) -> Flow[Any]:
         seen = yield from Look()
         if seen.record is GONE:
             return Executed(GONE)
         told = yield from Ask(seen.record)
-        if handler is None or told.fate is Fate.KEEP:
+        if handler is None or told.kind is OutcomeKind.COMPLETE:
             return (yield from resolve(seen, told, BY_ADA, abandoned=True))
-        flow = rerun(seen, BY_ADA, ticket, policy, abandoned=True)
+        flow = rerun(seen, BY_ADA, request, policy, abandoned=True)
         return (yield from _executed(flow, handler, policy))
 
     return visit
 
 
-def reconciler(ticket: Ticket, policy: Policy, **_options: object) -> Flow[Any]:
+def reconciler(request: ClaimRequest, policy: Policy, **_options: object) -> Flow[Any]:
     """A round of the background reconciler."""
     seen = yield from Look()
     if seen.record is GONE:
         return Executed(GONE)
-    fate = yield from recover(seen, ticket, policy)
-    return fate or Executed(GONE)
+    kind = yield from recover(seen, request, policy)
+    return kind or Executed(GONE)
 
 
 def _executed(flow: Flow[Any], handler: Handler, policy: Policy) -> Flow[Any]:
@@ -125,19 +133,19 @@ def _executed(flow: Flow[Any], handler: Handler, policy: Policy) -> Flow[Any]:
         while True:
             if isinstance(effect, Execute):
                 yield from effect  # it begins
-                ending = yield from _handled(handler, effect.claim, policy)
-                if ending is None:
+                outcome = yield from _handled(handler, effect.claim, policy)
+                if outcome is None:
                     return Executed(effect.claim)
-                effect = flow.send(ending)
+                effect = flow.send(outcome)
             else:
                 effect = flow.send((yield from effect))
     except StopIteration as done:
         return done.value
 
 
-def _handled(handler: Handler, claim: Record, policy: Policy) -> Flow[Ending | None]:
-    """`ending_of_error`, where it fails."""
+def _handled(handler: Handler, claim: Record, policy: Policy) -> Flow[Outcome | None]:
+    """`outcome_of_error`, where it fails."""
     try:
         return (yield from handler(claim, policy))
     except (HandlerError, ClaimLost, StepInDoubt, Misconfigured) as error:
-        return Ending(fate_of_error(error, policy))
+        return Outcome(outcome_kind_of_error(error, policy))

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from coatcheck.core.flow import Flow
+from coatcheck.core.keep import Outcome, OutcomeKind
+from coatcheck.core.lifecycle import Answer, Execute, Executed, Replay, Snapshot, WaitForChange
 from coatcheck.core.record import COMPLETED, GONE, Record
-from coatcheck.core.replay import Fate
-from coatcheck.core.serve import Answer, Ending, Execute, Executed, Replay, Seen, Watch
-from coatcheck.core.transact import Begin, Commit, Rollback
+from coatcheck.core.transaction import Begin, Commit, Rollback
 from coatcheck.errors import StoreUnavailable
 
 from .places import Atlas, HandlerError, Kind, Place, Raised
@@ -36,7 +36,7 @@ class Client(NamedTuple):
     """One client, and what it was told in the end."""
 
     place: Place
-    is_over: bool = False
+    is_savepoint_gone: bool = False
 
 
 class World(NamedTuple):
@@ -51,7 +51,7 @@ class World(NamedTuple):
     left: Budget
 
 
-class Ledger:
+class TransactionStatements:
     """Who takes part; *locks* is False for a database that forgets to, which must be noticed."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Ledger:
     def steps(self, world: World) -> Iterator[World]:
         """Everything that can happen next."""
         for number, client in enumerate(world.clients):
-            if not client.is_over:
+            if not client.is_savepoint_gone:
                 yield from self._moves(world, number, client.place)
                 if world.left.crashes:
                     yield self._crashed(world, number)
@@ -89,13 +89,13 @@ class Ledger:
             if world.left.failures:
                 after = world._replace(left=world.left._replace(failures=world.left.failures - 1))
                 yield self._told(after, number, Raised(HandlerError))
-                yield self._told(after, number, Ending(Fate.RELEASE))
+                yield self._told(after, number, Outcome(OutcomeKind.RELEASE))
         elif isinstance(asks, Commit):
             yield from self._commits(world, number, asks)
         elif isinstance(asks, Rollback):
             yield self._told(world._replace(holder=None, claim=None), number, None)
         else:
-            assert isinstance(asks, Watch)
+            assert isinstance(asks, WaitForChange)
             yield from self._watches(world, number, asks)
 
     def _begins(self, world: World, number: int, begin: Begin) -> Iterator[World]:
@@ -125,26 +125,26 @@ class Ledger:
             yield self._told(done._replace(left=left), number, Raised(StoreUnavailable))
             yield self._told(closed._replace(left=left), number, Raised(StoreUnavailable))
 
-    def _watches(self, world: World, number: int, watch: Watch) -> Iterator[World]:
+    def _watches(self, world: World, number: int, watch: WaitForChange) -> Iterator[World]:
         standing = world.record or GONE
         if standing.version != watch.version:
-            yield self._told(world, number, Seen(standing, world.now_ms))
+            yield self._told(world, number, Snapshot(standing, world.now_ms))
         elif world.left.ticks or watch.until_ms <= world.now_ms:
             left = world.left._replace(ticks=max(0, world.left.ticks - 1))
             later = world._replace(now_ms=max(world.now_ms, watch.until_ms), left=left)
-            yield self._told(later, number, Seen(standing, later.now_ms))
+            yield self._told(later, number, Snapshot(standing, later.now_ms))
 
     def _crashed(self, world: World, number: int) -> World:
         """The process is gone, and its transaction with it."""
         if world.holder == number:
             world = world._replace(holder=None, claim=None)
         left = world.left._replace(crashes=world.left.crashes - 1)
-        over = Client(world.clients[number].place, is_over=True)
+        over = Client(world.clients[number].place, is_savepoint_gone=True)
         return _with(world._replace(left=left), number, over)
 
     def _told(self, world: World, number: int, told: Any) -> World:
         place = self.atlases[number].after(world.clients[number].place, told)
-        return _with(world, number, Client(place, place.is_over))
+        return _with(world, number, Client(place, place.is_savepoint_gone))
 
 
 def _with(world: World, number: int, client: Client) -> World:
@@ -152,7 +152,7 @@ def _with(world: World, number: int, client: Client) -> World:
     return world._replace(clients=clients)
 
 
-def explored(ledger: Ledger) -> int:
+def explored(ledger: TransactionStatements) -> int:
     """Every state that can be reached is right; how many they are."""
     seen = {ledger.start}
     waiting = [ledger.start]
@@ -160,7 +160,9 @@ def explored(ledger: Ledger) -> int:
         world = waiting.pop()
         _check(world, lives=1 + ledger.start.left.windows - world.left.windows)
         following = list(ledger.steps(world))
-        assert following or all(client.is_over for client in world.clients), "nobody can go on"
+        assert following or all(client.is_savepoint_gone for client in world.clients), (
+            "nobody can go on"
+        )
         fresh = {after for after in following if after not in seen}
         seen |= fresh
         waiting += fresh
@@ -174,7 +176,7 @@ def _check(world: World, lives: int) -> None:
     assert is_done == bool(world.effects), "an effect without its record"
     assert len(world.effects) <= lives, "an effect that happened twice"
     for number, (place, _) in enumerate(world.clients):
-        if isinstance(place.answer, Executed) and place.ending == _done_by(number):
+        if isinstance(place.answer, Executed) and place.outcome == _done_by(number):
             assert number in world.effects, "a success that was never committed"
         if isinstance(place.answer, Replay):
             assert place.answer.response in map(_answer_of, world.effects), "a made-up answer"
@@ -184,5 +186,5 @@ def _answer_of(number: int) -> bytes:
     return b"by %d" % number
 
 
-def _done_by(number: int) -> Ending:
-    return Ending(Fate.KEEP, _answer_of(number))
+def _done_by(number: int) -> Outcome:
+    return Outcome(OutcomeKind.COMPLETE, _answer_of(number))

@@ -2,7 +2,7 @@
 
 One record, one queue, the ledger downstream, and everybody who may have a hand in it: clients whose
 handler takes steps or hands over, workers, people, the background reconciler. Each is a flow made
-of production's own (`serve`, `take`, `offer`, `resume`, `resolve`, `rerun`, `recover`); what a
+of production's own (`lifecycle`, `take`, `offer`, `run_deferred`, `resolve`, `rerun`, `recover`); what a
 handler does between them is here. Nobody waits for anybody, so that worlds stay small. The
 adversary decides who moves, kills clients before or after an effect, makes effects fail, renews a
 claim, and lets leases run out.
@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from coatcheck.core.deferred import DeferredToken
 from coatcheck.core.flow import Effect
-from coatcheck.core.hand_over import Handed
+from coatcheck.core.keep import Outcome, OutcomeKind
+from coatcheck.core.lifecycle import Execute, Reconcile, Snapshot
 from coatcheck.core.record import GONE, RUNNING, Record, Swap, is_same_write, renewed
-from coatcheck.core.replay import Fate
-from coatcheck.core.serve import Ending, Execute, Reconcile, Seen
 from coatcheck.core.steps import Run
 from coatcheck.errors import Misconfigured
 
@@ -37,12 +37,12 @@ class Now(Effect[int]):
 
 
 @dataclass(frozen=True, slots=True)
-class Look(Effect[Seen]):
+class Look(Effect[Snapshot]):
     """What stands, and when."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ask(Effect[Ending]):
+class Ask(Effect[Outcome]):
     """Ask downstream what became of the attempt of *claim*, and of those before it."""
 
     claim: Record
@@ -52,11 +52,11 @@ class Ask(Effect[Ending]):
 class Put(Effect[None]):
     """Put *handed* on the queue."""
 
-    handed: Handed
+    handed: DeferredToken
 
 
 @dataclass(frozen=True, slots=True)
-class Take(Effect[Handed]):
+class Take(Effect[DeferredToken]):
     """Be delivered what is on the queue; it stays there, to be delivered again."""
 
 
@@ -84,7 +84,7 @@ class Client(NamedTuple):
     """Where one of them stands."""
 
     place: Place
-    is_over: bool = False
+    is_savepoint_gone: bool = False
 
 
 class World(NamedTuple):
@@ -93,7 +93,7 @@ class World(NamedTuple):
     now_ms: int
     record: Record | None
     effects: tuple[rules.Done, ...]  # in their order
-    queue: tuple[Handed, ...]
+    queue: tuple[DeferredToken, ...]
     clients: tuple[Client, ...]
     left: Budget
     past: rules.Past
@@ -111,7 +111,7 @@ class Errand:
     def steps(self, world: World) -> Iterator[World]:
         """Everything that can happen next."""
         for number, client in enumerate(world.clients):
-            if not client.is_over:
+            if not client.is_savepoint_gone:
                 yield from self._moves(world, number, client.place)
                 if world.left.crashes and client.place.asks is not None:
                     yield _over(_spent(world, crashes=1), number)
@@ -145,7 +145,7 @@ class Errand:
             case Put(handed):
                 return self._told(world._replace(queue=(*world.queue, handed)), number, None)
             case Look():
-                return self._told(world, number, Seen(world.record or GONE, world.now_ms))
+                return self._told(world, number, Snapshot(world.record or GONE, world.now_ms))
             case Ask(claim) | Reconcile(claim):
                 return self._asked(world, number, claim)
         assert isinstance(asks, Now)
@@ -198,10 +198,10 @@ class Errand:
 
     def _asked(self, world: World, number: int, claim: Record) -> World:
         """It answers with the truth; what comes after that is nobody's fault."""
-        told = Ending(Fate.RELEASE)
+        told = Outcome(OutcomeKind.RELEASE)
         for done in world.effects:
             if done.life == claim.created_ms and done.name != "reserve":
-                told = Ending(Fate.KEEP, rules.answer_of(done))
+                told = Outcome(OutcomeKind.COMPLETE, rules.answer_of(done))
         past = rules.asked(world.past, claim)
         return self._told(world._replace(past=past), number, told)
 
@@ -212,7 +212,7 @@ class Errand:
             return
         lease_until_ms = world.now_ms + self.parties[0].kind.policy.lease_ms
         for number, client in enumerate(world.clients):
-            is_held = client.place.claim is not None and not client.is_over
+            is_held = client.place.claim is not None and not client.is_savepoint_gone
             if is_held and self.atlases[number].nonce == record.nonce:
                 after = world._replace(record=renewed(record, lease_until_ms))
                 yield _spent(after, renewals=1)
@@ -222,12 +222,12 @@ class Errand:
         past = world.past
         if place.answer is not None:
             past = rules.answered(past, place.answer, world.effects)
-        client = Client(place, place.is_over)
+        client = Client(place, place.is_savepoint_gone)
         return _with(world._replace(past=past), number, client)
 
 
 def _over(world: World, number: int) -> World:
-    return _with(world, number, Client(world.clients[number].place, is_over=True))
+    return _with(world, number, Client(world.clients[number].place, is_savepoint_gone=True))
 
 
 def _with(world: World, number: int, client: Client) -> World:

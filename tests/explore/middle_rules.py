@@ -6,6 +6,16 @@ import functools
 from typing import NamedTuple
 
 from coatcheck.core.flow import run
+from coatcheck.core.keep import Outcome, OutcomeKind
+from coatcheck.core.lifecycle import (
+    ClaimRequest,
+    Execute,
+    Executed,
+    Reconcile,
+    Refuse,
+    Replay,
+    lifecycle,
+)
 from coatcheck.core.progress import Progress, progress_of
 from coatcheck.core.record import (
     COMPLETED,
@@ -17,9 +27,7 @@ from coatcheck.core.record import (
     is_lease_over,
     legal_moves,
 )
-from coatcheck.core.replay import Fate
-from coatcheck.core.resolve import Resolved
-from coatcheck.core.serve import Ending, Execute, Executed, Reconcile, Refuse, Replay, Ticket, serve
+from coatcheck.core.resolution import Resolved
 
 from .places import Kind
 from .rules import require
@@ -160,7 +168,7 @@ def check_progress(record: Record | None, now_ms: int, kind: Kind) -> None:
     now_ms = max(now_ms, record.lease_until_ms)
     fingerprint = record.fingerprint or kind.fingerprint
     alone = _Alone(record)
-    answer = run(serve(Ticket(record.id, fingerprint, now_ms, 9_999), kind.policy), alone)
+    answer = run(lifecycle(ClaimRequest(record.id, fingerprint, now_ms, 9_999), kind.policy), alone)
     is_refused = isinstance(answer, Refuse) and answer.problem.code == "outcome-unknown"
     is_seen = is_refused and alone.standing.state == IN_DOUBT
     require(
@@ -186,7 +194,7 @@ class _Alone:
                 self.standing = record or GONE
                 return None
             case Execute():
-                return Ending(Fate.KEEP, b"probed")
+                return Outcome(OutcomeKind.COMPLETE, b"probed")
             case Reconcile():
-                return Ending(Fate.RELEASE)
+                return Outcome(OutcomeKind.RELEASE)
         raise AssertionError(effect)

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from coatcheck.core.flow import Effect, Flow
+from coatcheck.core.keep import Outcome
+from coatcheck.core.lifecycle import Answer, ClaimRequest, Execute, Reconcile
 from coatcheck.core.policy import Policy
 from coatcheck.core.record import Record
-from coatcheck.core.serve import Answer, Ending, Execute, Reconcile, Ticket
 from coatcheck.errors import StoreUnavailable
 
 ServeFlow = Callable[..., Flow[Answer]]
@@ -40,7 +41,7 @@ class Raised(NamedTuple):
 class Place:
     """One point of one client's flow; *asks* is the effect it waits for, None at its end."""
 
-    __slots__ = ("_at", "answer", "asks", "claim", "ending", "error", "kind", "told", "trust")
+    __slots__ = ("_at", "answer", "asks", "claim", "error", "kind", "outcome", "told", "trust")
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
@@ -51,12 +52,12 @@ class Place:
         # the claim for which a reconciler said "it did not happen".
         self.told: Any = None
         self.claim: Record | None = None
-        self.ending: Ending | Raised | None = None
+        self.outcome: Outcome | Raised | None = None
         self.trust: Record | None = None
         self._at: dict[Any, Place] = {}
 
     @property
-    def is_over(self) -> bool:
+    def is_savepoint_gone(self) -> bool:
         """The client has its answer, or an error."""
         return self.answer is not None or self.error is not None
 
@@ -64,12 +65,12 @@ class Place:
 class Atlas:
     """All places of one client, found as they are needed."""
 
-    def __init__(self, number: int, kind: Kind, serve: ServeFlow) -> None:
+    def __init__(self, number: int, kind: Kind, lifecycle: ServeFlow) -> None:
         self.number = number
         self.kind = kind
         self.nonce = 1_000 + number
         self.start = Place(kind)
-        self._serve = serve
+        self._serve = lifecycle
         self._history: dict[Place, tuple[Any, ...]] = {self.start: ()}
 
     def after(self, place: Place, told: Any) -> Place:
@@ -82,9 +83,9 @@ class Atlas:
     def _find(self, before: Place, told: Any) -> Place:
         place = Place(self.kind)
         place.told = told
-        place.claim, place.ending, place.trust = before.claim, before.ending, before.trust
+        place.claim, place.outcome, place.trust = before.claim, before.outcome, before.trust
         if isinstance(before.asks, Execute):
-            place.claim, place.ending = before.asks.claim, told
+            place.claim, place.outcome = before.asks.claim, told
         if isinstance(before.asks, Reconcile):
             place.trust = before.asks.claim
         history = self._history[place] = (*self._history[before], told)
@@ -98,8 +99,8 @@ class Atlas:
         return place
 
     def _replayed(self, now_ms: int, events: list[Any]) -> Effect[Any]:
-        ticket = Ticket(b"I" * 16, self.kind.fingerprint, now_ms, self.nonce)
-        flow = self._serve(ticket, self.kind.policy, may_claim=self.kind.may_claim)
+        request = ClaimRequest(b"I" * 16, self.kind.fingerprint, now_ms, self.nonce)
+        flow = self._serve(request, self.kind.policy, may_claim=self.kind.may_claim)
         asks = next(flow)
         for event in events:
             if isinstance(event, Raised):

@@ -9,6 +9,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from coatcheck.core.flow import run
+from coatcheck.core.keep import Outcome, OutcomeKind
+from coatcheck.core.lifecycle import (
+    ClaimRequest,
+    Execute,
+    Executed,
+    Reconcile,
+    Refuse,
+    Replay,
+    lifecycle,
+)
 from coatcheck.core.record import (
     COMPLETED,
     FAILED,
@@ -19,17 +29,6 @@ from coatcheck.core.record import (
     Swap,
     is_lease_over,
     legal_moves,
-)
-from coatcheck.core.replay import Fate
-from coatcheck.core.serve import (
-    Ending,
-    Execute,
-    Executed,
-    Reconcile,
-    Refuse,
-    Replay,
-    Ticket,
-    serve,
 )
 
 if TYPE_CHECKING:
@@ -86,8 +85,11 @@ def _check_life(before: Record, record: Record) -> None:
 
 def _ended(scenario: Scenario, world: World, number: int, record: Record) -> Past:
     """An execution says itself that it has ended without a final answer."""
-    ending = world.clients[number].place.ending
-    is_told = isinstance(ending, Ending) and ending.fate in (Fate.RELEASE, Fate.FORGET)
+    outcome = world.clients[number].place.outcome
+    is_told = isinstance(outcome, Outcome) and outcome.kind in (
+        OutcomeKind.RELEASE,
+        OutcomeKind.REJECT,
+    )
     is_clear = is_told or scenario.kinds[number].policy.recovery == "retry"
     require(
         is_clear or record.state == IN_DOUBT, "an attempt with an unclear end is not given back"
@@ -104,7 +106,7 @@ def check_late(world: World, number: int, record: Record) -> None:
     client = world.clients[number]
     asks = client.place.asks
     is_asked = isinstance(asks, Swap) and asks.record == record
-    is_gone = client.is_over and client.place.answer is None
+    is_gone = client.is_savepoint_gone and client.place.answer is None
     require(is_asked or is_gone, "a late write does not surprise the client that went on")
 
 
@@ -122,8 +124,8 @@ def begun(scenario: Scenario, world: World, number: int, place: Place) -> Past:
     is_live = world.clients[number].lease_until_ms > world.now_ms
     for other, client in enumerate(world.clients):
         if is_live and other != number and _is_executing(client):
-            is_over = client.lease_until_ms <= world.now_ms
-            require(is_over, "executions overlap only after a lease ran out")
+            is_savepoint_gone = client.lease_until_ms <= world.now_ms
+            require(is_savepoint_gone, "executions overlap only after a lease ran out")
     unknown = [e for e in here if e[2] == RUNNING]
     unclear = [e for e in here if e[2] != FAILED]
     require(
@@ -140,7 +142,7 @@ def begun(scenario: Scenario, world: World, number: int, place: Place) -> Past:
 
 
 def _is_executing(client: Client) -> bool:
-    return not client.is_over and isinstance(client.place.asks, Execute)
+    return not client.is_savepoint_gone and isinstance(client.place.asks, Execute)
 
 
 def reconciled(past: Past, claim: Record) -> Past:
@@ -167,18 +169,18 @@ def answered(scenario: Scenario, world: World, number: int, place: Place) -> Pas
 
 def _executed(world: World, number: int, place: Place, claim: Record) -> Past:
     standing = world.record
-    assert isinstance(place.ending, Ending)
+    assert isinstance(place.outcome, Outcome)
     if place.told is GONE:  # it slept through its whole retention; nobody remembers this life
         return world.past
-    is_kept = place.ending.fate is Fate.KEEP
+    is_kept = place.outcome.kind is OutcomeKind.COMPLETE
     if standing is not None and standing.created_ms == claim.created_ms:
-        is_safe = standing.state == COMPLETED and standing.response == place.ending.response
+        is_safe = standing.state == COMPLETED and standing.response == place.outcome.response
         is_open = standing.state != COMPLETED and standing.nonce != claim.nonce
         is_open = is_open or standing.state in (FAILED, IN_DOUBT)
         require(is_safe if is_kept else is_open, "an answer leaves after its record is safe")
     if not is_kept:
         return world.past
-    return _final(world, claim.created_ms, place.ending.response or number)
+    return _final(world, claim.created_ms, place.outcome.response or number)
 
 
 def _final(world: World, life: int, response: object) -> Past:
@@ -218,8 +220,8 @@ def _probe(scenario: Scenario, record: Record | None, now_ms: int) -> None:
     if record is not None:
         now_ms = max(now_ms, record.lease_until_ms)
         kind = kind._replace(fingerprint=record.fingerprint or kind.fingerprint)
-    ticket = Ticket(b"I" * 16, kind.fingerprint, now_ms, 9_999)
-    answer = run(serve(ticket, kind.policy), _Alone(record, now_ms))
+    request = ClaimRequest(b"I" * 16, kind.fingerprint, now_ms, 9_999)
+    answer = run(lifecycle(request, kind.policy), _Alone(record, now_ms))
     if not isinstance(answer, Refuse):
         return
     code = answer.problem.code
@@ -246,9 +248,9 @@ class _Alone:
             case Swap(_, expected, record):
                 return self._swap(expected, record)
             case Execute():
-                return Ending(Fate.KEEP, b"probed")
+                return Outcome(OutcomeKind.COMPLETE, b"probed")
             case Reconcile():
-                return Ending(Fate.RELEASE)
+                return Outcome(OutcomeKind.RELEASE)
         raise Violation("a key is never stuck: a lone client waits")
 
     def _swap(self, expected: int, record: Record | None) -> Record | None:

@@ -8,8 +8,7 @@ schedule.
 
 import pytest
 
-from coatcheck.core.replay import Fate
-from coatcheck.core.serve import Ending
+from coatcheck.core.keep import Outcome, OutcomeKind
 
 from .kinds import MANUAL, RECONCILE, RETRY, kind
 from .places import HandlerError, Raised
@@ -40,7 +39,7 @@ def test_three_clients_with_a_crash_a_lost_acknowledgement_and_an_expired_lease(
 @RECOVERIES
 def test_three_clients_whose_executions_end_in_every_way(client, explored):
     """L4, L5: a failure, an answer that is not kept and one too large to keep, and an expiry."""
-    failures = FAILURES if client.policy.reruns else (*FAILURES, Ending(Fate.DOUBT))
+    failures = FAILURES if client.policy.reruns else (*FAILURES, Outcome(OutcomeKind.IN_DOUBT))
     explored(Scenario((client,) * 3, Budget(expiries=1, failures=1), failures))
 
 
@@ -88,7 +87,7 @@ def test_a_client_with_another_request_among_two_equal_ones(recovery, explored):
     """F1: whoever waits or takes over compares the request again, also after a refusal."""
     same = kind(recovery=recovery)
     other = kind(b"G" * 16, recovery=recovery)
-    failures = (Raised(HandlerError), Ending(Fate.FORGET))
+    failures = (Raised(HandlerError), Outcome(OutcomeKind.REJECT))
     budget = Budget(deaf=1, expiries=1, failures=1)
     explored(Scenario((same, same, other), budget, failures))
 

@@ -5,13 +5,14 @@ Each mutant is explored beside its control: the same parties with the flows as t
 
 import pytest
 
-from coatcheck.core import hand_over, steps
-from coatcheck.core import recover as recovering
-from coatcheck.core import resolve as resolving
-from coatcheck.core import serve as production
+from coatcheck.core import deferred as hand_over
+from coatcheck.core import lifecycle as production
+from coatcheck.core import recovery as recovering
+from coatcheck.core import resolution as resolving
+from coatcheck.core import steps
+from coatcheck.core.keep import OutcomeKind
 from coatcheck.core.progress import progress_of
 from coatcheck.core.record import IN_DOUBT, RUNNING, Swap, completed, failed
-from coatcheck.core.replay import Fate
 
 from . import errands
 from .errands import reconciler
@@ -78,10 +79,12 @@ def takes_over_without_what_was_written(monkeypatch):
 
 
 def takes_what_was_taken_before(monkeypatch):
-    def greedy(handed, ticket, policy, standing):
-        return hand_over.resume(handed._replace(nonce=standing.nonce), ticket, policy, standing)
+    def greedy(handed, request, policy, standing):
+        return hand_over.run_deferred(
+            handed._replace(nonce=standing.nonce), request, policy, standing
+        )
 
-    monkeypatch.setattr(errands, "resume", greedy)
+    monkeypatch.setattr(errands, "run_deferred", greedy)
 
 
 def decides_without_a_reason(monkeypatch):
@@ -106,23 +109,23 @@ def decides_about_what_is_alive(monkeypatch):
 
 def writes_over_what_a_person_decided(monkeypatch):
     """A zombie believes that its own end counts."""
-    settle = production.settle
+    write_outcome = production.write_outcome
 
-    def stubborn(claim, ending, **options):
-        lost = yield from settle(claim, ending, **options)
-        if lost is not None and lost.nonce == claim.nonce and ending.fate is Fate.KEEP:
-            end = completed(claim, ending.response)._replace(version=lost.version + 1)
+    def stubborn(claim, outcome, **options):
+        lost = yield from write_outcome(claim, outcome, **options)
+        if lost is not None and lost.nonce == claim.nonce and outcome.kind is OutcomeKind.COMPLETE:
+            end = completed(claim, outcome.response)._replace(version=lost.version + 1)
             lost = yield from Swap(claim.id, lost.version, end)
         return lost
 
-    monkeypatch.setattr(production, "settle", stubborn)
+    monkeypatch.setattr(production, "write_outcome", stubborn)
 
 
 def frees_in_the_background_what_is_in_doubt(monkeypatch):
-    def careless(seen, ticket, policy):
+    def careless(seen, request, policy):
         if seen.record.state == IN_DOUBT:
             yield from Swap(seen.record.id, seen.record.version, failed(seen.record))
-        return (yield from recovering.recover(seen, ticket, policy))
+        return (yield from recovering.recover(seen, request, policy))
 
     monkeypatch.setattr(errands, "recover", careless)
 

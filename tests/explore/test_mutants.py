@@ -7,11 +7,19 @@ import dataclasses
 
 import pytest
 
-from coatcheck.core import serve as production
+from coatcheck.core import lifecycle as production
+from coatcheck.core.keep import Outcome, OutcomeKind
+from coatcheck.core.lifecycle import (
+    ClaimRequest,
+    Executed,
+    Refuse,
+    Replay,
+    Snapshot,
+    WaitForChange,
+    lifecycle,
+)
 from coatcheck.core.problem import problem
 from coatcheck.core.record import COMPLETED, FAILED, GONE, RUNNING, Record, Swap, failed
-from coatcheck.core.replay import Fate
-from coatcheck.core.serve import Ending, Executed, Refuse, Replay, Seen, Ticket, Watch, serve
 
 from . import rules
 from .kinds import MANUAL, RECONCILE, RETRY, kind
@@ -51,8 +59,8 @@ def promises_broken_by(scenario):
 def twisted(twist):
     """The production flow, but what it is told goes through *twist* first."""
 
-    def broken(ticket, policy, *, may_claim=True):
-        flow = serve(ticket, policy, may_claim=may_claim)
+    def broken(request, policy, *, may_claim=True):
+        flow = lifecycle(request, policy, may_claim=may_claim)
         effect = next(flow)
         while True:
             try:
@@ -60,7 +68,7 @@ def twisted(twist):
             except Exception as error:  # noqa: BLE001 - passed on
                 effect = _next(flow.throw, error)
             else:
-                effect = _next(flow.send, twist(effect, result, ticket))
+                effect = _next(flow.send, twist(effect, result, request))
             if isinstance(effect, StopIteration):
                 return effect.value
 
@@ -78,8 +86,8 @@ def _next(move, value):
 def with_policy(**changes):
     """The production flow under another policy than the rules believe."""
 
-    def broken(ticket, policy, *, may_claim=True):
-        return serve(ticket, dataclasses.replace(policy, **changes), may_claim=may_claim)
+    def broken(request, policy, *, may_claim=True):
+        return lifecycle(request, dataclasses.replace(policy, **changes), may_claim=may_claim)
 
     return broken
 
@@ -94,30 +102,30 @@ def believes_to_have_completed(effect, result, _ticket):
     return None if is_end else result
 
 
-def trusts_what_it_waited_for(effect, result, ticket):
-    if isinstance(effect, Watch) and result is not None and result.record.version:
-        return Seen(result.record._replace(fingerprint=ticket.fingerprint), result.now_ms)
+def trusts_what_it_waited_for(effect, result, request):
+    if isinstance(effect, WaitForChange) and result is not None and result.record.version:
+        return Snapshot(result.record._replace(fingerprint=request.fingerprint), result.now_ms)
     return result
 
 
-def compares_no_requests(effect, result, ticket):
+def compares_no_requests(effect, result, request):
     if isinstance(effect, Swap) and result is not None and result.version:
-        return result._replace(fingerprint=ticket.fingerprint)
-    return trusts_what_it_waited_for(effect, result, ticket)
+        return result._replace(fingerprint=request.fingerprint)
+    return trusts_what_it_waited_for(effect, result, request)
 
 
-def compares_no_requests_after_a_failure(effect, result, ticket):
+def compares_no_requests_after_a_failure(effect, result, request):
     is_free = isinstance(effect, Swap) and result is not None and result.state == FAILED
-    return result._replace(fingerprint=ticket.fingerprint) if is_free else result
+    return result._replace(fingerprint=request.fingerprint) if is_free else result
 
 
-def takes_its_own_renewal_for_another_attempt(effect, result, ticket):
+def takes_its_own_renewal_for_another_attempt(effect, result, request):
     is_end = isinstance(effect, Swap) and effect.record.state != RUNNING
-    is_own = is_end and isinstance(result, Record) and result.nonce == ticket.nonce
+    is_own = is_end and isinstance(result, Record) and result.nonce == request.nonce
     return result._replace(nonce=0) if is_own else result
 
 
-def frees_the_key_when_it_gives_up(ticket, policy, *, may_claim=True):
+def frees_the_key_when_it_gives_up(request, policy, *, may_claim=True):
     """A waiter whose time is up ends the attempt it waited for."""
     seen = []
 
@@ -125,11 +133,11 @@ def frees_the_key_when_it_gives_up(ticket, policy, *, may_claim=True):
         seen.append(result)
         return result
 
-    answer = yield from twisted(remember)(ticket, policy, may_claim=may_claim)
+    answer = yield from twisted(remember)(request, policy, may_claim=may_claim)
     if isinstance(answer, Refuse) and answer.problem.code == "in-progress":
-        standing = seen[-1].record if isinstance(seen[-1], Seen) else seen[-1]
+        standing = seen[-1].record if isinstance(seen[-1], Snapshot) else seen[-1]
         freed = standing._replace(version=standing.version + 1, state=FAILED, lease_until_ms=0)
-        yield from Swap(ticket.id, standing.version, freed)
+        yield from Swap(request.id, standing.version, freed)
     return answer
 
 
@@ -164,9 +172,9 @@ FLOWS = {
 @pytest.mark.parametrize("name", FLOWS)
 def test_a_flow_that_misreads_what_it_is_told_is_caught(name):
     twist, kinds, budget, promise = FLOWS[name]
-    failures = (Raised(HandlerError), Ending(Fate.FORGET))
+    failures = (Raised(HandlerError), Outcome(OutcomeKind.REJECT))
     explore(Scenario(kinds, budget, failures))
-    broken = Scenario(kinds, budget, failures, serve=twisted(twist))
+    broken = Scenario(kinds, budget, failures, lifecycle=twisted(twist))
     assert promise_broken_by(broken) == promise
 
 
@@ -206,8 +214,8 @@ def claims_for_nobody(monkeypatch):
 
 
 def insists_on_its_own_answer(monkeypatch):
-    def own(standing, ticket, _policy):
-        return Replay(standing, b"by %d" % (ticket.nonce % 1_000))
+    def own(standing, request, _policy):
+        return Replay(standing, b"by %d" % (request.nonce % 1_000))
 
     monkeypatch.setattr(production, "superseded", own)
 
@@ -273,21 +281,21 @@ def test_a_flow_that_runs_again_where_it_may_not_is_caught(client, budget, promi
     """L6: what a policy forbids is seen, whoever forgets it."""
     explore(Scenario((client,) * 2, budget))
     careless = with_policy(recovery="retry", reconcile=None)
-    assert promise_broken_by(Scenario((client,) * 2, budget, serve=careless)) == promise
+    assert promise_broken_by(Scenario((client,) * 2, budget, lifecycle=careless)) == promise
 
 
-def hides_what_it_did(ticket, policy, *, may_claim=True):
+def hides_what_it_did(request, policy, *, may_claim=True):
     """It executes, and then tells the client to try again."""
-    answer = yield from serve(ticket, policy, may_claim=may_claim)
+    answer = yield from lifecycle(request, policy, may_claim=may_claim)
     return BUSY if isinstance(answer, Executed) else answer
 
 
-def gives_up_what_it_won(ticket, policy, *, may_claim=True):
+def gives_up_what_it_won(request, policy, *, may_claim=True):
     """It claims, thinks better of it, and refuses."""
-    claim = production.first_attempt(ticket, policy, GONE, ticket.now_ms)
-    lost = yield from Swap(ticket.id, 0, claim)
+    claim = production.first_attempt(request, policy, GONE, request.now_ms)
+    lost = yield from Swap(request.id, 0, claim)
     if lost is None:
-        yield from Swap(ticket.id, claim.version, failed(claim))
+        yield from Swap(request.id, claim.version, failed(claim))
     return BUSY
 
 
@@ -305,7 +313,7 @@ WHOLE_FLOWS = {
 def test_a_flow_that_misleads_its_client_is_caught(broken):
     """L3: whoever is refused ran nothing and changed nothing."""
     explore(Scenario((RETRY,) * 2, Budget(ticks=1)))
-    scenario = Scenario((RETRY,) * 2, Budget(ticks=1), serve=broken)
+    scenario = Scenario((RETRY,) * 2, Budget(ticks=1), lifecycle=broken)
     assert promise_broken_by(scenario) == WHOLE_FLOWS[broken]
 
 
@@ -322,7 +330,7 @@ def test_a_late_write_that_surprises_its_client_is_caught():
     world = scenario.start()
     for _ in range(3):  # arrives, claims, executes
         (_, world), *_ = steps(scenario, world)
-    late = production.first_attempt(Ticket(b"I" * 16, b"", 0, 1), RETRY.policy, GONE, 0)
+    late = production.first_attempt(ClaimRequest(b"I" * 16, b"", 0, 1), RETRY.policy, GONE, 0)
     with pytest.raises(Violation, match="does not surprise"):
         rules.check_late(world, 0, late)
 

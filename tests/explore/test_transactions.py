@@ -2,12 +2,11 @@
 
 import pytest
 
+from coatcheck.core.keep import Outcome, OutcomeKind
 from coatcheck.core.policy import Policy
-from coatcheck.core.replay import Fate
-from coatcheck.core.serve import Ending
-from coatcheck.core.transact import transact
+from coatcheck.core.transaction import transactional
 
-from .ledger import Budget, Ledger, explored
+from .ledger import Budget, TransactionStatements, explored
 from .places import HandlerError, Kind
 
 SAME = Kind(Policy(mode="transaction"))
@@ -25,7 +24,7 @@ TROUBLE = Budget(crashes=1, unsure=1, failures=1, ticks=2, windows=1)
     ],
 )
 def test_nothing_is_ever_half_done_in_any_interleaving(kinds, budget, record_property):
-    states = explored(Ledger(kinds, budget, transact))
+    states = explored(TransactionStatements(kinds, budget, transactional))
     print(f"\n{states:,} states")
     record_property("explored", [states, 0, 0])
     assert states > 100
@@ -33,23 +32,23 @@ def test_nothing_is_ever_half_done_in_any_interleaving(kinds, budget, record_pro
 
 def test_a_database_that_does_not_lock_is_noticed():
     with pytest.raises(AssertionError, match="happened twice"):
-        explored(Ledger((SAME, SAME), Budget(), transact, locks=False))
+        explored(TransactionStatements((SAME, SAME), Budget(), transactional, locks=False))
 
 
 def test_a_flow_that_commits_a_failure_is_noticed():
     """The control of the rules: what failed must leave no record."""
 
-    def careless(ticket, policy, *, may_claim):
-        flow = transact(ticket, policy, may_claim=may_claim)
+    def careless(request, policy, *, may_claim):
+        flow = transactional(request, policy, may_claim=may_claim)
         told = None
         try:
             while True:
                 try:
                     told = yield flow.send(told)
                 except HandlerError:
-                    told = Ending(Fate.KEEP, b"made up")
+                    told = Outcome(OutcomeKind.COMPLETE, b"made up")
         except StopIteration as done:
             return done.value
 
     with pytest.raises(AssertionError, match="a made-up answer"):
-        explored(Ledger((SAME, SAME), Budget(failures=1), careless))
+        explored(TransactionStatements((SAME, SAME), Budget(failures=1), careless))

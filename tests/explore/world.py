@@ -2,7 +2,7 @@
 
 The store is the contract's compare-and-swap. Clients do what the engines do: they try an ambiguous
 swap once more and recognise their own record (`Engine._swap`), wait and look (`Engine._watch`),
-renew while they execute (`engine/heart.py`). The adversary decides who moves, and, as often as the
+renew while they execute (`engine/leases.py`). The adversary decides who moves, and, as often as the
 budget allows, crashes a client, loses an acknowledgement or a whole message or delivers it late,
 lets time pass, makes handlers fail, and sweeps. A suspended client is one that is not chosen.
 
@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from coatcheck.core.keep import Outcome, OutcomeKind
+from coatcheck.core.lifecycle import Execute, Reconcile, Snapshot, WaitForChange, lifecycle
 from coatcheck.core.policy import Policy
 from coatcheck.core.record import (
     GONE,
@@ -29,8 +31,6 @@ from coatcheck.core.record import (
     is_same_write,
     renewed,
 )
-from coatcheck.core.replay import Fate
-from coatcheck.core.serve import Ending, Execute, Reconcile, Seen, Watch, serve
 from coatcheck.errors import StoreUnavailable
 
 from . import rules
@@ -58,7 +58,7 @@ class Client(NamedTuple):
     """One client: where its flow stands, and what its engine knows."""
 
     place: Place
-    has_tried: bool = False  # the swap it waits for was tried once, and its fate is not known
+    has_tried: bool = False  # the swap it waits for was tried once, and its kind is not known
     looked: Record | None = None  # what a waiter has read and not yet acted upon
     held: Record | None = None  # its heart's idea of the claim
     renewal: tuple[int, Record] | None = None  # on its way: expected version, record
@@ -66,7 +66,7 @@ class Client(NamedTuple):
     lease_until_ms: int = 0
     has_claimed: bool = False
     has_lost: bool = False  # something it wrote was lost on its way, or its acknowledgement
-    is_over: bool = False  # it has its answer, or crashed
+    is_savepoint_gone: bool = False  # it has its answer, or crashed
 
 
 class Past(NamedTuple):
@@ -95,11 +95,11 @@ Step = tuple[tuple[Any, ...], World]
 # The place of every client whose way no longer matters.
 OVER = Place(Kind(Policy()))
 
-FAILURES: tuple[Ending | Raised, ...] = (
+FAILURES: tuple[Outcome | Raised, ...] = (
     Raised(HandlerError),
-    Ending(Fate.KEEP, None),  # done, but too large to keep
-    Ending(Fate.RELEASE),
-    Ending(Fate.FORGET),
+    Outcome(OutcomeKind.COMPLETE, None),  # done, but too large to keep
+    Outcome(OutcomeKind.RELEASE),
+    Outcome(OutcomeKind.REJECT),
 )
 
 
@@ -109,8 +109,8 @@ class Scenario:
 
     kinds: tuple[Kind, ...]
     budget: Budget
-    failures: tuple[Ending | Raised, ...] = FAILURES
-    serve: ServeFlow = serve
+    failures: tuple[Outcome | Raised, ...] = FAILURES
+    lifecycle: ServeFlow = lifecycle
     # Switches that break the engine or the store on purpose, for the mutants.
     recognises_own: bool = True
     compares_versions: bool = True
@@ -118,7 +118,7 @@ class Scenario:
     probes: dict[Any, bool] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.atlases = tuple(Atlas(n, kind, self.serve) for n, kind in enumerate(self.kinds))
+        self.atlases = tuple(Atlas(n, kind, self.lifecycle) for n, kind in enumerate(self.kinds))
 
     def start(self) -> World:
         """Nothing has happened yet."""
@@ -132,7 +132,7 @@ def steps(scenario: Scenario, world: World) -> list[Step]:
     found: list[Step] = []
     for number, client in enumerate(world.clients):
         found += _moves(scenario, world, number, client)
-    if not found and any(not client.is_over for client in world.clients):
+    if not found and any(not client.is_savepoint_gone for client in world.clients):
         found.append((("time passes",), _at(world, _next_wake_ms(world))))
     found += _hearts(scenario, world)
     found += _adversary(scenario, world)
@@ -143,7 +143,7 @@ def steps(scenario: Scenario, world: World) -> list[Step]:
 
 
 def _moves(scenario: Scenario, world: World, number: int, client: Client) -> Iterator[Step]:
-    if client.is_over:
+    if client.is_savepoint_gone:
         return
     asks = client.place.asks
     if asks is None:
@@ -151,14 +151,14 @@ def _moves(scenario: Scenario, world: World, number: int, client: Client) -> Ite
             yield (number, "arrives"), _tell(scenario, world, number, world.now_ms)
     elif isinstance(asks, Swap):
         yield from _swaps(scenario, world, number, asks)
-    elif isinstance(asks, Watch):
+    elif isinstance(asks, WaitForChange):
         yield from _watches(scenario, world, number, asks)
     elif isinstance(asks, Execute):
         yield from _endings(scenario, world, number)
     else:
         assert isinstance(asks, Reconcile)
         for told in _tellings(number):
-            yield (number, "is told", told.fate.name), _tell(scenario, world, number, told)
+            yield (number, "is told", told.kind.name), _tell(scenario, world, number, told)
 
 
 def _is_next_to_arrive(scenario: Scenario, world: World, number: int) -> bool:
@@ -195,12 +195,12 @@ def _unheard(scenario: Scenario, world: World, number: int) -> World:
     return after
 
 
-def _watches(scenario: Scenario, world: World, number: int, watch: Watch) -> Iterator[Step]:
+def _watches(scenario: Scenario, world: World, number: int, watch: WaitForChange) -> Iterator[Step]:
     client = world.clients[number]
     standing = client.looked or world.record or GONE
     is_woken = standing.version != watch.version or watch.until_ms <= world.now_ms
     if client.looked is not None or is_woken:
-        seen = Seen(standing, world.now_ms)
+        seen = Snapshot(standing, world.now_ms)
         yield (number, "sees", standing), _tell(scenario, world, number, seen)
     if client.looked is None and is_woken and _may_pass(world.left):  # while time may pass
         yield (number, "looks"), _with(world, number, client._replace(looked=standing))
@@ -210,20 +210,20 @@ def _watches(scenario: Scenario, world: World, number: int, watch: Watch) -> Ite
 
 
 def _endings(scenario: Scenario, world: World, number: int) -> Iterator[Step]:
-    done = Ending(Fate.KEEP, b"by %d" % number)
+    done = Outcome(OutcomeKind.COMPLETE, b"by %d" % number)
     yield (number, "executed"), _tell(scenario, world, number, done)
     if world.left.failures:
         after = world._replace(left=_spent(world.left, failures=1))
-        for ending in scenario.failures:
-            yield (number, "executed", ending), _tell(scenario, after, number, ending)
+        for outcome in scenario.failures:
+            yield (number, "executed", outcome), _tell(scenario, after, number, outcome)
 
 
-def _tellings(number: int) -> tuple[Ending, ...]:
+def _tellings(number: int) -> tuple[Outcome, ...]:
     """What a reconciler may say; it happened, with an answer nobody else would give."""
     return (
-        Ending(Fate.KEEP, b"found by %d" % number),
-        Ending(Fate.RELEASE),
-        Ending(Fate.DOUBT),
+        Outcome(OutcomeKind.COMPLETE, b"found by %d" % number),
+        Outcome(OutcomeKind.RELEASE),
+        Outcome(OutcomeKind.IN_DOUBT),
     )
 
 
@@ -234,7 +234,7 @@ def _tell(scenario: Scenario, world: World, number: int, told: Any) -> World:
     asked = client.place.asks
     place = scenario.atlases[number].after(client.place, told)
     asks, held = place.asks, None
-    if isinstance(asked, Reconcile) and told.fate is Fate.RELEASE:
+    if isinstance(asked, Reconcile) and told.kind is OutcomeKind.RELEASE:
         past = rules.reconciled(past, asked.claim)
         world = world._replace(past=past)
     if isinstance(asks, (Execute, Reconcile)):
@@ -258,7 +258,7 @@ def _ended(world: World, number: int, place: Place) -> Client:
     """Forget how a client came to its end, unless something of it is still on its way."""
     is_late = bool(world.late) and any(late[0] == number for late in world.late)
     kept = place if is_late else OVER
-    return Client(kept, renewal=world.clients[number].renewal, is_over=True)
+    return Client(kept, renewal=world.clients[number].renewal, is_savepoint_gone=True)
 
 
 def _swapped(
@@ -273,7 +273,7 @@ def _swapped(
     past = rules.accepted(scenario, world, number, record)
     client = world.clients[number]
     clients = world.clients
-    if record.state == RUNNING and not client.is_over:
+    if record.state == RUNNING and not client.is_savepoint_gone:
         client = client._replace(lease_until_ms=record.lease_until_ms, has_claimed=True)
         clients = (*clients[:number], client, *clients[number + 1 :])
     return World(world.now_ms, record, clients, world.late, world.left, past), None
@@ -297,7 +297,7 @@ def _hearts(scenario: Scenario, world: World) -> Iterator[Step]:
 def _renewals(
     scenario: Scenario, world: World, number: int, renewal: tuple[int, Record]
 ) -> Iterator[Step]:
-    """A renewal arrives, perhaps long after the handler ended; see `Heart._renew`."""
+    """A renewal arrives, perhaps long after the handler ended; see `Heartbeat._renew`."""
     expected, record = renewal
     after, lost = _swapped(scenario, world, number, expected, record)
     client = after.clients[number]._replace(renewal=None)
@@ -322,12 +322,12 @@ def _adversary(scenario: Scenario, world: World) -> Iterator[Step]:
         yield _arrives_late(scenario, world, index)
     if world.record is not None and is_retention_over(world.record, world.now_ms):
         yield ("sweep",), world._replace(record=None)
-    if all(client.is_over for client in world.clients):
+    if all(client.is_savepoint_gone for client in world.clients):
         return
     if world.left.crashes:
         after = world._replace(left=_spent(world.left, crashes=1))
         for number, client in enumerate(world.clients):
-            if not client.is_over:
+            if not client.is_savepoint_gone:
                 dead = _ended(world, number, client.place)
                 yield (number, "crashes"), _with(after, number, dead)
     yield from _times(scenario, world)
@@ -340,7 +340,7 @@ def _arrives_late(scenario: Scenario, world: World, index: int) -> Step:
     if lost is None:
         rules.check_late(world, number, record)
     client = after.clients[number]
-    if client.is_over:
+    if client.is_savepoint_gone:
         after = _with(after, number, _ended(after, number, client.place))
     return (number, "is heard late" if lost is None else "is too late"), after
 
@@ -368,7 +368,7 @@ def _is_claiming(world: World) -> bool:
     return any(
         isinstance(client.place.asks, Swap) and client.place.claim is client.place.trust is None
         for client in world.clients
-        if not client.is_over
+        if not client.is_savepoint_gone
     ) or any(record.state == RUNNING for _, _, record in world.late)
 
 
@@ -381,8 +381,8 @@ def _at(world: World, now_ms: int, *, leases_over: int = 0) -> World:
 
 
 def _next_wake_ms(world: World) -> int:
-    asks = (client.place.asks for client in world.clients if not client.is_over)
-    return min(watch.until_ms for watch in asks if isinstance(watch, Watch))
+    asks = (client.place.asks for client in world.clients if not client.is_savepoint_gone)
+    return min(watch.until_ms for watch in asks if isinstance(watch, WaitForChange))
 
 
 def _with(world: World, number: int, client: Client) -> World:

@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple
 import psycopg
 
 from coatcheck.verify import crash
-from coatcheck.verify import outcomes as said
-from coatcheck.verify.outcomes import CODE, FAULTS, RECOVERIES, STORES, Fault, Outcome, Recovery
+from tests.faults import outcomes
+from tests.faults.outcomes import CODE, FAULTS, RECOVERIES, STORES, Fault, Outcome, Recovery
 
 IS_ALL = os.environ.get("COATCHECK_FAULTS") == "all"
 # When the retry comes: when the first attempt is over, or while it is still at it.
@@ -30,8 +30,8 @@ class Cell(NamedTuple):
     fault: Fault
     point: crash.Point
     recovery: Recovery
-    store: said.Place
-    code: said.Place
+    store: outcomes.Place
+    code: outcomes.Place
     retry: Literal["afterwards", "meanwhile"]
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class Cell(NamedTuple):
     @property
     def outcome(self) -> Outcome | None:
         """What the table says."""
-        return said.outcome_of(self.fault, self.point, self.recovery)
+        return outcomes.outcome_of(self.fault, self.point, self.recovery)
 
     @property
     def exists(self) -> bool:
@@ -49,7 +49,7 @@ class Cell(NamedTuple):
             self.fault.startswith("store") and self.point in _IN_HANDLER
         ):
             return False
-        is_run = said.is_run(self.fault, self.recovery, self.store, self.code)
+        is_run = outcomes.is_run(self.fault, self.recovery, self.store, self.code)
         return is_run and self.outcome is not None
 
     def pairs(self) -> set[tuple[tuple[str, str], ...]]:

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import uvicorn
-from victims import PROCESSES, async_points
 
 from coatcheck import AsyncEngine, Policy, open_store
 from coatcheck.stores import open_async_store
 from coatcheck.verify import crash
-from coatcheck.verify.outcomes import Recovery
+from tests.faults.outcomes import Recovery
+from tests.faults.victims import PROCESSES, async_points
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "shop"
 # 2 s: a busy machine renews in time, and it can be waited for.

@@ -9,14 +9,14 @@ import signal
 from pathlib import Path
 
 import pytest
-from cells import IS_ALL
-from test_matrix import place_of
-from victims import LEASE, PROCESSES, WAIT_S_MAX, async_points
 
 from coatcheck import AsyncEngine, DidNotHappen, Happened, Policy, current_operation
 from coatcheck.stores import open_async_store
 from coatcheck.verify import crash
-from coatcheck.verify.outcomes import STORES
+from tests.faults.cells import IS_ALL
+from tests.faults.outcomes import STORES
+from tests.faults.test_matrix import place_of
+from tests.faults.victims import LEASE, PROCESSES, WAIT_S_MAX, async_points
 
 STEPS = ("reserve", "charge", "ship")
 # Who waits for the lease of the dead gets the claim.

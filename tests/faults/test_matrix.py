@@ -18,13 +18,13 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from cells import Cell, Place, all_cells, cells, sample
-from servers.postgres import Postgres
-from servers.redis import Redis
-from victims import PROCESSES, WAIT_S_MAX, Injector, Work, engine_of, retry, suffer
 
-from coatcheck.stores.looped import _Way
-from coatcheck.verify.outcomes import CODE, FAULTS, RECOVERIES, STORES, Outcome
+from coatcheck.stores.async_store import ThreadBackend
+from tests.faults.cells import Cell, Place, all_cells, cells, sample
+from tests.faults.outcomes import CODE, FAULTS, RECOVERIES, STORES, Outcome
+from tests.faults.victims import PROCESSES, WAIT_S_MAX, Injector, Work, engine_of, retry, suffer
+from tests.support.servers.postgres import Postgres
+from tests.support.servers.redis import Redis
 
 # How long a store that is frozen does not answer; SQLite, how long somebody else has its file.
 FROZEN_S = 1.0
@@ -177,7 +177,7 @@ def test_only_what_cannot_be_is_not_in_the_matrix(fault, recovery):
 
 @pytest.mark.parametrize("store", ["PostgreSQL", "Redis"])
 @pytest.mark.parametrize("fault", ["exception", "kill"])
-def test_async_victims_reach_servers_over_wires_of_their_own(fault, store, tmp_path):
+def test_async_victims_use_the_native_backend_of_their_store(fault, store, tmp_path):
     """D2: what is struck is what runs in production."""
     cell = Cell(fault, "before response", "retry", store, "async", "afterwards")
     place = place_of(store, tmp_path)
@@ -185,7 +185,7 @@ def test_async_victims_reach_servers_over_wires_of_their_own(fault, store, tmp_p
     async def main():
         async with engine_of(Work(cell, place, Injector(cell, None))) as engine:
             assert await engine.run("k", Work(cell, place).handle) == "done"
-            (way,) = engine.store._ways.values()
-            return type(way)
+            (state,) = engine.store._loops.values()
+            return type(state.batcher._backend)
 
-    assert asyncio.run(main()) is _Way
+    assert asyncio.run(main()) is not ThreadBackend

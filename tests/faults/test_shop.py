@@ -18,15 +18,15 @@ from contextlib import closing
 import httpx
 import psycopg
 import pytest
-from cells import IS_ALL
-from shop_processes import Death, Street
-from test_matrix import place_of
-from victims import WAIT_S_MAX
 
 from coatcheck import DidNotHappen, Engine, Happened, Operation
 from coatcheck.core.record import COMPLETED, IN_DOUBT
 from coatcheck.stores import Query
-from coatcheck.verify.outcomes import RECOVERIES, STORES, is_run
+from tests.faults.cells import IS_ALL
+from tests.faults.outcomes import RECOVERIES, STORES, is_run
+from tests.faults.shop_processes import Death, Street
+from tests.faults.test_matrix import place_of
+from tests.faults.victims import WAIT_S_MAX
 
 # Where each recovery is shown, and who is paid there.
 ROUTES = {
@@ -60,7 +60,7 @@ def deaths_of(recovery):
     return [Death(point, number % 3 + 2) for number, point in enumerate(points)]
 
 
-class Crowd:
+class Customers:
     """Clients who order for as long as servers are killed, and ask until each order has an end."""
 
     def __init__(self, street, path):
@@ -159,37 +159,37 @@ def test_a_shop_that_is_killed_in_a_loop_keeps_an_exact_ledger(store, recovery, 
     """L5, L6, L7, L9: every order is paid for once, and what is in doubt is seen and resolved."""
     place, (path, desk) = place_of(store, tmp_path), ROUTES[recovery]
     with closing(Street(place.url, place.ledger, recovery)) as street:
-        crowd = Crowd(street, path)
-        asyncio.run(crowd.run(deaths_of(recovery)))
-        attempts = check_records(place, crowd, recovery)
-        resolve(place, crowd, desk)
-        asyncio.run(crowd.ask_again())
-    assert not crowd.doubts
-    check_ledger(place, crowd, recovery)
+        customers = Customers(street, path)
+        asyncio.run(customers.run(deaths_of(recovery)))
+        attempts = check_records(place, customers, recovery)
+        resolve(place, customers, desk)
+        asyncio.run(customers.ask_again())
+    assert not customers.doubts
+    check_ledger(place, customers, recovery)
     # Else nobody was struck in the middle, and nothing is shown. (A transaction leaves no trace:
     # there it is shown by those who have killed themselves.)
-    assert crowd.failures
+    assert customers.failures
     assert attempts > 1 or recovery in ("manual", "transaction")
 
 
-def check_records(place, crowd, recovery):
+def check_records(place, customers, recovery):
     """Nothing is stuck: what did not end is in doubt, where people see it. The most attempts."""
     with Engine(place.url) as engine:
         records = engine.store.find(Query(limit=100_000)).records
-    numbers = crowd.answers.keys() | crowd.doubts.keys()
+    numbers = customers.answers.keys() | customers.doubts.keys()
     assert {record.key for record in records} == {f"order-{number}" for number in numbers}
     assert {record.state for record in records} <= {COMPLETED, IN_DOUBT}
     visible = {Operation(record).reference for record in records if record.state == IN_DOUBT}
-    assert visible == set(crowd.doubts.values())
+    assert visible == set(customers.doubts.values())
     assert bool(visible) == (recovery == "manual")
     return max(record.attempt for record in records)
 
 
-def resolve(place, crowd, desk):
+def resolve(place, customers, desk):
     """A person looks at the roll of paper, and says so."""
     receipts = {number: receipt for receipt, number, _ in paid(place, desk)} if desk else {}
     with Engine(place.url) as engine:
-        for number, reference in crowd.doubts.items():
+        for number, reference in customers.doubts.items():
             receipt = receipts.get(number)
             found = DidNotHappen()
             if receipt is not None:
@@ -197,19 +197,19 @@ def resolve(place, crowd, desk):
             engine.resolve(reference, found, by="ada", why="it is, or is not, on the roll")
 
 
-def check_ledger(place, crowd, recovery):
+def check_ledger(place, customers, recovery):
     """One payment for each order, and its receipt is what its client was told."""
     _, desk = ROUTES[recovery]
     rows = paid(place, desk)
-    assert Counter(number for _, number, _ in rows) == Counter(crowd.answers.keys())
+    assert Counter(number for _, number, _ in rows) == Counter(customers.answers.keys())
     assert [row for row in rows if row[2] != order_of(row[1])["cents"]] == []
     told = {
-        number: [json.loads(one)["receipt"] for one in a] for number, a in crowd.answers.items()
+        number: [json.loads(one)["receipt"] for one in a] for number, a in customers.answers.items()
     }
     assert told == {number: [receipt] for receipt, number, _ in rows}
     if recovery == "steps":
         sent = Counter(number for _, number, _ in paid(place, "parcels"))
-        assert sent == Counter(crowd.answers.keys())
+        assert sent == Counter(customers.answers.keys())
     if recovery == "retry":  # more was asked for than was done: the derived key has held it back
         assert asked(place, desk) > len(rows)
 
@@ -217,7 +217,7 @@ def check_ledger(place, crowd, recovery):
 def paid(place, desk):
     """What was done, as (receipt, order, cents)."""
     if desk is not None:
-        question = "select receipt, number, cents from done where desk = ?"
+        question = "select receipt, number, cents from done where service = ?"
         with closing(sqlite3.connect(place.ledger)) as ledger:
             return ledger.execute(question, (desk,)).fetchall()
     question = "select number, number, cents from sales"
@@ -229,4 +229,4 @@ def paid(place, desk):
 
 def asked(place, desk):
     with closing(sqlite3.connect(place.ledger)) as ledger:
-        return ledger.execute("select count(*) from asked where desk = ?", (desk,)).fetchone()[0]
+        return ledger.execute("select count(*) from asked where service = ?", (desk,)).fetchone()[0]

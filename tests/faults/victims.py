@@ -16,9 +16,6 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from cells import Cell, Place
-from scripts import Script, play, play_async
-
 from coatcheck import (
     AsyncEngine,
     ClaimLost,
@@ -34,14 +31,16 @@ from coatcheck import (
 )
 from coatcheck.core.record import Record, Swap
 from coatcheck.server.asgi import IdempotencyMiddleware
-from coatcheck.server.asgi_visit import UNDER_WAY
+from coatcheck.server.asgi_exchange import RUNNING_EXCHANGES
 from coatcheck.stores import AsyncStore, open_async_store
 from coatcheck.verify import crash
+from tests.faults.cells import Cell, Place
+from tests.faults.scripts import Script, play, play_async
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
     [
-        *("coatcheck.server.fastapi", "coatcheck.verify.outcomes", "psycopg", "redis", "aiosqlite"),
+        *("coatcheck.server.fastapi", "coatcheck.verify.crash", "psycopg", "redis", "aiosqlite"),
         *("pytest", "httpx", "fastapi", "uvicorn"),
     ]
 )
@@ -264,7 +263,7 @@ async def _hang_up(engine: AsyncEngine, work: Work, injector: Injector) -> None:
     with suppress(asyncio.CancelledError):
         await REQUESTS[0]
     async with asyncio.timeout(WAIT_S_MAX):
-        await asyncio.gather(*(visit.task for visit in UNDER_WAY if visit.task is not None))
+        await asyncio.gather(*(visit.task for visit in RUNNING_EXCHANGES if visit.task is not None))
 
 
 def _guarded(engine: AsyncEngine, work: Work) -> Any:

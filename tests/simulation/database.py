@@ -7,7 +7,7 @@ process is gone and the database has noticed that, or when the database itself r
 from __future__ import annotations
 
 from coatcheck.core.record import Record, Swap
-from coatcheck.lent.trouble import Trouble
+from coatcheck.transactions.errors import ErrorKind
 
 from .downstream import Downstream
 from .store import SimulatedStore
@@ -23,7 +23,7 @@ class Transaction:
         self.host = host
         self.claim: Record | None = None  # while it is open
         self.effects: list[bytes] = []
-        self.is_over = False
+        self.is_savepoint_gone = False
 
 
 class Database:
@@ -38,14 +38,16 @@ class Database:
         self.broken = broken
         self._open: dict[bytes, Transaction] = {}
 
-    def claim(self, transaction: Transaction, swap: Swap) -> Trouble | None:
+    def claim(self, transaction: Transaction, swap: Swap) -> ErrorKind | None:
         """Make the claim *swap*; else its row is held by another that is open, or taken."""
-        if transaction.is_over or not transaction.host.is_alive:  # the connection is closed
-            return Trouble.HELD
+        if (
+            transaction.is_savepoint_gone or not transaction.host.is_alive
+        ):  # the connection is closed
+            return ErrorKind.LOCKED
         if swap.id in self._open and self.broken.rows_are_locked:
-            return Trouble.HELD
+            return ErrorKind.LOCKED
         if self.store.get(swap.id).version != swap.expected:
-            return Trouble.TAKEN
+            return ErrorKind.DUPLICATE
         transaction.claim = swap.record
         self._open[swap.id] = transaction
         self.world.happened(transaction.owner, "claims in a transaction", swap.record)
@@ -71,12 +73,12 @@ class Database:
 
     def abort(self, transaction: Transaction) -> None:
         """Nothing of it has happened."""
-        if not transaction.is_over:
+        if not transaction.is_savepoint_gone:
             self.world.happened(transaction.owner, "rolls back")
             self._end(transaction)
 
     def _end(self, transaction: Transaction) -> None:
-        transaction.is_over = True
+        transaction.is_savepoint_gone = True
         claim, transaction.claim = transaction.claim, None
         if claim is not None and self._open.get(claim.id) is transaction:
             del self._open[claim.id]

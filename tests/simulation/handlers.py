@@ -11,17 +11,17 @@ import functools
 from collections.abc import Callable, Generator
 from typing import Any, TypeAlias
 
+from coatcheck.core.keep import Outcome, OutcomeKind, outcome_kind_of
 from coatcheck.core.policy import Policy
 from coatcheck.core.record import Record
-from coatcheck.core.replay import Fate, Response, fate_of
-from coatcheck.core.serve import Ending
-from coatcheck.operation import Operation
+from coatcheck.core.response import Response, encode_value
+from coatcheck.operation import DidNotHappen, Happened, Operation, Unknown
 
 from .downstream import Downstream
 from .weather import Broken, Weather
 from .world import Pause, Resume, World
 
-Ended: TypeAlias = Generator[Pause, Any, Ending]
+Ended: TypeAlias = Generator[Pause, Any, Outcome]
 # How a handler has its effect; in a transaction it is a write, and may fail like one.
 Charge: TypeAlias = Callable[[Record, bytes], Generator[Pause, Any, bytes]]
 
@@ -63,10 +63,10 @@ class Handlers:
                 raise HandlerError("after its effect")
             return self.answered(503, b"sorry")
         if world.chance(weather.not_kept):
-            return Ending(Fate.KEEP, None)
+            return Outcome(OutcomeKind.COMPLETE, None)
         return self.answered(201, response)
 
-    def begin(self, claim: Record) -> Generator[Pause, Any, Ending | None]:
+    def begin(self, claim: Record) -> Generator[Pause, Any, Outcome | None]:
         """Think, and perhaps refuse, before anything has happened."""
         yield self.thought_ms()
         if not self.world.chance(self.weather.fails_early):
@@ -74,7 +74,7 @@ class Handlers:
         self.world.happened("handler", "refuses", claim)
         return self.answered(self.world.random.choice((429, 401)), b"not now")
 
-    def reconcile(self, claim: Record) -> Ended:
+    def reconcile(self, claim: Record) -> Generator[Pause, Any, object]:
         """Ask downstream what became of the attempt before *claim*."""
         world = self.world
         world.happened("reconciler", "is asked", claim)
@@ -83,12 +83,12 @@ class Handlers:
         yield self.delay_ms()
         if world.chance(self.weather.fails_late):
             world.happened("reconciler", "does not know", claim)
-            return Ending(Fate.DOUBT)
+            return Unknown()
         if response is None or not self.broken.reconciler_tells_the_truth:
             world.happened("reconciler", "says no", claim)
-            return Ending(Fate.RELEASE)
+            return DidNotHappen()
         world.happened("reconciler", "says yes", claim)
-        return Ending(Fate.KEEP, response)
+        return Happened(value=response)
 
     def charge(
         self, claim: Record, response: bytes, ledger: Downstream | None = None
@@ -103,7 +103,7 @@ class Handlers:
     def _send(self, ledger: Downstream, claim: Record, response: bytes, resume: Resume) -> None:
         world, weather = self.world, self.weather
         name = "charge" if self.broken.keys_are_derived else f"charge {claim.attempt}"
-        key = Operation(claim).derive(name)
+        key = Operation(claim, self.policy).derive(name)
         act = functools.partial(ledger.charge, claim, key, response, world.now_ms)
         if world.chance(weather.fails_late / 2):  # it arrives late, or never
             world.happened("downstream", "does not answer", claim)
@@ -117,10 +117,13 @@ class Handlers:
     def _arrive(self, act: Callable[[], bytes | None], resume: Resume) -> None:
         self.world.later(self.delay_ms(), resume, act())
 
-    def answered(self, status: int, body: bytes) -> Ending:
+    def answered(self, status: int, body: bytes) -> Outcome:
         """How an execution ended that has answered."""
-        fate = fate_of(Response(status, (), body), self.policy.keep, reruns=self.policy.reruns)
-        return Ending(fate, body)
+        kind = outcome_kind_of(
+            Response(status, (), body), self.policy.keep, reruns=self.policy.reruns
+        )
+        is_kept = kind is OutcomeKind.COMPLETE
+        return Outcome(kind, encode_value(body) if is_kept else None)
 
     def thought_ms(self) -> float:
         """How long a handler thinks."""

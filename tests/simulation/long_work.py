@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from coatcheck.core.keep import Outcome, OutcomeKind
+from coatcheck.core.lifecycle import Answer, Refuse
 from coatcheck.core.record import Record
-from coatcheck.core.replay import Fate
-from coatcheck.core.serve import Answer, Ending, Refuse
 from coatcheck.operation import Operation
 
 from .handlers import Ended, HandlerError, Handlers
-from .hands import done
+from .runner import done
 from .world import World
 
 if TYPE_CHECKING:
@@ -62,9 +62,9 @@ class Queue:
 
 
 def execute(handlers: Handlers, claim: Record) -> Ended:
-    """The work, in the process that it was delivered to; `ending_of_accepted` on what it says."""
-    ending = yield from handlers.execute(claim)
-    return Ending(Fate.KEEP) if ending.fate is Fate.FORGET else ending
+    """The work, in the process that it was delivered to; `outcome_of_accepted` on what it says."""
+    outcome = yield from handlers.execute(claim)
+    return Outcome(OutcomeKind.COMPLETE) if outcome.kind is OutcomeKind.REJECT else outcome
 
 
 def hand_over(handlers: Handlers, queue: Queue, claim: Record, operation: Operation) -> Ended:
@@ -74,7 +74,7 @@ def hand_over(handlers: Handlers, queue: Queue, claim: Record, operation: Operat
         return refusal
     lease = handlers.policy.lease_ms / 1_000
     leases = world.random.choice((1.0, LONG_LEASES))
-    text = yield from done(operation.hand_over(leases * lease))
+    text = yield from done(operation.defer(leases * lease))
     world.happened("handler", "hands over", claim)
     fails = world.chance(weather.fails_late)
     if fails and world.chance(0.5):
@@ -87,4 +87,4 @@ def hand_over(handlers: Handlers, queue: Queue, claim: Record, operation: Operat
         if world.chance(0.5):
             return handlers.answered(401, b"who are you, after all")
         raise HandlerError("handed over, and failed after all")
-    return Ending(Fate.KEEP, b"accepted")
+    return Outcome(OutcomeKind.COMPLETE, b"accepted")

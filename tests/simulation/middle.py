@@ -11,7 +11,7 @@ import functools
 
 from coatcheck.core.progress import Progress, progress_of
 from coatcheck.core.record import COMPLETED, GONE, IN_DOUBT, RUNNING, Record
-from coatcheck.core.replay import decode_value
+from coatcheck.core.response import decode_value
 
 from .downstream import Life, life_of
 from .world import World
@@ -83,8 +83,10 @@ class Middle:
             if step.value is not None:
                 self._results.setdefault((life_of(record), step.name), decode_value(step.value))
             elif is_decision:
-                is_over = record.state == COMPLETED
-                self.require(is_over, "what a person says did not happen may be taken again")
+                is_savepoint_gone = record.state == COMPLETED
+                self.require(
+                    is_savepoint_gone, "what a person says did not happen may be taken again"
+                )
         for step in was.steps:
             later = now.step(step.name)
             if step.value is not None:

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
+from coatcheck.core.keep import Outcome, OutcomeKind
+from coatcheck.core.lifecycle import Snapshot
 from coatcheck.core.record import Record, is_lease_over
-from coatcheck.core.replay import Fate
-from coatcheck.core.serve import Ending, Seen
 from coatcheck.errors import StoreUnavailable
 
 from .driver import Visit
@@ -39,17 +39,17 @@ def decide(
         yield patience_ms
         if not standing.version:
             return
-        ending = yield from _found_out(process, standing, stepping)
+        outcome = yield from _found_out(process, standing, stepping)
         again = yield from visit.standing(id)
         if again.version == standing.version:
-            yield from _decided(visit, Seen(again, process.now_ms()), ending)
+            yield from _decided(visit, Snapshot(again, process.now_ms()), outcome)
     except StoreUnavailable:
         process.world.happened("a person", "cannot decide now")
 
 
 def _found_out(
     process: Process, record: Record, stepping: Stepping | None
-) -> Generator[Pause, Any, Ending | None]:
+) -> Generator[Pause, Any, Outcome | None]:
     """What became of the attempts so far, as far as downstream knows; None: nobody has asked."""
     handlers = process.setting.handlers
     if not is_lease_over(record, process.now_ms()):
@@ -59,14 +59,18 @@ def _found_out(
     yield handlers.delay_ms()
     response = handlers.downstream.ask(record._replace(attempt=record.attempt + 1))
     yield handlers.delay_ms()
-    return Ending(Fate.RELEASE) if response is None else Ending(Fate.KEEP, response)
+    return (
+        Outcome(OutcomeKind.RELEASE)
+        if response is None
+        else Outcome(OutcomeKind.COMPLETE, response)
+    )
 
 
-def _decided(visit: Visit, seen: Seen, found: Ending | None) -> Generator[Pause, Any, None]:
+def _decided(visit: Visit, seen: Snapshot, found: Outcome | None) -> Generator[Pause, Any, None]:
     world = visit.process.world
     abandoned = found is not None and world.chance(0.5)
-    ending = found or Ending(Fate.RELEASE)
-    if ending.fate is Fate.RELEASE and world.chance(0.4):
+    outcome = found or Outcome(OutcomeKind.RELEASE)
+    if outcome.kind is OutcomeKind.RELEASE and world.chance(0.4):
         yield from visit.rerun(seen, abandoned=abandoned)
     else:
-        yield from visit.resolve(seen, ending, abandoned=abandoned)
+        yield from visit.resolve(seen, outcome, abandoned=abandoned)

@@ -1,9 +1,4 @@
-"""A process: a clock of its own, a heart, and what it remembers; it serves visits.
-
-It does what an engine does, in the words of `engine/sync.py`, `engine/desk.py`, `engine/heart.py`
-and `engine/clock.py`, on the simulated store. What those keep in memory, it keeps in the same
-classes where they do no I/O: the line of who waits, the cache, and the claims that are held.
-"""
+"""A process: a machine with a clock of its own, and the engine that serves visits on it."""
 
 from __future__ import annotations
 
@@ -12,30 +7,18 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, cast
 
-from coatcheck.core.hand_over import opened
+from coatcheck.core.keep import Outcome
+from coatcheck.core.lifecycle import Answer
 from coatcheck.core.policy import Policy
-from coatcheck.core.record import (
-    IN_DOUBT,
-    RUNNING,
-    Record,
-    Swap,
-    is_lease_over,
-    is_same_attempt,
-    is_same_write,
-    renewed,
-)
-from coatcheck.core.serve import Answer, Ending
-from coatcheck.engine.cache import Cache
+from coatcheck.core.record import IN_DOUBT, RUNNING, Record
 from coatcheck.engine.clock import LOOK_EVERY_MS
-from coatcheck.engine.desk import Desk
-from coatcheck.engine.heart import BEATS_PER_LEASE
-from coatcheck.engine.held import Held
-from coatcheck.engine.waiting import Line
+from coatcheck.engine.recovery import Recovery
 from coatcheck.errors import StoreUnavailable
 from coatcheck.operation import Operation
 
 from .database import Database
-from .driver import Visit
+from .driver import LABEL, Visit
+from .engine import SimulatedAttempts
 from .handlers import Handlers
 from .rules import Rules
 from .store import EPOCH_MS, SimulatedStore
@@ -46,6 +29,10 @@ from .world import Body, Host, Pause, World
 DRIFT_MAX = 0.001
 # How wrong a machine's own idea of the time may be; nobody uses it, unless that is broken.
 WALL_CLOCK_LEASES_MAX = 3.0
+
+
+# How often the application is asked about what stays in doubt: often, because storms are short.
+RECOVER_EVERY_LEASES = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +47,7 @@ class Setting:
     broken: Broken
     strike: Callable[[Process], object]  # called when a process begins to execute
     # What the application does when it is executed.
-    handle: Callable[[Visit, Record, Operation], Generator[Pause, Any, Ending]]
+    handle: Callable[[Visit, Record, Operation], Generator[Pause, Any, Outcome]]
 
 
 class Clock:
@@ -107,52 +94,45 @@ class Clock:
 class Process(Host):
     """One process with its engine."""
 
-    secret = b""
-
     def __init__(self, world: World, name: str, setting: Setting) -> None:
         super().__init__(world, name)
         self.setting = setting
-        self.line = Line()
-        self.cache = Cache()
-        self.held: dict[bytes, Held] = {}
-        self.under_way: dict[bytes, Record] = {}
         is_looking = setting.broken.engine_asks_the_store_for_the_time
         self.clock = Clock(world, setting.policy.lease_ms, is_looking=is_looking)
         self.is_asking_the_time = False
-        self._is_beating = False
+        self.visits: dict[int, Visit] = {}  # by the nonces of their attempts
+        self.advancing: Visit | None = None  # whose flow runs right now
+        self.attempts = SimulatedAttempts(self)
+        self.recovery = Recovery(
+            self.attempts,
+            cast("Any", setting.store),
+            every_s=RECOVER_EVERY_LEASES * setting.policy.lease_ms / 1_000,
+            service="",
+        )
+        self.recovery.register_function(LABEL, setting.policy)
 
     def serve(self, id: bytes, fingerprint: bytes, tell: Callable[[Answer | None], object]) -> None:
         """Serve a request, and *tell* its client the answer; None: an error."""
-        self.start(self._served(id, fingerprint, tell))
+        self.start(self._told(tell, lambda: Visit(self, id, fingerprint).run()))
 
-    def _served(
-        self, id: bytes, fingerprint: bytes, tell: Callable[[Answer | None], object]
+    def work(self, text: str, tell: Callable[[Answer | None], object]) -> None:
+        """Do the deferred work of *text*, and *tell* the queue the answer; None: an error."""
+        self.start(self._told(tell, lambda: Visit(self, b"", b"").work(text)))
+
+    def _told(
+        self,
+        tell: Callable[[Answer | None], object],
+        visit: Callable[[], Generator[Pause, Any, Answer | None]],
     ) -> Body:
         try:
             yield from self.look()
         except StoreUnavailable:
             tell(None)
             return
-        answer = yield from Visit(self, id, fingerprint).run()
-        tell(answer)
-
-    def work(self, text: str, tell: Callable[[Answer | None], object]) -> None:
-        """Do what was handed over as *text*, and *tell* the queue the answer; None: an error."""
-        self.start(self._worked(text, tell))
-
-    def _worked(self, text: str, tell: Callable[[Answer | None], object]) -> Body:
-        handed = opened(text, self.secret)
-        assert handed is not None
-        try:
-            yield from self.look()
-        except StoreUnavailable:
-            tell(None)
-            return
-        answer = yield from Visit(self, handed.id, b"").work(handed)
-        tell(answer)
+        tell((yield from visit()))
 
     def now_ms(self) -> int:
-        """The time, as the engine's desk would say it."""
+        """The time, as the engine knows it."""
         return self.clock.now_ms()
 
     def local_s(self) -> float:
@@ -186,134 +166,20 @@ class Process(Host):
             pass
 
     def recover(self) -> None:
-        """Settle what was abandoned; a round of `engine/reconciler.py`."""
+        """Recover what was abandoned; a round of `engine/recovery.py`."""
         self.start(self._recover())
 
     def _recover(self) -> Body:
-        store = self.setting.store
+        store, recovery = self.setting.store, self.recovery
         try:
             yield from self.look()
             found: list[Record] = yield store.ask(functools.partial(store.find, RUNNING, IN_DOUBT))
             for record in found:
-                if is_lease_over(self.standing(record), self.clock.now_ms()):
-                    yield from Visit(self, record.id, record.fingerprint).recover()
+                policy = recovery._policy_of(record)
+                if policy is not None and recovery._is_due(self.attempts, record, policy):
+                    yield from Visit(self, record.id, record.fingerprint).recover(policy)
         except StoreUnavailable:
             pass
-
-    def noticed(self, swap: Swap, lost: Record | None) -> Record | None:
-        """*lost*, unless it is our own record; see `Desk.noticed`."""
-        record = swap.record
-        assert record is not None
-        if lost is not None:
-            is_own = is_same_write(lost, record)
-            if not is_own or not self.setting.broken.engine_recognises_its_own_write:
-                return lost if lost.nonce == record.nonce else self.standing(lost)
-            self.world.happened(self, "meets its own record", record)
-        if record.state != RUNNING:
-            self._remember(record)
-        return None
-
-    def standing(self, record: Record) -> Record:
-        """*record* as it stands in this process; see `Desk.standing`."""
-        if not self.setting.broken.engine_knows_what_lives_in_it:
-            return record
-        return Desk.standing(cast("Any", self), record)
-
-    def _remember(self, record: Record) -> None:
-        if record.response is not None:
-            self.cache.put(record)
-        self.line.tell(record)
-
-    # --- the heart ----------------------------------------------------------------------------
-
-    @property
-    def heart(self) -> Process:
-        """It beats here."""
-        return self
-
-    def hold(self, claim: Record) -> Held:
-        """Keep *claim* alive from now on."""
-        before = self.held.get(claim.id)
-        held = self.held[claim.id] = Held(claim, self.setting.policy.lease_ms)
-        if before is not None and before.claim.nonce != claim.nonce:
-            before.lose()
-        self._beat_from_now_on()
-        return held
-
-    def let_go(self, held: Held) -> None:
-        """Stop renewing, unless its end is still to be written; who waits looks at the store."""
-        id = held.claim.id
-        if held.end is None and self.held.get(id) is held:
-            del self.held[id]
-            self.line.nudge(id, is_promised=False)
-
-    def finish(self, held: Held, end: Swap) -> None:
-        """Write the end of an execution as soon as the store is back."""
-        self.world.happened(self, "leaves an end to the heart", end.record)
-        held.end = end
-        self._beat_from_now_on()
-
-    def wake(self) -> None:
-        """It beats when it does."""
-
-    def _beat_from_now_on(self) -> None:
-        if not self._is_beating:
-            self._is_beating = True
-            self.start(self._beats())
-
-    def _beats(self) -> Body:
-        while self.held:
-            yield self.setting.policy.lease_ms / BEATS_PER_LEASE
-            renews = self.setting.broken.heart_renews
-            for part in (self._renew, self._finish, self.look) if renews else (self._finish,):
-                try:
-                    yield from part()
-                except StoreUnavailable:
-                    self.world.happened(self, "a beat fails")
-        self._is_beating = False
-
-    def _finish(self) -> Generator[Pause, Any, None]:
-        """`Unfinished.write`: what could not be ended when it was over."""
-        for held in [held for held in self.held.values() if held.end is not None]:
-            while held.end is not None:
-                swap, record = held.end, held.end.record
-                assert record is not None
-                [lost] = yield from self._swap([swap])
-                held.end = None
-                if lost is None or is_same_write(lost, record):
-                    self._remember(record)
-                elif lost.nonce == record.nonce and lost.state in {RUNNING, IN_DOUBT} - {
-                    record.state
-                }:  # on top of a renewal, or of who parked it
-                    ended = record._replace(version=lost.version + 1, progress=lost.progress)
-                    held.end = Swap(swap.id, lost.version, ended)
-            self.let_go(held)
-
-    def _renew(self) -> Generator[Pause, Any, None]:
-        now_ms = self.clock.now_ms()
-        due = [held for held in self.held.values() if held.is_due(now_ms)]
-        if not due:
-            return
-        swaps = [
-            Swap(h.claim.id, h.claim.version, renewed(h.claim, now_ms + h.lease_ms)) for h in due
-        ]
-        results = yield from self._swap(swaps)
-        for held, swap, lost in zip(due, swaps, results, strict=True):
-            assert swap.record is not None
-            if lost is None or is_same_write(lost, swap.record):
-                held.claim = swap.record
-            elif is_same_attempt(lost, held.claim):
-                held.claim = lost
-            elif held.end is None and self.held.get(held.claim.id) is held:
-                self.let_go(held)
-                held.lose()
-
-    def _swap(self, swaps: list[Swap]) -> Generator[Pause, Any, list[Record | None]]:
-        store = self.setting.store
-        results: list[Record | None] = yield store.ask(
-            functools.partial(store.swap, swaps, f"heart of {self}")
-        )
-        return results
 
     # --- what becomes of it -------------------------------------------------------------------
 

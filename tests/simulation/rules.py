@@ -21,6 +21,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from coatcheck.core.keep import Outcome, OutcomeKind
+from coatcheck.core.lifecycle import Answer, Executed, Refuse, Replay
 from coatcheck.core.policy import Policy
 from coatcheck.core.record import (
     COMPLETED,
@@ -32,8 +34,7 @@ from coatcheck.core.record import (
     is_retention_over,
     legal_moves,
 )
-from coatcheck.core.replay import Fate
-from coatcheck.core.serve import Answer, Ending, Executed, Refuse, Replay
+from coatcheck.core.response import decode_value
 
 from .downstream import Downstream, Effect, Life, life_of
 from .middle import Middle
@@ -71,11 +72,13 @@ class Rules(Middle):
         moves = legal_moves(before, record, ahead_ms)
         require(moves, "every change is a legal move")
         is_new_life = before is None or before.created_ms != record.created_ms
-        names = [m.name for m in moves if (m.name in ("claim", "new life")) == is_new_life]
+        names = [m.name for m in moves if (m.name in ("claim", "new generation")) == is_new_life]
         require(names, "a new life begins when the window is over, and not before")
         is_heart = str(writer).startswith("heart")
         is_begun = record.state == RUNNING and names[0] != "renew"
         require(not (is_heart and is_begun), "a heart begins nothing")
+        is_own = before is None or before.nonce == record.nonce
+        require(is_own or not is_heart, "a heartbeat writes only what its own process holds")
         highest = self._versions.get(record.id, 0)
         require(record.version > highest, "versions only grow, also across lives")
         self._versions[record.id] = record.version
@@ -86,7 +89,7 @@ class Rules(Middle):
                 self._check_life(before, record, names[0])
                 self.check_written(before, record, writer)
                 self.check_doubt(before, record, writer, asks=self._policy.recovery == "reconcile")
-            if names[0] == "hand over":
+            if names[0] == "defer":
                 self.check_handed(before)
             else:
                 self._check_holder(before, record, writer, ahead_ms)
@@ -102,7 +105,7 @@ class Rules(Middle):
         is_same = before.window_until_ms == record.window_until_ms
         is_same = is_same and before.expires_ms == record.expires_ms
         self.require(is_same, "the times of a life are set once")
-        is_next = record.state == RUNNING and record.nonce != before.nonce and move != "hand over"
+        is_next = record.state == RUNNING and record.nonce != before.nonce and move != "defer"
         is_counted = record.attempt == before.attempt + is_next
         self.require(is_counted, "attempts are counted one by one")
         is_open = b"" in (before.fingerprint, record.fingerprint)
@@ -114,7 +117,7 @@ class Rules(Middle):
             return
         self.require(not self._is_calm, "a living executor keeps its claim")
         is_person = getattr(writer, "is_person", False)
-        # Held in its own process, when it decided to write.
+        # Lease in its own process, when it decided to write.
         is_free = is_person or getattr(writer, "beside", None) != before.nonce
         self.require(is_free, "nobody takes over from who lives in the same process")
         is_parked = is_person or record.state in (RUNNING, IN_DOUBT)
@@ -123,8 +126,8 @@ class Rules(Middle):
 
     def swept(self, record: Record, now_ms: int) -> None:
         """*record* is forgotten."""
-        is_over = is_retention_over(record, now_ms + self._ahead_ms)
-        self.require(is_over, "nothing is swept before its retention is over")
+        is_savepoint_gone = is_retention_over(record, now_ms + self._ahead_ms)
+        self.require(is_savepoint_gone, "nothing is swept before its retention is over")
         self._standing.pop(record.id, None)
         self._over.add(life_of(record))
 
@@ -145,10 +148,10 @@ class Rules(Middle):
             self.require(is_ended, "who has an answer holds no claim any more")
         match answer:
             case Executed(claim):
-                assert visit.ending is not None
-                self._executed(life_of(claim), visit.ending)
+                assert visit.outcome is not None
+                self._executed(life_of(claim), visit.outcome)
             case Replay(record, response):
-                is_own = response.endswith(b" for " + visit.ticket.fingerprint)
+                is_own = response.endswith(b" for " + visit.request.fingerprint)
                 self.require(is_own, "nobody sees the answer to another request")
                 self._final(life_of(record), response)
             case Refuse():
@@ -156,13 +159,13 @@ class Rules(Middle):
                 is_right = is_right or standing.state in (FAILED, IN_DOUBT)
                 self.require(is_right, "who completed is not refused")
 
-    def _executed(self, life: Life, ending: Ending) -> None:
-        if ending.fate is not Fate.KEEP:
+    def _executed(self, life: Life, outcome: Outcome) -> None:
+        if outcome.kind is not OutcomeKind.COMPLETE:
             return
         if life not in self._completed:  # it slept until nobody remembered this life
             self.require(life in self._over, "an answer leaves after its record is safe")
-        elif ending.response is not None:
-            self._final(life, ending.response)
+        elif outcome.response is not None:
+            self._final(life, outcome.response)
 
     def _final(self, life: Life, response: bytes) -> None:
         is_kept = self._completed.get(life) == response
@@ -182,7 +185,9 @@ class Rules(Middle):
             self._check_count(downstream, count, promise)
         for life, response in self._finals.items():
             answers = [effect.response for effect in downstream.effects.get(life, ())]
-            self.require(response in answers, "a success was told, so it has happened")
+            self.require(
+                decode_value(response) in answers, "a success was told, so it has happened"
+            )
         if kind == "transaction":
             is_same = set(downstream.effects) == set(self._completed)
             self.require(is_same, "transaction: record and effect are there together, or neither")
@@ -193,7 +198,7 @@ class Rules(Middle):
             if name != "reserve" or self._is_calm:
                 self._check_count(ledgers[name], count, promise)
         for life, response in self._finals.items():
-            for name, result in results_in(response).items():
+            for name, result in results_in(decode_value(response)).items():
                 answers = [effect.response for effect in ledgers[name].effects.get(life, ())]
                 is_true = result in answers or result.endswith(BY_HAND)
                 self.require(is_true, "a success was told, so every step has happened")

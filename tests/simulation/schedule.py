@@ -7,28 +7,33 @@ must give its answer, or be in doubt where a person sees it; and the person's wo
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import Counter
 from collections.abc import Generator
 from typing import Any, NamedTuple
 
+from coatcheck.core.lifecycle import Answer, Executed, Refuse, Replay
 from coatcheck.core.policy import Policy
 from coatcheck.core.record import IN_DOUBT, Record
-from coatcheck.core.serve import Answer, Executed, Refuse, Replay
 from coatcheck.operation import Operation
 
 from . import people, weather
 from .database import Database
 from .downstream import Downstream
 from .driver import Visit
+from .engine import machine_clocks
 from .handlers import Ended, Handlers
 from .long_work import Queue, execute, hand_over
 from .process import Process, Setting
 from .rules import COUNTED, Rules
+from .runner import Doing
 from .stepping import Stepping
 from .store import SimulatedStore
 from .weather import AWAY_LEASES_MAX, SOUND, STEP_LEASES_MAX, Broken, Weather
 from .world import Body, Host, Pause, Trace, Violation, World
+
+logger = logging.getLogger("coatcheck")
 
 KINDS = (*COUNTED, "steps")
 # How an attempt that died is recovered, by the kind of route; else it is run again.
@@ -80,10 +85,14 @@ def simulate(
     world = World(seed, is_traced=is_traced)
     drawn = world.random.choice(KINDS)
     schedule = Schedule(world, kind or drawn, broken)
+    is_disabled, logger.disabled = logger.disabled, True  # every outage would be logged
     try:
-        schedule.run()
+        with machine_clocks(world):
+            schedule.run()
     except Violation as violation:
         raise Violation(violation.promise, seed, schedule.kind, world.trace) from None
+    finally:
+        logger.disabled = is_disabled
     return Told(world.steps, world.counts, world.trace)
 
 
@@ -123,7 +132,7 @@ class Schedule:
         recovery = draw.choice(RECOVERIES.get(self.kind, ("retry",)))
         knobs: dict[str, Any] = {"recovery": recovery}
         if knobs["recovery"] == "reconcile":
-            knobs["reconcile"] = print  # whatever it is, `Handlers.reconcile` is asked
+            knobs["reconcile"] = self._reconcile
         if self.kind == "transaction":
             knobs["mode"] = "transaction"
         return Policy(
@@ -132,10 +141,14 @@ class Schedule:
             margin=lease_s * MARGIN_LEASES,
             wait=lease_s * draw.choice((0, 0.1, 0.5, 2.0)),
             patience=lease_s * draw.choice((0, 0.3)),
+            live_keys_max=1,  # so that `SimulatedAttempts._is_within_quota` is asked
             waiters_max=draw.choice((1, 100)),
             on_expired=draw.choice(("new", "new", "refuse")),
             **knobs,
         )
+
+    def _reconcile(self, operation: Operation) -> Doing[object]:
+        return Doing(self.handlers.reconcile(operation.claim))
 
     def _process(self) -> Process:
         self.world.counts["process"] += 1
@@ -202,7 +215,7 @@ class Schedule:
                 return
 
     def _strike(self, process: Process) -> None:
-        """Trouble comes when it is least welcome."""
+        """ErrorKind comes when it is least welcome."""
         world = self.world
         if world.chance(self.store.weather.struck):
             delay_ms = world.random.choice((4 * self.weather.latency_ms, 1.5 * self.lease_ms))

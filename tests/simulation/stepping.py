@@ -15,15 +15,15 @@ import functools
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
+from coatcheck.core.keep import Outcome, OutcomeKind
 from coatcheck.core.progress import progress_of
 from coatcheck.core.record import Record
-from coatcheck.core.replay import Fate, decode_value
-from coatcheck.core.serve import Ending
+from coatcheck.core.response import decode_value
 from coatcheck.operation import DidNotHappen, Happened, Operation, Unknown
 
 from .downstream import Downstream, life_of
 from .handlers import Ended, HandlerError, Handlers
-from .hands import Doing, done
+from .runner import Doing, done
 from .world import Pause
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class Stepping:
         world.happened("probe", "says yes", claim)
         return Happened(value=response)
 
-    def found(self, record: Record) -> Ending:
+    def found(self, record: Record) -> Outcome:
         """
         What a person says of *record*, who has asked about every step that was begun.
 
@@ -125,7 +125,7 @@ class Stepping:
         effects = {name: self.ledgers[name].effects.get(life) for name in STEPS}
         begun = [step.name for step in progress.steps if step.value is None]
         if not any(effects[name] for name in begun):
-            return Ending(Fate.RELEASE)
+            return Outcome(OutcomeKind.RELEASE)
         results = []
         for name in STEPS:
             step, known = progress.step(name), effects[name]
@@ -135,7 +135,7 @@ class Stepping:
                 results.append(known[0].response)
             else:
                 results.append(name.encode() + BY_HAND)
-        return Ending(Fate.KEEP, answer_of(record, results))
+        return Outcome(OutcomeKind.COMPLETE, answer_of(record, results))
 
 
 def answer_of(claim: Record, results: list[bytes]) -> bytes:

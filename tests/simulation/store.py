@@ -43,23 +43,23 @@ class SimulatedStore:
     def _send(self, act: Callable[[], object], is_repeatable: bool, resume: Resume) -> None:
         world, weather = self.world, self.weather
         there_ms = self.delay_ms()
-        fate = world.random.random()
+        kind = world.random.random()
         troubles = (
             (weather.lost, "is lost", None),
             (weather.deaf, "answer is lost", there_ms),
             (weather.late, "is late", weather.timeout_ms + world.between(0, weather.late_ms_max)),
         )
         for share, name, delay_ms in troubles:
-            if fate < share:
+            if kind < share:
                 world.happened("network", name)
                 if delay_ms is not None:
                     world.later(delay_ms, self._arrive, act, None)
                 unsure = StoreUnavailable("no answer", is_ambiguous=True)
                 world.later(weather.timeout_ms, resume, None, unsure)
                 return
-            fate -= share
+            kind -= share
         world.later(there_ms, self._arrive, act, resume)
-        if is_repeatable and fate < weather.twice:
+        if is_repeatable and kind < weather.twice:
             world.happened("network", "comes twice")
             world.later(there_ms + world.between(0, weather.late_ms_max), self._arrive, act, None)
 

@@ -7,20 +7,25 @@ import dataclasses
 
 import pytest
 
-from coatcheck.core import hand_over, steps
-from coatcheck.core import resolve as resolving
-from coatcheck.core import serve as production
+from coatcheck.core import deferred as hand_over
+from coatcheck.core import lifecycle as production
+from coatcheck.core import resolution as resolving
+from coatcheck.core import steps
+from coatcheck.core.keep import OutcomeKind
+from coatcheck.core.lifecycle import Refuse, Replay, TakeOver
 from coatcheck.core.progress import NOTHING, encoded, progress_of
-from coatcheck.core.record import IN_DOUBT, RUNNING, Swap, completed, failed, is_same_write
-from coatcheck.core.replay import Fate
-from coatcheck.core.serve import Refuse, Replay, TakeOver
-from coatcheck.engine import hand, resuming
+from coatcheck.core.record import IN_DOUBT, RUNNING, Swap, completed, failed
+from coatcheck.engine import attempts, lease_writes, leases
+from coatcheck.engine import deferred as resuming
+from coatcheck.engine import steps as step_writer
+from coatcheck.engine.attempts import Attempts
+from coatcheck.engine.leases import Heartbeat
 
 from . import driver
 from .runs import explained, run
 from .schedule import simulate
 from .test_simulation import SCHEDULES
-from .weather import SOUND, Broken
+from .weather import SOUND
 from .world import Violation
 
 
@@ -45,12 +50,7 @@ PARTS = {
         *("reconcile", "reconcile: one effect, of those that could be asked for"),
     ),
     "probes_tell_the_truth": ("steps", "steps: at most once, of what a probe could ask for"),
-    "engine_recognises_its_own_write": ("retry", "who has an answer holds no claim any more"),
-    "engine_believes_in_its_claims": ("manual", "an attempt executes at most once"),
     "engine_asks_the_store_for_the_time": ("retry", "no claim holds longer than its lease"),
-    "engine_knows_what_lives_in_it": (
-        *("retry", "nobody takes over from who lives in the same process"),
-    ),
     # Why nobody freezes while it asks for the time: it would believe in a time that is yet to come.
     "freezes_while_it_asks_the_time": ("retry", "no claim holds longer than its lease"),
 }
@@ -64,10 +64,125 @@ def test_a_part_that_is_broken_is_noticed(part):
     assert promise in promises_broken(kind, broken)
 
 
+# --- the engine ---------------------------------------------------------------------------------
+
+
+def nothing(*_args):
+    return
+    yield
+
+
+def never_renews(monkeypatch):
+    monkeypatch.setattr(Heartbeat, "renew", nothing)
+
+
+def does_not_recognise_its_own_write(monkeypatch):
+    monkeypatch.setattr(attempts, "is_same_write", lambda _current, _record: False)
+
+
+def believes_in_its_claims(monkeypatch):
+    after_write = Attempts.after_write
+
+    def careless(self, swap, conflict):
+        return after_write(self, swap, None if swap.record.state == RUNNING else conflict)
+
+    monkeypatch.setattr(Attempts, "after_write", careless)
+
+
+def does_not_know_what_it_executes_itself(monkeypatch):
+    monkeypatch.setattr(Attempts, "current", lambda _self, record: record)
+
+
+def renews_whatever_is_stored(monkeypatch):
+    """A heartbeat that takes the claim of another attempt for its own."""
+    monkeypatch.setattr(leases, "is_same_attempt", lambda _current, _claim: True)
+
+
+def completes_whatever_is_stored(monkeypatch):
+    """A pending completion that is written over the record of another attempt."""
+
+    def stubborn(_self, swap, conflict):
+        if conflict is None or conflict == swap.record:
+            return None
+        record = swap.record._replace(version=conflict.version + 1)
+        return Swap(swap.id, conflict.version, record)
+
+    monkeypatch.setattr(lease_writes.PendingCompletions, "_next", stubborn)
+
+
+def drops_pending_completions_and_says_that_they_are_written(monkeypatch):
+    def forgetful(self, effect, _failure):
+        if isinstance(effect, Swap) and effect.record.state != RUNNING:
+            attempts._remember(self.replay_cache, self.waiters, effect.record)
+
+    monkeypatch.setattr(Attempts, "_schedule", forgetful)
+
+
+def remembers_what_was_not_written(monkeypatch):
+    after_write = Attempts.after_write
+
+    def hasty(self, swap, conflict):
+        if swap.record.state != RUNNING:
+            attempts._remember(self.replay_cache, self.waiters, swap.record)
+        return after_write(self, swap, conflict)
+
+    monkeypatch.setattr(Attempts, "after_write", hasty)
+
+
+def recalls_without_comparing_requests(monkeypatch):
+    def late(self, request, _policy):
+        record = self.replay_cache.get(request.id)
+        return None if record is None else Replay(record, record.response)
+
+    monkeypatch.setattr(Attempts, "find_replay", late)
+
+
+def waits_for_good(monkeypatch):
+    monkeypatch.setattr(attempts, "has_changed", lambda _read, _wait: False)
+
+
+def answers_though_nothing_was_recorded(monkeypatch):
+    def hasty(_self, operation, _error, _transaction):
+        return production.Executed(operation.claim)
+
+    monkeypatch.setattr(Attempts, "_not_recorded", hasty)
+
+
+ENGINE = [
+    (does_not_recognise_its_own_write, "retry", "who has an answer holds no claim any more"),
+    (believes_in_its_claims, "manual", "an attempt executes at most once"),
+    (
+        *(does_not_know_what_it_executes_itself, "retry"),
+        "nobody takes over from who lives in the same process",
+    ),
+    (renews_whatever_is_stored, "retry", "every change is a legal move"),
+    (completes_whatever_is_stored, "steps", "a heartbeat writes only what its own process holds"),
+    (
+        drops_pending_completions_and_says_that_they_are_written,
+        "retry",
+        "an answer leaves after its record is safe",
+    ),
+    (remembers_what_was_not_written, "retry", "an answer leaves after its record is safe"),
+    (recalls_without_comparing_requests, "retry", "nobody sees the answer to another request"),
+    (waits_for_good, "retry", "every flow comes to its end"),
+    (answers_though_nothing_was_recorded, "retry", "who has an answer holds no claim any more"),
+]
+
+
+@pytest.mark.parametrize(
+    ("breaks", "kind", "promise"), ENGINE, ids=[f"{e[0].__name__}-{e[1]}" for e in ENGINE]
+)
+def test_a_mistake_of_the_engine_is_noticed(breaks, kind, promise, monkeypatch):
+    """L1, L2, L3, L5, L8: the engine's own code runs here, and its mistakes show."""
+    breaks(monkeypatch)
+    assert promise in promises_broken(kind)
+
+
 @pytest.mark.parametrize("kind", ["derived", "fenced", "manual"])
-def test_a_heart_that_never_renews_breaks_no_promise_about_effects(kind):
+def test_a_heartbeat_that_never_renews_breaks_no_promise_about_effects(kind, monkeypatch):
     """L5, L6: a lease that runs out costs work, and in calm weather that is noticed; never more."""
-    broken = set(promises_broken(kind, Broken(heart_renews=False)))
+    never_renews(monkeypatch)
+    broken = set(promises_broken(kind))
     assert broken == {"a living executor keeps its claim"}
 
 
@@ -93,12 +208,12 @@ def answers_before_its_record_is_safe(monkeypatch):
         return None
         yield
 
-    monkeypatch.setattr(production, "settle", unsettled)
+    monkeypatch.setattr(production, "write_outcome", unsettled)
 
 
 def insists_on_its_own_answer(monkeypatch):
-    def own(standing, ticket, _policy):
-        return Replay(standing, b"by %d for %s" % (ticket.nonce, ticket.fingerprint))
+    def own(standing, request, _policy):
+        return Replay(standing, b"by %d for %s" % (request.nonce, request.fingerprint))
 
     monkeypatch.setattr(production, "superseded", own)
 
@@ -106,18 +221,18 @@ def insists_on_its_own_answer(monkeypatch):
 def compares_no_requests(monkeypatch):
     decide = production.verdict
 
-    def careless(standing, ticket, policy, now_ms):
-        return decide(standing._replace(fingerprint=b""), ticket, policy, now_ms)
+    def careless(standing, request, policy, now_ms):
+        return decide(standing._replace(fingerprint=b""), request, policy, now_ms)
 
     monkeypatch.setattr(production, "verdict", careless)
 
 
 def runs_again_whatever_the_policy_says(monkeypatch):
-    def careless(ticket, policy, *, may_claim=True):
+    def careless(request, policy, *, may_claim=True):
         policy = dataclasses.replace(policy, recovery="retry", reconcile=None)
-        return production.serve(ticket, policy, may_claim=may_claim)
+        return production.lifecycle(request, policy, may_claim=may_claim)
 
-    monkeypatch.setattr(driver, "serve", careless)
+    monkeypatch.setattr(attempts, "lifecycle", careless)
 
 
 DECISIONS = [
@@ -179,7 +294,7 @@ def runs_again_what_is_done(monkeypatch):
             yield from steps.Run(plan.name)
         return (yield from steps.take(claim, plan))
 
-    monkeypatch.setattr(hand, "take", forgetful)
+    monkeypatch.setattr(step_writer, "take", forgetful)
 
 
 def writes_over_what_was_written(monkeypatch):
@@ -191,10 +306,15 @@ def does_not_ask_when_its_lease_is_over(monkeypatch):
 
 
 def forgets_what_it_began_when_that_fails(monkeypatch):
-    def careless(_hand, swap, lost):
-        return None if lost is not None and is_same_write(lost, swap.record) else lost
+    written = step_writer.written
 
-    monkeypatch.setattr(hand.Hand, "_noticed", careless)
+    def careless(operation, effect):
+        claim = operation.claim
+        conflict = yield from written(operation, effect)
+        operation.claim = claim
+        return conflict
+
+    monkeypatch.setattr(step_writer, "written", careless)
 
 
 def begins_anew_when_it_takes_over(monkeypatch):
@@ -233,10 +353,11 @@ def frees_too_much_for_a_person(monkeypatch):
 
 
 def takes_what_was_taken_before(monkeypatch):
-    def greedy(handed, ticket, policy, standing):
-        return hand_over.resume(handed._replace(nonce=standing.nonce), ticket, policy, standing)
+    def greedy(handed, request, policy, standing):
+        handed = handed._replace(nonce=standing.nonce)
+        return hand_over.run_deferred(handed, request, policy, standing)
 
-    monkeypatch.setattr(driver, "resume", greedy)
+    monkeypatch.setattr(resuming, "run_deferred", greedy)
 
 
 def works_without_taking_it(monkeypatch):
@@ -244,7 +365,7 @@ def works_without_taking_it(monkeypatch):
         yield from production.Execute(standing)
         return production.Executed(standing)
 
-    monkeypatch.setattr(driver, "resume", hasty)
+    monkeypatch.setattr(resuming, "run_deferred", hasty)
 
 
 def hands_over_for_good(monkeypatch):
@@ -266,15 +387,15 @@ def decides_about_what_is_alive(monkeypatch):
 def believes_whoever_executed(monkeypatch):
     """A zombie writes its own end over what a person has decided."""
 
-    def stubborn(claim, ending, **options):
-        lost = yield from settle(claim, ending, **options)
-        if lost is not None and lost.nonce == claim.nonce and ending.fate is Fate.KEEP:
-            end = completed(claim, ending.response)._replace(version=lost.version + 1)
+    def stubborn(claim, outcome, **options):
+        lost = yield from write_outcome(claim, outcome, **options)
+        if lost is not None and lost.nonce == claim.nonce and outcome.kind is OutcomeKind.COMPLETE:
+            end = completed(claim, outcome.response)._replace(version=lost.version + 1)
             lost = yield from Swap(claim.id, lost.version, end)
         return lost
 
-    settle = production.settle
-    monkeypatch.setattr(production, "settle", stubborn)
+    write_outcome = production.write_outcome
+    monkeypatch.setattr(production, "write_outcome", stubborn)
 
 
 def frees_in_the_background_what_is_in_doubt(monkeypatch):
@@ -288,11 +409,11 @@ def frees_in_the_background_what_is_in_doubt(monkeypatch):
 def runs_again_what_is_in_doubt(monkeypatch):
     decide = production.verdict
 
-    def careless(standing, ticket, policy, now_ms):
-        decided = decide(standing, ticket, policy, now_ms)
+    def careless(standing, request, policy, now_ms):
+        decided = decide(standing, request, policy, now_ms)
         if standing.state != IN_DOUBT or not isinstance(decided, Refuse):
             return decided
-        return TakeOver(production.next_attempt(standing, ticket, policy, now_ms), asks=False)
+        return TakeOver(production.next_attempt(standing, request, policy, now_ms), asks=False)
 
     monkeypatch.setattr(production, "verdict", careless)
 

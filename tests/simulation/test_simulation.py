@@ -13,7 +13,7 @@ import pytest
 from .runs import explained, run
 from .schedule import KINDS
 
-TESTS = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 # For each kind of route: about two seconds.
 SCHEDULES = 450
@@ -22,7 +22,7 @@ SCHEDULES = 450
 EVERYWHERE = {
     *("crashes", "freezes", "is suspended", "fails", "is away", "is back", "sweep"),
     *("is lost", "answer is lost", "is late", "comes twice"),
-    *("waits", "recalls", "new life", "refuses", "an effect"),
+    *("waits", "recalls", "new generation", "refuses", "an effect"),
     *("is told: Executed", "is told: Replay", "is told: in-progress", "is told: key-reused"),
     *("is told: key-expired", "is told: too-many-waiting", "is told: too-many-keys"),
 }
@@ -31,7 +31,7 @@ IN_RECORDS = {
     *("a beat fails", "leaves an end to the heart", "does not answer"),
 }
 ASKED = {
-    *("take over", "park", "resolve by running again", "recovers"),
+    *("take over", "mark in doubt", "resolve by running again", "recovers"),
     *("is asked", "says yes", "says no", "does not know"),
 }
 SEEN = {
@@ -40,20 +40,27 @@ SEEN = {
     "reconcile": {*IN_RECORDS, *ASKED, "a late effect"},
     "fenced": {*IN_RECORDS, *ASKED, "refuses an old fence"},
     "manual": {
-        *(*IN_RECORDS, "park", "recovers", "is told: outcome-unknown"),
+        *(*IN_RECORDS, "mark in doubt", "recovers", "is told: outcome-unknown"),
         *("resolve as happened", "resolve as not happened"),
     },
     "transaction": {"claims in a transaction", "rolls back"},
     "handed": {
         *(*IN_RECORDS, *ASKED, "hands over", "takes it back", "delivers", "takes up work"),
-        *("hand over", "is told: Accepted", "decides"),
+        *("defer", "is told: Accepted", "decides"),
     },
     "resolved": {
         *(*IN_RECORDS, *ASKED, "decides", "decides too late", "cannot decide now"),
         *("resolve as happened", "resolve as not happened"),
     },
     "steps": {
-        *(*IN_RECORDS, "take over", "park", "takes a step", "insists on a step", "decides"),
+        *(
+            *IN_RECORDS,
+            "take over",
+            "mark in doubt",
+            "takes a step",
+            "insists on a step",
+            "decides",
+        ),
         *("is asked", "says yes", "says no", "does not know", "is told: outcome-unknown"),
     },
 }
@@ -70,8 +77,8 @@ def test_no_schedule_breaks_a_promise(kind):
 def test_a_seed_gives_the_same_schedule_in_every_process():
     """Whoever is told a seed sees what happened; also where sets have another order."""
     told = subprocess.run(
-        [sys.executable, "-m", "simulation", "--seed", "7", "--kind", "reconcile"],
-        cwd=TESTS,
+        [sys.executable, "-m", "tests.simulation", "--seed", "7", "--kind", "reconcile"],
+        cwd=ROOT,
         env={**os.environ, "PYTHONHASHSEED": "7"},
         capture_output=True,
         text=True,

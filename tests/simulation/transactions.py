@@ -1,4 +1,8 @@
-"""A visit in a transaction: `engine/transaction.py`, with `yield` where that would block (L9)."""
+"""Connections of transaction mode: what a driver does, on the simulated database (L9).
+
+Which transaction an operation has, and what its errors mean, is production's: `OperationTransaction`
+in `engine/transactions.py`.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,14 @@ import functools
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, cast
 
-from coatcheck.core.flow import Effect
 from coatcheck.core.record import Record, Swap
-from coatcheck.core.transact import Begin, Commit
-from coatcheck.engine.together import TRIES, Together
+from coatcheck.engine.transactions import Database
 from coatcheck.errors import StoreUnavailable
-from coatcheck.lent.trouble import Trouble
+from coatcheck.stores.transaction_statements import Statement, TransactionStatements
+from coatcheck.transactions.errors import ErrorKind
 
 from .database import Transaction
+from .runner import Doing
 from .world import Pause
 
 if TYPE_CHECKING:
@@ -24,104 +28,107 @@ if TYPE_CHECKING:
 LOOKS_PER_WAIT = 8
 
 
-class SimulatedTransaction(Together):
-    """The transaction of one visit, while there is one; who is in it is production's to decide."""
+class RowLocked(Exception):
+    """Another transaction holds the row."""
+
+    sqlstate = "55P03"
+
+
+def _claim_statements(swap: Swap, wait_ms: int) -> Any:
+    return iter([Statement("claim", (swap, wait_ms))])
+
+
+STATEMENTS = TransactionStatements(
+    dialect="postgresql",
+    claim=_claim_statements,
+    change=lambda swap: Statement("change", (swap,)),
+    connect=lambda: None,
+    connect_async=lambda: None,
+)
+
+
+class SimulatedConnection:
+    """A connection with one transaction; also what the handler writes with."""
+
+    dialect = "postgresql"
 
     def __init__(self, visit: Visit) -> None:
-        # Of a desk it needs who is at work and who waits, and a process has both.
-        nothing = cast("Any", None)  # of a lender; nor does any handler here end by itself
-        super().__init__(cast("Any", visit.process), nothing, visit.standing, nothing)
-        self._visit = visit
+        self.handle = self
         self._process = visit.process
+        self._policy = visit.policy
         self._database = visit.process.setting.database
         self._store = visit.process.setting.store
-        self._transaction: Transaction | None = None
+        self.transaction = Transaction(visit, visit.process)
 
-    def perform(self, effect: Effect[Any]) -> Generator[Pause, Any, Record | None]:
-        """Perform an effect of `core/transact.py`."""
-        if isinstance(effect, Begin):
-            return (yield from self._begin(effect))
-        if isinstance(effect, Commit):
-            yield from self._commit(effect.swap)
-        else:
-            self.abandon()
-        return None
+    def begin(self, claim: Statement) -> Doing[int]:
+        """Begin, and make the claim."""
+        return Doing(self._claim(*claim.values))
 
-    def abandon(self) -> None:
-        """Undo what is not committed; nothing, where all is over."""
-        if self._transaction is not None:
-            self._undo()
-            self._leave()
+    def _claim(self, swap: Swap, wait_ms: int) -> Generator[Pause, Any, int]:
+        until_ms = self._process.now_ms() + wait_ms
+        pause_ms = max(1.0, self._policy.wait_ms / LOOKS_PER_WAIT)
+        claim = functools.partial(self._database.claim, self.transaction, swap)
+        kind = yield from self._asked(claim)
+        while kind is ErrorKind.LOCKED and self._process.now_ms() < until_ms:
+            yield pause_ms
+            kind = yield from self._asked(claim)
+        if kind is ErrorKind.LOCKED:
+            raise RowLocked
+        return 1 if kind is None else 0
+
+    def is_closed(self) -> bool:
+        """A driver learns of it when it sends something."""
+        return False
+
+    def end(self, statement: Statement) -> Doing[bool]:
+        """Complete the claim, and commit."""
+        (swap,) = statement.values
+        return Doing(self._commit(swap))
+
+    def _commit(self, swap: Swap) -> Generator[Pause, Any, bool]:
+        commit = functools.partial(self._database.commit, self.transaction, swap)
+        if not (yield from self._asked(commit)):
+            raise ConnectionResetError("the connection is lost")
+        return True
 
     def charge(self, _claim: Record, response: bytes) -> Generator[Pause, Any, bytes]:
         """The handler's effect: a write in the same transaction."""
-        transaction = self._transaction
-        assert transaction is not None
-        write = functools.partial(self._database.write, transaction, response)
+        write = functools.partial(self._database.write, self.transaction, response)
         is_written = yield self._store.ask(write, is_repeatable=False)
         if not is_written:
             raise StoreUnavailable("the connection is lost")
         return response
 
-    def _begin(self, begin: Begin) -> Generator[Pause, Any, Record | None]:
-        claim = begin.swap.record
-        assert claim is not None
-        if (standing := self._enter(claim)) is not None:
-            return standing
-        lost: Record | None = None
-        is_won = False
+    def _asked(self, act: Any) -> Generator[Pause, Any, Any]:
         try:
-            while not is_won and lost is None:
-                trouble = yield from self._claim(begin)
-                is_won = trouble is None
-                if trouble is not None:
-                    standing = yield from self._visit.standing(claim.id)
-                    lost = self._rival_of(begin, trouble, standing)
-        finally:
-            if not is_won:
-                self._undo()
-                self._leave(lost)
-        return lost
-
-    def _claim(self, begin: Begin) -> Generator[Pause, Any, Trouble | None]:
-        """Make the claim on a connection that is not dead, and wait for its row."""
-        pause_ms = max(1.0, self._visit.policy.wait_ms / LOOKS_PER_WAIT)
-        for tries_left in reversed(range(TRIES)):
-            transaction = self._transaction = Transaction(self._visit, self._process)
-            claim = functools.partial(self._database.claim, transaction, begin.swap)
-            try:
-                trouble: Trouble | None = yield self._store.ask(claim, is_repeatable=False)
-                while trouble is Trouble.HELD and self._process.clock.now_ms() < begin.until_ms:
-                    yield pause_ms
-                    trouble = yield self._store.ask(claim, is_repeatable=False)
-            except StoreUnavailable:
-                self._undo()
-                if not tries_left:
-                    raise
-            else:
-                if trouble is not None:
-                    self._undo()
-                return trouble
-        raise AssertionError  # the last try has returned or raised
-
-    def _commit(self, swap: Swap) -> Generator[Pause, Any, None]:
-        transaction = self._transaction
-        assert transaction is not None
-        commit = functools.partial(self._database.commit, transaction, swap)
-        try:
-            is_done = yield self._store.ask(commit, is_repeatable=False)
+            return (yield self._store.ask(act, is_repeatable=False))
         except StoreUnavailable as error:
-            self.abandon()
-            raise StoreUnavailable("at the commit", is_ambiguous=True) from error
-        if not is_done:
-            self.abandon()
-            raise StoreUnavailable("at the commit", is_ambiguous=True)
-        self._transaction = None
-        self._committed(swap)
+            raise ConnectionResetError(str(error)) from None
 
-    def _undo(self) -> None:
-        """Give the connection back; the database hears of it a little later."""
-        transaction, self._transaction = self._transaction, None
-        if transaction is not None and self._process.is_alive:  # else it finds out by itself
-            delay_ms = self._store.delay_ms()
-            self._process.world.later(delay_ms, self._database.abort, transaction)
+
+class SimulatedAccess:
+    """Connections for the tasks of one process."""
+
+    def __init__(self, visit: Visit) -> None:
+        self._visit = visit
+        self.database = Database(cast("Any", None), STATEMENTS)
+
+    def acquire(self, _source: object) -> tuple[SimulatedConnection, None]:
+        """A new connection."""
+        return SimulatedConnection(self._visit), None
+
+    def leave(self, _manager: None, _failure: BaseException | None) -> None:
+        """There is no pool."""
+
+    def undo(
+        self,
+        connection: SimulatedConnection | None,
+        _manager: None,
+        _failure: BaseException | None,
+        _timeout_s: float,
+    ) -> None:
+        """Roll back; the database hears of it a little later, or finds out that we are dead."""
+        process = self._visit.process
+        if connection is not None and process.is_alive:
+            delay_ms = process.setting.store.delay_ms()
+            process.world.later(delay_ms, process.setting.database.abort, connection.transaction)

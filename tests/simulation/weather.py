@@ -59,11 +59,7 @@ class Broken(NamedTuple):
     keys_are_derived: bool = True
     reconciler_tells_the_truth: bool = True
     probes_tell_the_truth: bool = True
-    engine_recognises_its_own_write: bool = True
-    engine_believes_in_its_claims: bool = False
     engine_asks_the_store_for_the_time: bool = True
-    engine_knows_what_lives_in_it: bool = True
-    heart_renews: bool = True
     freezes_while_it_asks_the_time: bool = False
 
 

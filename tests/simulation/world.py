@@ -59,6 +59,7 @@ class World:
         self.trace: Trace | None = [] if is_traced else None
         self._queue: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._scheduled = 0
+        self.running: Any = None  # the host whose task runs right now
 
     def later(self, delay_ms: float, action: Callable[..., object], *args: object) -> None:
         """Do *action* when *delay_ms* have passed."""
@@ -143,6 +144,7 @@ class Task:
             world.later(thaw_ms, self._step, turn, value, error)
             return
         self.turn = turn = turn + 1
+        world.running = host
         try:
             pause = self.body.send(value) if error is None else self.body.throw(error)
         except StopIteration:

@@ -1,8 +1,7 @@
-"""The bank's processes: what serves transfers, to be stopped at a named step, and killed.
+"""Processes of `examples/bank` that are paused or killed at a named step of a transfer.
 
-What is run here is `examples/bank`; on MySQL, which that does not speak, the same statements in a
-guarded function. Where a process stops is told from the statements that pass through the connection
-that it lends: its class is the driver's own, with a look at what was said.
+The example does not support MySQL; there, the same statements run in a guarded function. The step
+is recognised by the statements on the connection, whose class is a subclass of the driver's own.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ import psycopg
 import pymysql
 import uvicorn
 from psycopg_pool import AsyncConnectionPool
-from servers import START_S_MAX
 
-from coatcheck import AsyncEngine, Engine, Policy, current_operation, lent
-from coatcheck.lent.psycopg import PsycopgAsyncLent
-from coatcheck.stores.ledger import Statement
+from coatcheck import AsyncEngine, Engine, Policy, current_operation, transactions
+from coatcheck.stores.transaction_statements import Statement
+from coatcheck.transactions.psycopg import AsyncPsycopgConnection
+from tests.support.servers import START_S_MAX
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "bank" / "app.py"
 
-# Forked from a process that has imported what takes long and done nothing else: a new one is there
-# in the blink of an eye, and inherits no thread, no lock and no connection of the tests'.
+# Forked from a process that has only imported modules: new processes start fast, and inherit no
+# thread, lock or connection of the tests.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
     [
@@ -53,15 +52,19 @@ PROCESSES.set_forkserver_preload(
             "aiosqlite",
             "pymysql",
         ),
-        *("coatcheck.server.fastapi", "coatcheck.stores.postgres", "coatcheck.stores.mysql"),
+        *(
+            "coatcheck.server.fastapi",
+            "coatcheck.stores.postgres.store",
+            "coatcheck.stores.mysql.store",
+        ),
     ]
 )
 
 # 30 s: a duplicate waits for the first as long as a slow machine may take to get there.
 PATIENT = Policy(wait="30s")
 
-# Where a process may stop, in their order; but for the last, nothing of it may remain.
-PLACES = ("lent", "claimed", "debited", "credited", "written", "completed", "committed")
+# The steps at which a process may stop. Only after the last one anything may remain.
+STEPS = ("acquired", "claimed", "debited", "credited", "written", "completed", "committed")
 
 _STATEMENTS = {
     r"insert (or \w+ )?into \S*coatcheck_records": "claimed",
@@ -90,20 +93,20 @@ example = _load_example()
 
 
 class Pause(NamedTuple):
-    """Says that its place is reached, and holds everything there until it may go on."""
+    """Signals that the step is reached, and blocks there until it may go on."""
 
     is_reached: Event
     may_go_on: Event
 
 
 class Stop(NamedTuple):
-    """Where a process stops, and whether it goes on from there; without a pause it is killed."""
+    """The step at which a process stops; without a pause it kills itself."""
 
     place: str
     pause: Pause | None = None
 
     def reach(self, place: str) -> None:
-        """Stop, if this is the place."""
+        """Stop, if this is the step."""
         if place != self.place:
             return
         if self.pause is None:
@@ -112,15 +115,15 @@ class Stop(NamedTuple):
             self.pause.is_reached.set()
             assert self.pause.may_go_on.wait(START_S_MAX)
 
-    def said(self, statement: str) -> None:
-        """Stop, if *statement*, which has just been executed, leads to the place."""
+    def executed(self, statement: str) -> None:
+        """Stop, if *statement*, which was just executed, is that of the step."""
         for pattern, place in _STATEMENTS.items():
             if re.search(pattern, statement):
                 self.reach(place)
 
 
 class _Watched:
-    """A connection whose statements are looked at when they have been executed."""
+    """A connection that reports its statements after they were executed."""
 
     stop: Stop
 
@@ -128,46 +131,46 @@ class _Watched:
 class WatchedPsycopg(_Watched, psycopg.AsyncConnection[Any]):
     async def execute(self, query: Any, *args: Any, **kwargs: Any) -> Any:
         cursor = await super().execute(query, *args, **kwargs)
-        self.stop.said(query)
+        self.stop.executed(query)
         return cursor
 
 
-class WatchedLent(PsycopgAsyncLent):
-    """What we say ourselves on such a connection: the end and the commit go together."""
+class WatchedConnection(AsyncPsycopgConnection):
+    """Reports our own statements on such a connection."""
 
     async def begin(self, claim: Statement) -> int:
         affected = await super().begin(claim)
-        self.handle.stop.said(claim.text)
+        self.handle.stop.executed(claim.text)
         return affected
 
     async def end(self, statement: Statement) -> bool:
-        self.handle.stop.reach("completed")  # and on its way
+        self.handle.stop.reach("completed")  # about to be
         is_ended = await super().end(statement)
-        self.handle.stop.said("commit")
+        self.handle.stop.executed("commit")
         return is_ended
 
 
 class WatchedSqlite(_Watched, sqlite3.Connection):
     def execute(self, sql: str, *args: Any) -> sqlite3.Cursor:
         cursor = super().execute(sql, *args)
-        self.stop.said(sql)
+        self.stop.executed(sql)
         return cursor
 
 
 class WatchedPymysql(_Watched, pymysql.Connection):
     def query(self, sql: Any, unbuffered: bool = False) -> int:
         affected = super().query(sql, unbuffered)
-        self.stop.said(sql.decode("latin-1") if isinstance(sql, bytes) else sql)
+        self.stop.executed(sql.decode("latin-1") if isinstance(sql, bytes) else sql)
         return affected
 
     def commit(self) -> None:
         super().commit()
-        self.stop.said("commit")
+        self.stop.executed("commit")
 
 
-def _lent(kind: str, place: Any, stop: Stop) -> Any:
-    """A connection of the plain driver, watched."""
-    stop.reach("lent")
+def _connect(kind: str, place: Any, stop: Stop) -> Any:
+    """Open a watched connection of the plain driver."""
+    stop.reach("acquired")
     watched: type[_Watched] = {
         "sqlite": WatchedSqlite,
         "postgres": WatchedPsycopg,
@@ -176,7 +179,7 @@ def _lent(kind: str, place: Any, stop: Stop) -> Any:
     watched.stop = stop
     if kind == "sqlite":
         return aiosqlite.connect(place, factory=watched)
-    lent._KNOWN[WatchedPsycopg] = WatchedLent
+    transactions._adapter_of_type[WatchedPsycopg] = WatchedConnection
     return WatchedPsycopg.connect(place) if kind == "postgres" else WatchedPymysql(**place)
 
 
@@ -194,14 +197,14 @@ class Order(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What a client gets."""
+    """The answer to a client."""
 
     status: int
     is_replayed: bool
     left: int | None = None
 
 
-class Teller:
+class TransferProcess:
     """A process of its own that makes one transfer, from account 1 to account 2."""
 
     def __init__(self, order: Order, stop: Stop) -> None:
@@ -212,7 +215,7 @@ class Teller:
         theirs.close()
 
     def reply(self) -> Reply | None:
-        """What it says to its client; None if it dies before."""
+        """Its answer to the client; None if it dies before."""
         assert self._replies.poll(START_S_MAX)
         try:
             reply: Reply = self._replies.recv()
@@ -223,7 +226,7 @@ class Teller:
         return reply
 
     def end(self) -> None:
-        """End it, wherever it is."""
+        """Kill it, if it still runs."""
         self.process.kill()
         self.process.join()
         self.process.close()
@@ -231,16 +234,16 @@ class Teller:
 
 
 def _transfer_once(order: Order, stop: Stop, replies: Connection) -> None:
-    lent = partial(_lent, order.kind, order.place, stop)
+    connect = partial(_connect, order.kind, order.place, stop)
     if order.kind == "mysql":
-        replies.send(_call_once(order, lent))
+        replies.send(_call_once(order, connect))
     else:
-        replies.send(asyncio.run(_post_once(order, lent)))
+        replies.send(asyncio.run(_post_once(order, connect)))
 
 
-async def _post_once(order: Order, lent: Callable[[], Awaitable[Any]]) -> Reply:
+async def _post_once(order: Order, connect: Callable[[], Awaitable[Any]]) -> Reply:
     async with AsyncExitStack() as stack:
-        engine = AsyncEngine(order.store, PATIENT, transactions=lent)
+        engine = AsyncEngine(order.store, PATIENT, transactions=connect)
         await stack.enter_async_context(engine)
         transport = httpx.ASGITransport(example.bank_app(engine=engine))
         client = httpx.AsyncClient(transport=transport, base_url="http://bank")
@@ -256,7 +259,7 @@ def key_header(key: str) -> dict[str, str]:
     return {"Idempotency-Key": f'"{key}"'}
 
 
-def _call_once(order: Order, lent: Callable[[], Any]) -> Reply:
+def _call_once(order: Order, connect: Callable[[], Any]) -> Reply:
     ran = []
 
     def transfer(amount: int) -> int:
@@ -272,7 +275,7 @@ def _call_once(order: Order, lent: Callable[[], Any]) -> Reply:
             ((left,),) = cursor.fetchall()
         return int(left)
 
-    with Engine(order.store, PATIENT, transactions=lent) as engine:
+    with Engine(order.store, PATIENT, transactions=connect) as engine:
         left = engine.transaction(order.key, transfer, order.amount, scope="transfers")
     return Reply(201, not ran, left)
 
@@ -280,7 +283,7 @@ def _call_once(order: Order, lent: Callable[[], Any]) -> Reply:
 # ------------------------------------------------------------------------------------- a server
 
 
-class Branch:
+class ServerProcess:
     """A server of the bank, in a process that may be killed and started again."""
 
     def __init__(self, url: str, listening: socket.socket, *, has_pool: bool) -> None:
@@ -288,12 +291,12 @@ class Branch:
         self.start()
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Start serving."""
         self.process = PROCESSES.Process(target=_serve, args=self._arguments, daemon=True)
         self.process.start()
 
     def kill(self) -> None:
-        """End it where it stands."""
+        """Kill it."""
         self.process.kill()
         self.process.join()
         self.process.close()
@@ -304,7 +307,7 @@ def _serve(url: str, listening: socket.socket, has_pool: bool) -> None:
 
 
 async def _serve_until_killed(url: str, listening: socket.socket, *, has_pool: bool) -> None:
-    """Serve, on connections of a pool of the application's own or on those of the store."""
+    """Serve, with a pool of the application or with the store's own connections."""
     async with AsyncExitStack() as stack:
         options: dict[str, Any] = {"store": url}
         if has_pool:

@@ -1,7 +1,8 @@
-"""Fixtures: every law of transaction mode is a test for every idiom."""
+"""Fixtures: a test that uses `harness` runs once for every idiom."""
 
 import pytest
-from idioms import IDIOMS, SHOPS, Till
+
+from tests.transactions.idioms import IDIOMS, SHOPS, Harness
 
 
 @pytest.fixture(params=IDIOMS, ids=lambda idiom: idiom.name)
@@ -15,19 +16,19 @@ def shop(idiom, tmp_path):
 
 
 @pytest.fixture
-def tills(idiom, shop):
-    """Makes tills, and closes them."""
+def open_harness(idiom, shop):
+    """Opens harnesses of this idiom, and closes them at the end."""
     made = []
 
     def make(**options):
-        made.append(Till(idiom, shop, **options))
+        made.append(Harness(idiom, shop, **options))
         return made[-1]
 
     yield make
-    for till in made:
-        till.close()
+    for harness in made:
+        harness.close()
 
 
 @pytest.fixture
-def till(tills):
-    return tills()
+def harness(open_harness):
+    return open_harness()

@@ -1,7 +1,7 @@
-"""Every idiom in which an application may lend us a connection, under the same words.
+"""Every driver and library whose connections transaction mode supports, behind one interface.
 
-An idiom knows how to lend (what is given to the engine) and how its handler writes a row. What
-became of it is looked at over a connection of the test's own.
+An idiom has a source of connections (passed to the engine as `transactions=`) and a function with
+which its handler writes a row. Tests check the result over a connection of their own.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ import psycopg
 import pymysql
 import sqlalchemy as sa
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
-from servers.mariadb import PLAIN, mariadb
-from servers.postgres import postgres
 from sqlalchemy import orm
 from sqlalchemy.ext.asyncio import (
     AsyncSession,
@@ -35,6 +33,8 @@ from sqlalchemy.ext.asyncio import (
 )
 
 from coatcheck import AsyncEngine, Engine, current_operation
+from tests.support.servers.mariadb import PLAIN, mariadb
+from tests.support.servers.postgres import postgres
 
 _NUMBERS = count()
 _ORDERS = sa.table("orders", sa.column("number"))
@@ -63,7 +63,7 @@ class Shop:
     place: Any  # a path, a conninfo, or arguments for PyMySQL
 
     def ask(self, statement: str) -> list[tuple[Any, ...]]:
-        """What somebody else sees."""
+        """Execute *statement* on another connection."""
         with closing(self.connect()) as connection:
             cursor = connection.cursor()
             cursor.execute(statement)
@@ -80,16 +80,16 @@ class Shop:
         return pymysql.connect(**self.place, **PLAIN)
 
     def orders(self) -> list[int]:
-        """What handlers have written."""
+        """The rows that handlers have written."""
         return [number for (number,) in self.ask("select number from orders order by number")]
 
     def records(self) -> int:
-        """How many records there are, of whatever state."""
+        """The number of records in any state."""
         return self.ask(f"select count(*) from {self.table}")[0][0]
 
     @property
     def table(self) -> str:
-        """Where the records are."""
+        """The table of the records."""
         return "coatcheck_records"
 
 
@@ -143,16 +143,16 @@ def alchemy_url(shop: Shop, driver: str) -> sa.URL:
 
 @dataclass(frozen=True)
 class Idiom:
-    """One way to lend, and to write in it."""
+    """One driver or library: where its connections come from, and how a handler writes."""
 
     name: str
     kind: str
     is_async: bool
-    lend: Callable[[Shop], Any]  # or a coroutine function; gives what is lent, and how to end it
+    connect: Callable[[Shop], Any]  # or a coroutine function; returns a source, and how to close it
     write: Callable[[Any, int], Any]  # or a coroutine function
 
     def undo(self, connection: Any) -> Any:
-        """What a handler says that rolls back by itself."""
+        """Roll back, as a handler might do."""
         if self.name.startswith("django"):
             connection.set_rollback(True)
             return None
@@ -160,24 +160,24 @@ class Idiom:
         return connection.execute("rollback") if is_asyncpg else connection.rollback()
 
 
-def sqlite3_lends(shop: Shop) -> Any:
+def sqlite3_source(shop: Shop) -> Any:
     return shop.connect, None
 
 
-def psycopg_lends(shop: Shop) -> Any:
+def psycopg_source(shop: Shop) -> Any:
     return shop.connect, None
 
 
-def psycopg_pool_lends(shop: Shop) -> Any:
+def psycopg_pool_source(shop: Shop) -> Any:
     pool = ConnectionPool(shop.place, min_size=1, max_size=8, open=True)
     return pool, pool.close
 
 
-def psycopg_autocommit_lends(shop: Shop) -> Any:
+def psycopg_autocommit_source(shop: Shop) -> Any:
     return lambda: psycopg.connect(shop.place, autocommit=True), None
 
 
-def pymysql_lends(shop: Shop) -> Any:
+def pymysql_source(shop: Shop) -> Any:
     return shop.connect, None
 
 
@@ -187,39 +187,39 @@ def dbapi_writes(connection: Any, number: int) -> None:
     cursor.close()
 
 
-def core_lends(driver: str) -> Callable[[Shop], Any]:
-    def lend(shop: Shop) -> Any:
+def core_source(driver: str) -> Callable[[Shop], Any]:
+    def connect(shop: Shop) -> Any:
         engine = sa.create_engine(alchemy_url(shop, driver))
         return engine, engine.dispose
 
-    return lend
+    return connect
 
 
 def core_writes(connection: Any, number: int) -> None:
     connection.execute(sa.insert(_ORDERS).values(number=number))
 
 
-def orm_lends(driver: str) -> Callable[[Shop], Any]:
-    def lend(shop: Shop) -> Any:
+def orm_source(driver: str) -> Callable[[Shop], Any]:
+    def connect(shop: Shop) -> Any:
         engine = sa.create_engine(alchemy_url(shop, driver))
         return orm.sessionmaker(engine), engine.dispose
 
-    return lend
+    return connect
 
 
-def scoped_lends(driver: str) -> Callable[[Shop], Any]:
-    def lend(shop: Shop) -> Any:
-        maker, end = orm_lends(driver)(shop)
+def scoped_source(driver: str) -> Callable[[Shop], Any]:
+    def connect(shop: Shop) -> Any:
+        maker, end = orm_source(driver)(shop)
         return orm.scoped_session(maker), end
 
-    return lend
+    return connect
 
 
 def orm_writes(session: Any, number: int) -> None:
-    session.add(Order(number=number))  # written by nobody but the commit
+    session.add(Order(number=number))  # written by the flush at the commit
 
 
-def django_lends(shop: Shop) -> Any:
+def django_source(shop: Shop) -> Any:
     from django.db import connections
 
     _set_up_django()
@@ -258,7 +258,7 @@ def django_writes(connection: Any, number: int) -> None:
         cursor.execute("insert into orders values (%s)", (number,))
 
 
-async def psycopg_async_lends(shop: Shop) -> Any:
+async def psycopg_async_source(shop: Shop) -> Any:
     pool = AsyncConnectionPool(shop.place, min_size=1, max_size=8, open=False)
     await pool.open()
     return pool.connection, pool.close
@@ -268,7 +268,7 @@ async def psycopg_async_writes(connection: Any, number: int) -> None:
     await connection.execute("insert into orders values (%s)", (number,))
 
 
-async def asyncpg_lends(shop: Shop) -> Any:
+async def asyncpg_source(shop: Shop) -> Any:
     info = psycopg.conninfo.conninfo_to_dict(shop.place)
     _, _, schema = info["options"].partition("=")
     pool = await asyncpg.create_pool(
@@ -288,7 +288,7 @@ async def asyncpg_writes(connection: Any, number: int) -> None:
         await connection.execute("insert into orders values ($1)", number)
 
 
-async def aiosqlite_lends(shop: Shop) -> Any:
+async def aiosqlite_source(shop: Shop) -> Any:
     return lambda: aiosqlite.connect(shop.place), None
 
 
@@ -296,7 +296,7 @@ async def aiosqlite_writes(connection: Any, number: int) -> None:
     await connection.execute("insert into orders values (?)", (number,))
 
 
-async def asyncmy_lends(shop: Shop) -> Any:
+async def asyncmy_source(shop: Shop) -> Any:
     place = dict(shop.place)
     pool = await asyncmy.create_pool(**{**place, "db": place.pop("database")}, maxsize=8)
 
@@ -320,39 +320,39 @@ def async_engine(shop: Shop, driver: str) -> Any:
     return create_async_engine(alchemy_url(shop, driver), connect_args=arguments)
 
 
-def async_core_lends(driver: str) -> Callable[[Shop], Any]:
-    async def lend(shop: Shop) -> Any:
+def async_core_source(driver: str) -> Callable[[Shop], Any]:
+    async def connect(shop: Shop) -> Any:
         engine = async_engine(shop, driver)
         return engine, engine.dispose
 
-    return lend
+    return connect
 
 
 async def async_core_writes(connection: Any, number: int) -> None:
     await connection.execute(sa.insert(_ORDERS).values(number=number))
 
 
-def async_orm_lends(driver: str) -> Callable[[Shop], Any]:
-    async def lend(shop: Shop) -> Any:
+def async_orm_source(driver: str) -> Callable[[Shop], Any]:
+    async def connect(shop: Shop) -> Any:
         engine = async_engine(shop, driver)
         return async_sessionmaker(engine, class_=AsyncSession), engine.dispose
 
-    return lend
+    return connect
 
 
-def async_scoped_lends(driver: str) -> Callable[[Shop], Any]:
-    async def lend(shop: Shop) -> Any:
-        maker, end = await async_orm_lends(driver)(shop)
+def async_scoped_source(driver: str) -> Callable[[Shop], Any]:
+    async def connect(shop: Shop) -> Any:
+        maker, end = await async_orm_source(driver)(shop)
         return async_scoped_session(maker, asyncio.current_task), end
 
-    return lend
+    return connect
 
 
 async def async_orm_writes(session: Any, number: int) -> None:
     session.add(Order(number=number))
 
 
-def _nothing_lends(_shop: Shop) -> Any:
+def _nothing_source(_shop: Shop) -> Any:
     return None, None
 
 
@@ -363,56 +363,56 @@ async def _nothing_lends_async(_shop: Shop) -> Any:
 _WRITES = {"sqlite": aiosqlite_writes, "postgres": psycopg_async_writes, "mysql": asyncmy_writes}
 
 IDIOMS = (
-    *(Idiom(f"own-{kind}", kind, False, _nothing_lends, dbapi_writes) for kind in SHOPS),
+    *(Idiom(f"own-{kind}", kind, False, _nothing_source, dbapi_writes) for kind in SHOPS),
     *(Idiom(f"own-async-{k}", k, True, _nothing_lends_async, _WRITES[k]) for k in SHOPS),
-    Idiom("sqlite3", "sqlite", False, sqlite3_lends, dbapi_writes),
-    Idiom("psycopg", "postgres", False, psycopg_lends, dbapi_writes),
-    Idiom("psycopg-pool", "postgres", False, psycopg_pool_lends, dbapi_writes),
-    Idiom("psycopg-autocommit", "postgres", False, psycopg_autocommit_lends, dbapi_writes),
-    Idiom("pymysql", "mysql", False, pymysql_lends, dbapi_writes),
-    Idiom("core-sqlite", "sqlite", False, core_lends("pysqlite"), core_writes),
-    Idiom("core-psycopg", "postgres", False, core_lends("psycopg"), core_writes),
-    Idiom("core-pymysql", "mysql", False, core_lends("pymysql"), core_writes),
-    Idiom("orm-sqlite", "sqlite", False, orm_lends("pysqlite"), orm_writes),
-    Idiom("orm-psycopg", "postgres", False, orm_lends("psycopg"), orm_writes),
-    Idiom("orm-pymysql", "mysql", False, orm_lends("pymysql"), orm_writes),
-    Idiom("scoped-sqlite", "sqlite", False, scoped_lends("pysqlite"), orm_writes),
-    Idiom("scoped-psycopg", "postgres", False, scoped_lends("psycopg"), orm_writes),
-    Idiom("django-sqlite", "sqlite", False, django_lends, django_writes),
-    Idiom("django-postgres", "postgres", False, django_lends, django_writes),
-    Idiom("psycopg-async", "postgres", True, psycopg_async_lends, psycopg_async_writes),
-    Idiom("asyncpg", "postgres", True, asyncpg_lends, asyncpg_writes),
-    Idiom("aiosqlite", "sqlite", True, aiosqlite_lends, aiosqlite_writes),
-    Idiom("asyncmy", "mysql", True, asyncmy_lends, asyncmy_writes),
-    Idiom("core-asyncpg", "postgres", True, async_core_lends("asyncpg"), async_core_writes),
-    Idiom("core-aiosqlite", "sqlite", True, async_core_lends("aiosqlite"), async_core_writes),
-    Idiom("core-asyncmy", "mysql", True, async_core_lends("asyncmy"), async_core_writes),
-    Idiom("orm-asyncpg", "postgres", True, async_orm_lends("asyncpg"), async_orm_writes),
-    Idiom("orm-psycopg-async", "postgres", True, async_orm_lends("psycopg"), async_orm_writes),
-    Idiom("orm-aiosqlite", "sqlite", True, async_orm_lends("aiosqlite"), async_orm_writes),
-    Idiom("scoped-aiosqlite", "sqlite", True, async_scoped_lends("aiosqlite"), async_orm_writes),
-    Idiom("scoped-asyncpg", "postgres", True, async_scoped_lends("asyncpg"), async_orm_writes),
+    Idiom("sqlite3", "sqlite", False, sqlite3_source, dbapi_writes),
+    Idiom("psycopg", "postgres", False, psycopg_source, dbapi_writes),
+    Idiom("psycopg-pool", "postgres", False, psycopg_pool_source, dbapi_writes),
+    Idiom("psycopg-autocommit", "postgres", False, psycopg_autocommit_source, dbapi_writes),
+    Idiom("pymysql", "mysql", False, pymysql_source, dbapi_writes),
+    Idiom("core-sqlite", "sqlite", False, core_source("pysqlite"), core_writes),
+    Idiom("core-psycopg", "postgres", False, core_source("psycopg"), core_writes),
+    Idiom("core-pymysql", "mysql", False, core_source("pymysql"), core_writes),
+    Idiom("orm-sqlite", "sqlite", False, orm_source("pysqlite"), orm_writes),
+    Idiom("orm-psycopg", "postgres", False, orm_source("psycopg"), orm_writes),
+    Idiom("orm-pymysql", "mysql", False, orm_source("pymysql"), orm_writes),
+    Idiom("scoped-sqlite", "sqlite", False, scoped_source("pysqlite"), orm_writes),
+    Idiom("scoped-psycopg", "postgres", False, scoped_source("psycopg"), orm_writes),
+    Idiom("django-sqlite", "sqlite", False, django_source, django_writes),
+    Idiom("django-postgres", "postgres", False, django_source, django_writes),
+    Idiom("psycopg-async", "postgres", True, psycopg_async_source, psycopg_async_writes),
+    Idiom("asyncpg", "postgres", True, asyncpg_source, asyncpg_writes),
+    Idiom("aiosqlite", "sqlite", True, aiosqlite_source, aiosqlite_writes),
+    Idiom("asyncmy", "mysql", True, asyncmy_source, asyncmy_writes),
+    Idiom("core-asyncpg", "postgres", True, async_core_source("asyncpg"), async_core_writes),
+    Idiom("core-aiosqlite", "sqlite", True, async_core_source("aiosqlite"), async_core_writes),
+    Idiom("core-asyncmy", "mysql", True, async_core_source("asyncmy"), async_core_writes),
+    Idiom("orm-asyncpg", "postgres", True, async_orm_source("asyncpg"), async_orm_writes),
+    Idiom("orm-psycopg-async", "postgres", True, async_orm_source("psycopg"), async_orm_writes),
+    Idiom("orm-aiosqlite", "sqlite", True, async_orm_source("aiosqlite"), async_orm_writes),
+    Idiom("scoped-aiosqlite", "sqlite", True, async_scoped_source("aiosqlite"), async_orm_writes),
+    Idiom("scoped-asyncpg", "postgres", True, async_scoped_source("asyncpg"), async_orm_writes),
     # Sync connections on an event loop, as handlers in a framework's threads use them.
-    Idiom("threads-psycopg", "postgres", True, psycopg_pool_lends, dbapi_writes),
-    Idiom("threads-orm", "postgres", True, orm_lends("psycopg"), orm_writes),
-    Idiom("threads-sqlite3", "sqlite", True, sqlite3_lends, dbapi_writes),
+    Idiom("threads-psycopg", "postgres", True, psycopg_pool_source, dbapi_writes),
+    Idiom("threads-orm", "postgres", True, orm_source("psycopg"), orm_writes),
+    Idiom("threads-sqlite3", "sqlite", True, sqlite3_source, dbapi_writes),
 )
 
 
 # --------------------------------------------------------------------------------------- in use
 
 
-class Till:
-    """An engine, and who lends to it, of one idiom; sync and async under the same words."""
+class Harness:
+    """An engine with a source of one idiom; sync and async have the same methods."""
 
     def __init__(self, idiom: Idiom, shop: Shop, **options: Any) -> None:
         self.idiom = idiom
         self.shop = shop
         self.runs: list[int] = []
         self._runner = asyncio.Runner() if idiom.is_async else None
-        self.lent, self._end = self.done(idiom.lend(shop))
+        self.source, self._end = self.done(idiom.connect(shop))
         make = AsyncEngine if idiom.is_async else Engine
-        self.engine: Any = make(shop.store, transactions=self.lent, **options)
+        self.engine: Any = make(shop.store, transactions=self.source, **options)
 
     def done(self, result: Any) -> Any:
         """*result*, awaited where it has to be."""
@@ -453,7 +453,7 @@ class Till:
         return handle_async if self.idiom.is_async else handle
 
     def close(self) -> None:
-        """Close the engine, and who lends."""
+        """Close the engine and its source."""
         self.done(self.engine.close())
         if self._end is not None:
             self.done(self._end())
@@ -463,5 +463,5 @@ class Till:
 
 @cache
 def idiom_called(name: str) -> Idiom:
-    """By its name."""
+    """Return the idiom of this name."""
     return next(idiom for idiom in IDIOMS if idiom.name == name)

@@ -1,4 +1,4 @@
-"""L9 on asyncpg's connections: in how many journeys, what is kept there, and what goes wrong."""
+"""L9 on connections of asyncpg: nesting, time-outs, cancellation, and what a handler may leave behind."""
 
 import asyncio
 from contextlib import asynccontextmanager, closing
@@ -6,20 +6,18 @@ from contextlib import asynccontextmanager, closing
 import asyncpg
 import psycopg
 import pytest
-from idioms import SHOPS, async_engine
-from servers import until
 from sqlalchemy.ext.asyncio import async_sessionmaker
 
-import coatcheck.lent.asyncpg
+import coatcheck.transactions.asyncpg
 from coatcheck import AsyncEngine, Policy, current_operation
+from coatcheck.core.lifecycle import ClaimRequest, first_attempt
 from coatcheck.core.record import GONE, Swap, completed
-from coatcheck.core.serve import Ticket, first_attempt
 from coatcheck.errors import Misconfigured, NotCommitted
-from coatcheck.lent import lent_by
 from coatcheck.stores import open_store
-from coatcheck.stores.ledger import ledger_of
-
-KEPT = "select count(*) from pg_prepared_statements where name like 'coatcheck%'"
+from coatcheck.stores.transaction_statements import transaction_statements_of
+from coatcheck.transactions import adapter_for
+from tests.support.servers import until
+from tests.transactions.idioms import SHOPS, async_engine
 
 
 @pytest.fixture
@@ -29,8 +27,8 @@ def shop(tmp_path):
 
 
 @asynccontextmanager
-async def lending(shop, **options):
-    """A connection of the application's, and an engine that it is lent to."""
+async def acquired(shop, **options):
+    """A connection of the application, and an engine that uses it."""
     connection = await asyncpg.connect(shop.place, **options)
     try:
         async with AsyncEngine(shop.store, transactions=connection) as engine:
@@ -46,35 +44,6 @@ async def insert(number):
 
 async def order(engine, number, handler=insert):
     return await engine.transaction(f"{number}", handler, number, scope="orders")
-
-
-# --- journeys ---------------------------------------------------------------------------------
-
-
-def said_by(connection):
-    """What is said on *connection* from now on; each is a journey."""
-    said = []
-    connection.add_query_logger(lambda record: said.append(record.query))
-    return said
-
-
-def test_a_transaction_is_begun_with_its_claim(shop):
-    """Four journeys with the handler's own statement; the driver alone would make five."""
-
-    async def main():
-        async with lending(shop) as (connection, engine):
-            said = said_by(connection)
-            for number in (1, 2):
-                await order(engine, number)
-            await asyncio.sleep(0)
-            return said
-
-    first, second = (said := asyncio.run(main()))[:4], said[4:]
-    assert [text.partition(" ")[0] for text in first] == ["prepare", "insert", "update", "COMMIT;"]
-    assert [text.partition(" ")[0] for text in second] == [
-        *("begin;execute", "insert", "update", "COMMIT;")
-    ]
-    assert shop.orders() == [1, 2]
 
 
 def test_a_handler_may_open_transactions_of_the_drivers_within_ours(shop):
@@ -94,7 +63,7 @@ def test_a_handler_may_open_transactions_of_the_drivers_within_ours(shop):
         return number
 
     async def main():
-        async with lending(shop) as (_, engine):
+        async with acquired(shop) as (_, engine):
             for number in (1, 11):
                 assert await order(engine, number, nests) == number
 
@@ -114,7 +83,7 @@ def test_a_claim_waits_for_its_row_longer_than_the_application_lets_statements_t
 
     async def main():
         limits = {"command_timeout": 0.2, "statement_cache_size": cache_size}
-        async with lending(shop, **limits) as (_, engine), AsyncEngine(shop.store) as other:
+        async with acquired(shop, **limits) as (_, engine), AsyncEngine(shop.store) as other:
 
             async def lingers(number):
                 statement = "insert into orders values (%s)"
@@ -133,58 +102,23 @@ def test_a_claim_waits_for_its_row_longer_than_the_application_lets_statements_t
     assert (shop.orders(), shop.records()) == ([1], 1)
 
 
-# --- what a session keeps ---------------------------------------------------------------------
+# --- what is written --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("forget", ["discard all", "deallocate all"])
-def test_a_session_may_forget_what_it_kept_between_two_transactions(shop, forget):
-    """From then on nothing is kept there: it may be another session each time."""
+def test_a_session_may_drop_prepared_statements_between_two_transactions(shop, forget):
+    """L9: as a pool may do that cleans its connections."""
 
     async def main():
-        async with lending(shop) as (connection, engine):
+        async with acquired(shop) as (connection, engine):
             await order(engine, 1)
-            assert await connection.fetchval(KEPT) == 1
             await connection.execute(forget)
-            await connection.reload_schema_state()  # so that the driver forgets, too
+            await connection.reload_schema_state()  # so that the driver forgets them, too
             for number in (2, 3):
                 await order(engine, number)
-            assert await connection.fetchval(KEPT) == 0
 
     asyncio.run(main())
     assert shop.orders() == [1, 2, 3]
-
-
-def test_a_session_of_a_pool_keeps_a_claim_once_however_often_it_is_lent(shop):
-    async def main():
-        async with (
-            asyncpg.create_pool(shop.place, min_size=1, max_size=1) as pool,
-            AsyncEngine(shop.store, transactions=pool) as engine,
-        ):
-            for number in (1, 2, 3):
-                await order(engine, number)
-            return await pool.fetchval(KEPT)
-
-    assert asyncio.run(main()) == 1
-    assert shop.orders() == [1, 2, 3]
-
-
-def test_a_session_may_forget_what_it_kept_within_a_transaction(shop):
-    """L9: its end is then said anew, and committed."""
-
-    async def forgets(number):
-        await insert(number)
-        connection = current_operation().connection
-        await connection.execute("deallocate all")
-        await connection.reload_schema_state()
-        return number
-
-    async def main():
-        async with lending(shop) as (_, engine):
-            for number, handler in enumerate((insert, forgets, insert, forgets)):
-                assert await order(engine, number, handler) == number
-
-    asyncio.run(main())
-    assert (shop.orders(), shop.records()) == ([0, 1, 2, 3], 4)
 
 
 @pytest.mark.parametrize("code", ["22P02", "26000", "40001", "23514"])
@@ -200,7 +134,7 @@ def test_a_commit_that_is_refused_leaves_nothing_and_says_why(shop, code):
     )
 
     async def main():
-        async with lending(shop) as (connection, engine):
+        async with acquired(shop) as (connection, engine):
             for number in (1, 2):
                 with pytest.raises(asyncpg.PostgresError, match="not today"):
                     await order(engine, -number)
@@ -211,67 +145,33 @@ def test_a_commit_that_is_refused_leaves_nothing_and_says_why(shop, code):
     assert (shop.orders(), shop.records()) == ([1, 2], 2)
 
 
-def test_nothing_is_kept_where_the_application_lets_nothing_be_kept(shop):
-    """As behind a pooler, where the next transaction meets another session."""
-
-    async def main():
-        async with lending(shop, statement_cache_size=0) as (connection, engine):
-            for number in range(3):
-                await order(engine, number)
-            return await connection.fetchval(KEPT)
-
-    assert asyncio.run(main()) == 0
-    assert shop.orders() == [0, 1, 2]
-
-
-def test_a_driver_that_is_made_otherwise_begins_by_itself(shop, monkeypatch):
-    monkeypatch.setattr(coatcheck.lent.asyncpg, "_IS_KNOWN", False)
-
-    async def main():
-        async with lending(shop) as (connection, engine):
-            said = said_by(connection)
-            await order(engine, 1)
-            await asyncio.sleep(0)
-            assert await connection.fetchval(KEPT) == 0
-            return said
-
-    assert asyncio.run(main())[0] == "BEGIN;"
-    assert shop.orders() == [1]
-
-
 WORDS = ["plain", "", "'", "\\", "\\'; drop table orders; --", "%s $1", "größe", "\N{COAT}\0\ud800"]
 
 
-@pytest.mark.parametrize("backslash", ["on", "off"])
+@pytest.mark.parametrize("cache_size", [100, 0])
 @pytest.mark.parametrize("word", WORDS)
-def test_the_same_is_written_in_both_ways(shop, word, backslash):
-    """Ours, in which the session keeps it, and the driver's."""
-    ticket = Ticket(b"\0'\\i" * 4, b"f" * 16, 1_800_000_000_000, 2**63 - 1, word, word, word)
+def test_a_record_is_stored_as_it_is_whatever_its_key_contains(shop, word, cache_size):
+    """L9: a first attempt and a later one, with and without prepared statements."""
+    ticket = ClaimRequest(b"\0'\\i" * 4, b"f" * 16, 1_800_000_000_000, 2**63 - 1, word, word, word)
     claim = first_attempt(ticket, Policy(), GONE, ticket.now_ms)
     again = claim._replace(version=claim.version + 2, attempt=2, progress=b"\\x00'")
     end = completed(again, b"\\x00'")
 
-    async def written(ledger, **options):
-        settings = {"standard_conforming_strings": backslash}
-        connection = await asyncpg.connect(shop.place, server_settings=settings, **options)
+    async def write(statements):
+        connection = await asyncpg.connect(shop.place, statement_cache_size=cache_size)
         try:
             for swap in (Swap(claim.id, 0, claim), Swap(claim.id, claim.version, again)):
-                lent = lent_by(connection)
-                assert await lent.begin(next(ledger.claim(swap, 1_000))) == 1
+                adapter = adapter_for(connection)
+                assert await adapter.begin(next(statements.claim(swap, 1_000))) == 1
                 if swap.record is claim:
-                    await lent.commit()
-            assert await lent.end(ledger.change(Swap(claim.id, again.version, end)))
+                    await adapter.commit()
+            assert await adapter.end(statements.change(Swap(claim.id, again.version, end)))
         finally:
             await connection.close()
 
     with closing(open_store(shop.store)) as store:
-        found = []
-        for options in ({}, {"statement_cache_size": 0}):
-            asyncio.run(written(ledger_of(store), **options))
-            assert store.get((claim.id,)) == [end]
-            found.append(shop.ask("select * from coatcheck_records"))
-            shop.ask("delete from coatcheck_records")
-    assert found[0] == found[1]
+        asyncio.run(write(transaction_statements_of(store)))
+        assert store.get((claim.id,)) == [end]
 
 
 # --- what goes wrong --------------------------------------------------------------------------
@@ -281,7 +181,7 @@ def test_a_connection_that_is_in_a_transaction_is_refused(shop):
     """Losing would roll back what its owner has done there."""
 
     async def main():
-        async with lending(shop) as (connection, engine), connection.transaction():
+        async with acquired(shop) as (connection, engine), connection.transaction():
             await connection.execute("insert into orders values (7)")
             with pytest.raises(Misconfigured, match="in a transaction already"):
                 await order(engine, 1)
@@ -298,7 +198,7 @@ def test_a_handler_that_ends_the_transaction_by_itself_is_not_taken_for_done(sho
         return number
 
     async def main():
-        async with lending(shop) as (connection, engine):
+        async with acquired(shop) as (connection, engine):
             with pytest.raises(NotCommitted):
                 await order(engine, 1, ends)
             assert not connection.is_in_transaction()
@@ -335,7 +235,7 @@ def test_a_statement_that_the_handler_leaves_running_is_waited_for_and_undone(sh
     """L9: the answer came before its work was done, and its transaction must not stay open."""
 
     async def main():
-        async with lending(shop) as (connection, engine):
+        async with acquired(shop) as (connection, engine):
             with pytest.raises(NotCommitted, match="left a statement running"):
                 await order(engine, 1, leaving("select pg_sleep(0.2)"))
             assert not connection.is_in_transaction()
@@ -348,17 +248,17 @@ def test_a_statement_that_the_handler_leaves_running_is_waited_for_and_undone(sh
 
 def test_a_statement_that_does_not_end_is_ended_with_its_connection(shop, monkeypatch):
     """L9: its claim would be held for as long as it runs, and nobody could use the connection."""
-    monkeypatch.setattr(coatcheck.lent.asyncpg, "_BUSY_S_MAX", 0.1)
+    monkeypatch.setattr(coatcheck.transactions.asyncpg, "_BUSY_S_MAX", 0.1)
 
     async def main():
-        async with lending(shop) as (connection, engine):
+        async with acquired(shop) as (connection, engine):
             with closing(psycopg.connect(shop.place)) as other:
                 other.execute("select pg_advisory_lock(7)")
                 with pytest.raises(NotCommitted, match="left a statement running"):
                     await order(engine, 1, leaving("select pg_advisory_xact_lock(7)"))
                 assert connection.is_closed()
                 assert isinstance((await left())[0], asyncpg.PostgresError | OSError)
-        async with lending(shop) as (_, engine):
+        async with acquired(shop) as (_, engine):
             assert await order(engine, 1) == 1
 
     asyncio.run(main())
@@ -377,9 +277,9 @@ def test_a_session_of_sqlalchemys_may_leave_no_statement_running_either(shop):
 
     async def main():
         engine = async_engine(shop, "asyncpg")
-        async with AsyncEngine(shop.store, transactions=async_sessionmaker(engine)) as door:
+        async with AsyncEngine(shop.store, transactions=async_sessionmaker(engine)) as guard:
             with pytest.raises(NotCommitted, match="left a statement running"):
-                await door.transaction("a", leave, 1, scope="orders")
+                await guard.transaction("a", leave, 1, scope="orders")
             await left()
         await engine.dispose()
 
@@ -392,7 +292,7 @@ def test_who_is_cancelled_at_its_claim_gives_its_connection_back_in_order(shop):
         return shop.ask("select count(*) from pg_locks where not granted") == [(1,)]
 
     async def main():
-        async with lending(shop) as (connection, engine):
+        async with acquired(shop) as (connection, engine):
             with closing(psycopg.connect(shop.place)) as other:
                 other.execute("lock table coatcheck_records in exclusive mode")
                 task = asyncio.ensure_future(order(engine, 1))
@@ -412,7 +312,7 @@ def test_a_claim_that_fails_leaves_no_transaction_open(shop):
     """A table that is not there any more, and is there again."""
 
     async def main():
-        async with lending(shop) as (connection, engine):
+        async with acquired(shop) as (connection, engine):
             await order(engine, 1)
             shop.ask("alter table coatcheck_records rename to gone")
             with pytest.raises(Exception, match="coatcheck_records"):

@@ -1,4 +1,4 @@
-"""L9 by a bank: whoever is killed and whenever, money is neither made nor lost, nor moved twice."""
+"""L9: a bank whose processes and database are killed never loses, creates or moves money twice."""
 
 import asyncio
 import json
@@ -15,26 +15,26 @@ from threading import Barrier, Lock
 
 import psycopg
 import pytest
-from bank_processes import (
-    PLACES,
+from psycopg_pool import PoolTimeout
+
+from coatcheck import AsyncEngine, Engine, Policy, StoreUnavailable
+from coatcheck.server.asgi import IdempotencyMiddleware
+from coatcheck.transactions.pool import SIZE
+from tests.support.servers import START_S_MAX, until
+from tests.support.servers.postgres import Postgres
+from tests.transactions.bank_processes import (
     PROCESSES,
-    Branch,
+    STEPS,
     Order,
     Pause,
     Reply,
+    ServerProcess,
     Stop,
-    Teller,
+    TransferProcess,
     example,
     key_header,
 )
-from idioms import SHOPS, Shop
-from psycopg_pool import PoolTimeout
-from servers import START_S_MAX, until
-from servers.postgres import Postgres
-
-from coatcheck import AsyncEngine, Engine, Policy, StoreUnavailable
-from coatcheck.lent.shelf import SIZE
-from coatcheck.server.asgi import IdempotencyMiddleware
+from tests.transactions.idioms import SHOPS, Shop
 
 NOWHERE = Stop("")
 
@@ -47,18 +47,18 @@ class Bank:
 
     def __init__(self, shop):
         self._shop = shop
-        self._tellers = []
+        self._processes = []
         for statement in (example.ACCOUNTS, example.TRANSFERS):
             shop.ask(statement)
         shop.ask("insert into accounts values (1, 100), (2, 100)")
 
-    def teller(self, stop=NOWHERE, amount=30):
+    def transfer_process(self, stop=NOWHERE, amount=30):
         order = Order(self._shop.kind, self._shop.store, self._shop.place, amount=amount)
-        self._tellers.append(Teller(order, stop))
-        return self._tellers[-1]
+        self._processes.append(TransferProcess(order, stop))
+        return self._processes[-1]
 
     def is_waited_in(self):
-        """Somebody waits for the lock of a record that somebody else has not yet committed."""
+        """A transaction waits for the lock of a record that another has not committed yet."""
         return self._shop.ask(
             "select pid from pg_locks join pg_stat_activity using (pid)"
             " where not granted and locktype = 'advisory' and query ~ 'coatcheck_records'"
@@ -71,8 +71,8 @@ class Bank:
         return balances, transfers, self._shop.records()
 
     def close(self):
-        for teller in self._tellers:
-            teller.end()
+        for transfer_process in self._processes:
+            transfer_process.end()
 
 
 UNTOUCHED = ([100, 100], [], 0)
@@ -102,23 +102,23 @@ class Database(Postgres):
 
 
 @pytest.mark.parametrize("kind", SHOPS)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", STEPS)
 def test_a_transfer_killed_at_any_step_is_made_once_by_its_retry(bank, place):
-    """L9: before the commit nothing remains of it, and after it all of it does."""
+    """L9: killed before the commit it leaves nothing, after it everything."""
     is_committed = place == "committed"
-    killed = bank.teller(Stop(place))
+    killed = bank.transfer_process(Stop(place))
     assert killed.reply() is None
     assert killed.process.exitcode == -SIGKILL
     assert bank.books() == (MOVED if is_committed else UNTOUCHED)
-    assert bank.teller().reply() == (AGAIN if is_committed else FIRST)
+    assert bank.transfer_process().reply() == (AGAIN if is_committed else FIRST)
     assert bank.books() == MOVED
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgres"])
 def test_a_refused_transfer_moves_nothing_and_stays_refused(bank):
     """L9."""
-    assert bank.teller(amount=101).reply() == Reply(402, is_replayed=False)
-    assert bank.teller(amount=101).reply() == Reply(402, is_replayed=True)
+    assert bank.transfer_process(amount=101).reply() == Reply(402, is_replayed=False)
+    assert bank.transfer_process(amount=101).reply() == Reply(402, is_replayed=True)
     assert bank.books() == ([100, 100], [], 1)
 
 
@@ -126,9 +126,9 @@ def test_a_refused_transfer_moves_nothing_and_stays_refused(bank):
 def test_a_duplicate_in_another_process_waits_for_the_row_and_replays(bank):
     """L9."""
     pause = Pause(PROCESSES.Event(), PROCESSES.Event())
-    first = bank.teller(Stop("written", pause))
+    first = bank.transfer_process(Stop("written", pause))
     assert pause.is_reached.wait(START_S_MAX)
-    second = bank.teller()
+    second = bank.transfer_process()
     until(bank.is_waited_in)
     assert bank.books() == UNTOUCHED
     pause.may_go_on.set()
@@ -141,9 +141,9 @@ def test_a_duplicate_in_another_process_waits_for_the_row_and_replays(bank):
 def test_a_duplicate_goes_on_where_the_one_it_waits_for_is_killed(bank):
     """L9."""
     pause = Pause(PROCESSES.Event(), PROCESSES.Event())
-    first = bank.teller(Stop("completed", pause))
+    first = bank.transfer_process(Stop("completed", pause))
     assert pause.is_reached.wait(START_S_MAX)
-    second = bank.teller()
+    second = bank.transfer_process()
     until(bank.is_waited_in)
     first.process.kill()
     assert second.reply() == FIRST
@@ -154,22 +154,22 @@ def test_a_duplicate_goes_on_where_the_one_it_waits_for_is_killed(bank):
 
 
 def test_a_database_killed_before_the_commit_has_moved_nothing(own):
-    """L9: what the client is told is that nobody knows; its retry is what settles it."""
+    """L9: the client gets a 503, because the outcome is unknown; its retry finds out."""
     with closing(Bank(Shop("postgres", own.url, own.url))) as bank:
         pause = Pause(PROCESSES.Event(), PROCESSES.Event())
-        first = bank.teller(Stop("completed", pause))
+        first = bank.transfer_process(Stop("completed", pause))
         assert pause.is_reached.wait(START_S_MAX)
         own.kill()
         pause.may_go_on.set()
         assert first.reply() == Reply(503, is_replayed=False)
         own.restart()
         assert bank.books() == UNTOUCHED
-        assert bank.teller().reply() == FIRST
+        assert bank.transfer_process().reply() == FIRST
         assert bank.books() == MOVED
 
 
 def test_connections_that_died_with_the_database_fail_nobody_afterwards(own):
-    """L9: one that is found dead tells of all that were kept."""
+    """L9: if one connection is dead, the pool closes all idle ones."""
     together = Barrier(SIZE, timeout=START_S_MAX)
     with Engine(own.url) as engine, ThreadPoolExecutor(SIZE) as threads:
         asked = [threads.submit(engine.transaction, str(n), together.wait) for n in range(SIZE)]
@@ -194,16 +194,16 @@ def test_async_connections_that_died_fail_nobody_afterwards(own):
     assert asyncio.run(do()) == "as before"
 
 
-def test_a_pool_that_has_none_to_lend_is_asked_once(tmp_path):
-    """L9: it has waited already, as long as its owner thinks right."""
+def test_a_pool_without_a_free_connection_is_asked_once(tmp_path):
+    """L9: the pool has waited already."""
     asked = []
 
-    def lend():
+    def connect():
         asked.append(1)
         raise PoolTimeout
 
     place = SHOPS["postgres"](tmp_path).store
-    with Engine(place, transactions=lend) as engine, pytest.raises(StoreUnavailable):
+    with Engine(place, transactions=connect) as engine, pytest.raises(StoreUnavailable):
         engine.transaction("rent", lambda: None, scope="s")
     assert asked == [1]
 
@@ -246,66 +246,66 @@ BALANCE = 100_000
 # Each transfer is sent by so many clients at once; so many are at work at the same time.
 TWINS = 2
 CLIENTS = 24
-BRANCHES = 3
-BRANCHES_KILLED = 12
+SERVERS = 3
+SERVERS_KILLED = 12
 DATABASE_KILLED = 2
 
 
-class City:
+class Deployment:
     """A bank with several servers and a database, all of which may be killed."""
 
     def __init__(self):
-        # Those that lock each other out are told soon, not after a second.
+        # Deadlocks are detected after 50 ms, not after a second.
         self.database = Database(deadlock_timeout="50ms")
-        self._branches = []
+        self._servers = []
         self._listening = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.port = self._listening.getsockname()[1]
         example.open_accounts(self.database.url, *[BALANCE] * ACCOUNTS)
-        for number in range(BRANCHES):
-            branch = Branch(self.database.url, self._listening, has_pool=bool(number % 2))
-            self._branches.append(branch)
+        for number in range(SERVERS):
+            server = ServerProcess(self.database.url, self._listening, has_pool=bool(number % 2))
+            self._servers.append(server)
 
-    def kill_branch(self):
-        branch = random.choice(self._branches)
-        branch.kill()
-        branch.start()
+    def kill_server(self):
+        server = random.choice(self._servers)
+        server.kill()
+        server.start()
 
     def kill_database(self, is_noticed):
-        """And a branch, which comes back when it does."""
-        branch = random.choice(self._branches)
+        """Kill the database and a server, and restart both when clients have noticed."""
+        server = random.choice(self._servers)
         self.database.kill()
-        branch.kill()
+        server.kill()
         until(is_noticed)
         self.database.restart()
-        branch.start()
+        server.start()
 
     def ask(self, statement):
         with psycopg.connect(self.database.url) as connection:
             return connection.execute(statement).fetchall()
 
     def close(self):
-        for branch in self._branches:
-            branch.kill()
+        for server in self._servers:
+            server.kill()
         self._listening.close()
         self.database.remove()
 
 
-class Crowd:
-    """Clients who ask again until they know; at some of their answers, something is killed."""
+class Clients:
+    """Clients that retry until they get an answer; after some answers, something is killed."""
 
-    def __init__(self, city):
+    def __init__(self, deployment):
         self.answers = defaultdict(set)
         self.failures = 0
-        self._city = city
+        self._deployment = deployment
         self._transfers = iter([order for order in orders() for _ in range(TWINS)])
-        deeds = [self._kill_database] * DATABASE_KILLED + [city.kill_branch] * BRANCHES_KILLED
+        deeds = [self._kill_database] * DATABASE_KILLED + [deployment.kill_server] * SERVERS_KILLED
         moments = random.sample(range(1, TRANSFERS * TWINS - CLIENTS), len(deeds))
         self._deeds = dict(zip(moments, deeds, strict=True))
         self._finals = count(1)
         self._mutex = Lock()
 
     def run(self):
-        """Until all is known, and everything was killed that was to be."""
+        """Run until every transfer has an answer and every kill has happened."""
         with ThreadPoolExecutor(CLIENTS) as clients, ThreadPoolExecutor(1) as killer:
             done = [clients.submit(self._be_client, killer) for _ in range(CLIENTS)]
             killed = [deed for client in done for deed in client.result()]
@@ -314,13 +314,15 @@ class Crowd:
         assert len(killed) == len(self._deeds)
 
     def _kill_database(self):
-        """And let it be dead until everybody has seen that."""
+        """Kill the database, until every client has seen an error."""
         noticed = self.failures + CLIENTS
-        self._city.kill_database(is_noticed=lambda: self.failures >= noticed)
+        self._deployment.kill_database(is_noticed=lambda: self.failures >= noticed)
 
     def _be_client(self, killer):
         killed = []
-        with closing(HTTPConnection("127.0.0.1", self._city.port, timeout=START_S_MAX)) as http:
+        with closing(
+            HTTPConnection("127.0.0.1", self._deployment.port, timeout=START_S_MAX)
+        ) as http:
             while (transfer := self._next()) is not None:
                 answer = self._send_until_final(http, *transfer)
                 with self._mutex:
@@ -363,19 +365,19 @@ def orders():
 
 def test_a_thousand_transfers_survive_whatever_is_killed():
     """L9: servers and the database at random moments, while two clients send every transfer."""
-    with closing(City()) as city:
-        crowd = Crowd(city)
-        crowd.run()
-        balances = dict(city.ask("select id, balance from accounts"))
-        transfers = city.ask("select * from transfers")
+    with closing(Deployment()) as deployment:
+        clients_ = Clients(deployment)
+        clients_.run()
+        balances = dict(deployment.ask("select id, balance from accounts"))
+        transfers = deployment.ask("select * from transfers")
     assert sum(balances.values()) == ACCOUNTS * BALANCE
-    assert Counter(key for key, *_ in transfers) == dict.fromkeys(crowd.answers, 1)
+    assert Counter(key for key, *_ in transfers) == dict.fromkeys(clients_.answers, 1)
     assert len(transfers) == TRANSFERS
     by_book = Counter(dict.fromkeys(balances, BALANCE))
     for _, source, target, amount in transfers:
         by_book[source] -= amount
         by_book[target] += amount
     assert balances == by_book
-    answers = list(crowd.answers.values())
+    answers = list(clients_.answers.values())
     assert [found for found in answers if len(found) > 1] == []
     assert {status for ((status, _),) in answers} == {201}

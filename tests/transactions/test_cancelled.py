@@ -1,4 +1,4 @@
-"""L9 for who is cancelled: the transaction is over and its connection back, at whatever moment."""
+"""L9: a cancelled caller leaves no open transaction and no lost connection, at whatever await."""
 
 import asyncio
 import sqlite3
@@ -11,12 +11,12 @@ import asyncpg
 import psycopg
 import pymysql
 import pytest
-from idioms import IDIOMS, SHOPS
-from servers import until
 
 from coatcheck import AsyncEngine, Policy, current_operation
-from coatcheck.engine import transaction_async
+from coatcheck.engine import transactions
 from coatcheck.errors import StoreUnavailable
+from tests.support.servers import until
+from tests.transactions.idioms import IDIOMS, SHOPS
 
 WAIT_S_MAX = 20.0
 
@@ -73,22 +73,22 @@ def idiom(request):
 
 @AGAIN
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # a driver's, for what it drops itself
-def test_who_is_cancelled_at_whatever_wait_leaves_the_key_and_the_connection_free(till, again):
-    """L9: record and effect agree, and the same key and another are served at once."""
+def test_a_caller_cancelled_at_any_await_leaves_the_key_and_the_connection_free(harness, again):
+    """L9: record and effect agree, and the same key can be used at once."""
 
     async def story():
         at, is_cancelled = 0, True
         while is_cancelled:
             at += 1
-            work = till.placing(f"k{at}", at)
+            work = harness.placing(f"k{at}", at)
             is_cancelled = await cancelled(work, at, again=again)
-            assert not till.engine.desk.under_way
-            assert await till.placing(f"k{at}", at) == {"number": at}
+            assert not harness.engine.attempts.in_transaction
+            assert await harness.placing(f"k{at}", at) == {"number": at}
         return at
 
-    at = till.done(story())
-    assert till.shop.orders() == list(range(1, at + 1))
-    assert till.shop.records() == at
+    at = harness.done(story())
+    assert harness.shop.orders() == list(range(1, at + 1))
+    assert harness.shop.records() == at
 
 
 # --- one connection, which is its owner's -----------------------------------------------------
@@ -155,7 +155,7 @@ async def place_one(number):
 @AGAIN
 @pytest.mark.parametrize("driver", KEPT)
 def test_a_connection_that_stays_its_owners_is_idle_afterwards(driver, again, tmp_path):
-    """L9: it can be lent again at once, whatever of ours was under way on it."""
+    """L9: it can be used again at once, whatever we were doing on it."""
     kind, connect = KEPT[driver]
     shop = SHOPS[kind](tmp_path)
     handler = place_one if driver.startswith("threads") else order
@@ -248,7 +248,7 @@ def test_who_is_cancelled_while_its_connection_goes_back_leaves_the_key(tmp_path
         async with asyncpg.create_pool(shop.place, min_size=1, max_size=1) as pool:
 
             @asynccontextmanager
-            async def lending():
+            async def acquiring():
                 async with pool.acquire() as connection:
                     try:
                         yield connection
@@ -256,7 +256,7 @@ def test_who_is_cancelled_while_its_connection_goes_back_leaves_the_key(tmp_path
                         returning.set()
                         await may_return.wait()
 
-            async with AsyncEngine(shop.store, transactions=lending) as engine:
+            async with AsyncEngine(shop.store, transactions=acquiring) as engine:
                 task = asyncio.ensure_future(engine.transaction("a", fail, scope="s"))
                 await returning.wait()
                 for _ in range(3 if again else 1):
@@ -265,7 +265,7 @@ def test_who_is_cancelled_while_its_connection_goes_back_leaves_the_key(tmp_path
                 may_return.set()
                 await asyncio.wait([task])
                 assert task.cancelled()
-                assert not engine.desk.under_way
+                assert not engine.attempts.in_transaction
                 assert await engine.transaction("a", seven, scope="s") == 7
 
     asyncio.run(asyncio.wait_for(story(), WAIT_S_MAX))
@@ -319,8 +319,8 @@ def insert(connection, number):
         cursor.execute("insert into orders values (%s)", (number,))
 
 
-def test_a_connection_is_not_lent_again_before_its_late_commit_is_over(tmp_path):
-    """L9: else it would commit half of what somebody else does there."""
+def test_a_connection_is_not_given_back_before_its_late_commit_has_ended(tmp_path):
+    """L9: otherwise it would commit half of the next operation."""
     shop = SHOPS["mysql"](tmp_path)
     pool = OneOnly(Far(**shop.place))
 
@@ -346,7 +346,7 @@ def test_a_connection_is_not_lent_again_before_its_late_commit_is_over(tmp_path)
 
 def test_who_is_cancelled_does_not_wait_for_ever_for_a_silent_server(tmp_path, monkeypatch):
     """D2: the key is free then, and the connection goes back when the driver is done with it."""
-    monkeypatch.setattr(transaction_async, "END_S_MAX", 0.05)
+    monkeypatch.setattr(transactions, "ROLLBACK_S_MAX", 0.05)
     shop = SHOPS["mysql"](tmp_path)
     pool = OneOnly(Far(**shop.place))
 
@@ -358,7 +358,7 @@ def test_who_is_cancelled_does_not_wait_for_ever_for_a_silent_server(tmp_path, m
             task.cancel()
             await asyncio.wait([task])
             assert task.cancelled()
-            assert not engine.desk.under_way
+            assert not engine.attempts.in_transaction
             assert not pool.is_back()
             pool.kept.may_commit.set()
             await asyncio.to_thread(until, pool.is_back)
@@ -378,20 +378,20 @@ def test_a_connection_that_comes_too_late_goes_back_at_once(tmp_path):
         async with AsyncEngine(shop.store, transactions=pool) as engine:
             await engine.transaction("w", seven, scope="s")
             asked = threading.Event()
-            lend = pool.connection
+            connect = pool.connection
 
-            def lending():
+            def acquiring():
                 asked.set()
-                return lend()
+                return connect()
 
             with pool.room:
-                work = engine.transaction("a", seven, scope="s", connection=lending)
+                work = engine.transaction("a", seven, scope="s", connection=acquiring)
                 task = asyncio.ensure_future(work)
                 await asyncio.to_thread(asked.wait, WAIT_S_MAX)
                 task.cancel()
                 await asyncio.wait([task])
                 assert task.cancelled()
-                assert not engine.desk.under_way
+                assert not engine.attempts.in_transaction
             assert await engine.transaction("a", seven, scope="s") == 7
 
     asyncio.run(story())

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from idioms import SHOPS, django_settings
+
+from tests.transactions.idioms import SHOPS, django_settings
 
 SITE = Path(__file__).with_name("django_site.py")
 IS_ATOMIC = pytest.mark.parametrize("is_atomic", [False, True], ids=["plain", "atomic"])

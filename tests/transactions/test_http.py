@@ -11,13 +11,13 @@ import sqlalchemy as sa
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, StreamingResponse
 from flask import Flask, jsonify
-from idioms import SHOPS, alchemy_url, django_lends
 from sqlalchemy import orm
 
 from coatcheck import AsyncEngine, Engine, Policy, current_operation
 from coatcheck.errors import Misconfigured
 from coatcheck.server.fastapi import CurrentOperation, IdempotencyMiddleware, idempotent
 from coatcheck.server.wsgi import IdempotencyMiddleware as WsgiMiddleware
+from tests.transactions.idioms import SHOPS, alchemy_url, django_source
 
 KEY = {"Idempotency-Key": "order-1"}
 
@@ -151,7 +151,7 @@ def test_a_commit_that_nobody_has_heard_of_is_a_503_with_the_same_key(shop, site
     assert first.status_code == 503
     assert first.json()["code"] == "store-unavailable"
     assert first.json()["retry"] == "same-key"
-    assert "committed cannot be told" in first.json()["detail"]
+    assert "not known whether the work of this request is committed" in first.json()["detail"]
     assert (second.status_code, shop.orders()) == (201, [1])
 
 
@@ -307,7 +307,7 @@ def test_a_response_too_large_to_keep_is_committed_before_it_streams(shop, site)
 
 
 def test_without_its_database_nothing_runs_and_the_client_is_told(shop, site):
-    """D2: nobody can lend, so nothing is claimed and nothing runs."""
+    """D2: no connection can be opened, so nothing is claimed and nothing runs."""
     runs = []
 
     async def place(operation: CurrentOperation):
@@ -508,7 +508,7 @@ def test_django_commits_its_own_connection_behind_wsgi(kind, tmp_path):
     from django.db import transaction
 
     shop = SHOPS[kind](tmp_path)
-    connection, close = django_lends(shop)
+    connection, close = django_source(shop)
 
     def view(_environ, start_response):
         with transaction.atomic(using=connection.alias), connection.cursor() as cursor:

@@ -1,4 +1,4 @@
-"""L9 for who lends to an async engine: what may block is called in a thread, and nothing else."""
+"""L9: sources of an async engine that may block are called in a thread, and no others."""
 
 import asyncio
 import threading
@@ -12,14 +12,14 @@ import asyncpg
 import psycopg
 import pytest
 import sqlalchemy as sa
-from idioms import SHOPS, alchemy_url, async_engine
 from psycopg_pool import AsyncConnectionPool
 from sqlalchemy import orm
 from sqlalchemy.ext.asyncio import async_sessionmaker
 
 from coatcheck import AsyncEngine
 from coatcheck.errors import Misconfigured, StoreUnavailable
-from coatcheck.lent.source import source_of
+from coatcheck.transactions.sources import connection_source
+from tests.transactions.idioms import SHOPS, alchemy_url, async_engine
 
 WHO = ContextVar("WHO", default="nobody")
 
@@ -35,14 +35,14 @@ async def seven():
 
 
 async def served(shop, source, times=2):
-    """Serve that often with what *source* lends."""
+    """Run operations on connections of *source*."""
     async with AsyncEngine(shop.store, transactions=source) as engine:
         for number in range(times):
             assert await engine.transaction(f"{number}", seven, scope="s") == 7
 
 
 class Calls:
-    """Remembers which threads are in it."""
+    """Records the threads of its calls."""
 
     def __init__(self):
         self.threads = []
@@ -59,25 +59,25 @@ class Calls:
 
 @pytest.mark.parametrize("is_manager", [False, True])
 def test_a_function_that_connects_is_called_in_a_thread(shop, is_manager):
-    """D2: a far server holds up nobody else."""
+    """D2: a slow server does not block the event loop."""
     calls = Calls()
 
-    def lend():
+    def connect():
         calls.note()
         return shop.connect()
 
     @contextmanager
-    def lending():
-        with lend() as connection:
+    def acquiring():
+        with connect() as connection:
             yield connection
 
-    asyncio.run(served(shop, lending if is_manager else lend))
+    asyncio.run(served(shop, acquiring if is_manager else connect))
     assert calls.on_loop() == [False, False]
 
 
 @pytest.mark.parametrize("make", [lambda engine: engine, orm.sessionmaker, orm.Session])
 def test_an_engine_of_sqlalchemys_is_asked_in_a_thread(shop, make):
-    """D2: where its pool is empty it waits for a connection."""
+    """D2: it may wait for a free connection."""
     calls = Calls()
     alchemy = sa.create_engine(alchemy_url(shop, "psycopg"), pool_size=1, max_overflow=0)
     sa.event.listen(alchemy, "checkout", calls.note)
@@ -87,7 +87,7 @@ def test_an_engine_of_sqlalchemys_is_asked_in_a_thread(shop, make):
 
 
 def test_an_empty_pool_does_not_hold_up_the_event_loop(shop):
-    """D2: who has the connection can go on, and gives it back."""
+    """D2: the operation that has the connection can finish and give it back."""
     url = alchemy_url(shop, "psycopg")
     alchemy = sa.create_engine(url, pool_size=1, max_overflow=0, pool_timeout=60)
 
@@ -105,31 +105,31 @@ def test_an_empty_pool_does_not_hold_up_the_event_loop(shop):
     alchemy.dispose()
 
 
-def test_who_lends_knows_who_asks(shop):
-    """L9: a connection of the request's, say, which is in its context."""
+def test_a_source_runs_in_the_context_of_its_caller(shop):
+    """L9: it may look up the connection of the current request there."""
     seen = []
 
-    def lend():
+    def connect():
         seen.append(WHO.get())
         return shop.connect()
 
     async def main():
         WHO.set("Ada")
-        await served(shop, lend)
+        await served(shop, connect)
 
     asyncio.run(main())
     assert seen == ["Ada", "Ada"]
 
 
-def test_who_cannot_lend_says_so_from_its_thread(shop):
-    """D2: an error is an error, and not taken for something else."""
+def test_errors_of_a_source_in_a_thread_reach_the_caller(shop):
+    """D2: with their own message."""
 
-    def lend():
+    def connect():
         raise RuntimeError("the pool is closed")
 
     with pytest.raises(StoreUnavailable, match="the pool is closed"):
-        asyncio.run(served(shop, lend))
-    with pytest.raises(Misconfigured, match="no connection that is known here"):
+        asyncio.run(served(shop, connect))
+    with pytest.raises(Misconfigured, match="is not a supported connection"):
         asyncio.run(served(shop, lambda: "a string"))
 
 
@@ -179,8 +179,8 @@ class Callee:
     ],
 )
 def test_what_is_async_by_its_declaration_is_called_on_the_event_loop(given):
-    """L9: it is known before it is called."""
-    assert source_of(given).is_async
+    """L9: that is known before the call."""
+    assert connection_source(given).is_async
 
 
 def test_pools_of_async_drivers_are_called_on_the_event_loop(shop, tmp_path):
@@ -195,9 +195,9 @@ def test_pools_of_async_drivers_are_called_on_the_event_loop(shop, tmp_path):
             async_engine(shop, "asyncpg"),
             await asyncmy.create_pool(**{**place, "db": place.pop("database")}, minsize=0),
         ]
-        assert [source_of(pool).is_async for pool in pools] == [True] * 4
-        assert source_of(pools[0].acquire).is_async
-        assert source_of(pools[1].connection).is_async
+        assert [connection_source(pool).is_async for pool in pools] == [True] * 4
+        assert connection_source(pools[0].acquire).is_async
+        assert connection_source(pools[1].connection).is_async
         await pools[0].close()
         pools[3].close()
         await pools[3].wait_closed()
@@ -206,35 +206,35 @@ def test_pools_of_async_drivers_are_called_on_the_event_loop(shop, tmp_path):
 
 
 def test_a_plain_function_that_gives_something_async_is_then_called_on_the_event_loop(shop):
-    """L9: what it is nobody knows before; from then on it costs no thread."""
+    """L9: only the first call takes a thread."""
     calls = Calls()
 
     async def main():
         async with asyncpg.create_pool(shop.place, min_size=1, max_size=1) as pool:
 
-            def lend():
+            def connect():
                 calls.note()
                 return pool.acquire()
 
-            await served(shop, lend, times=3)
+            await served(shop, connect, times=3)
 
     asyncio.run(main())
     assert calls.on_loop() == [False, True, True]
 
 
 def test_a_plain_function_that_asks_for_the_event_loop_has_it(shop):
-    """L9: an application with a pool for each of them."""
+    """L9: as an application with one pool per event loop does."""
     calls = Calls()
 
     async def main():
         async with asyncpg.create_pool(shop.place, min_size=1, max_size=1) as pool:
             pools = {asyncio.get_running_loop(): pool}
 
-            def lend():
+            def connect():
                 calls.note()
                 return pools[asyncio.get_running_loop()].acquire()
 
-            await served(shop, lend)
+            await served(shop, connect)
 
     asyncio.run(main())
     assert calls.on_loop() == [False, True, True]
@@ -244,26 +244,26 @@ def test_what_an_async_function_makes_may_be_sync(tmp_path):
     """L9: it is used in threads, like any other."""
     shop = SHOPS["sqlite"](tmp_path)
 
-    async def lend():
+    async def connect():
         return shop.connect()
 
-    asyncio.run(served(shop, lend))
+    asyncio.run(served(shop, connect))
     assert shop.records() == 2
 
 
 def test_a_connection_of_no_known_kind_goes_back(shop):
-    """L9: who lends something else is told so, and gets it back."""
+    """L9: an object that is no connection is refused and given back."""
     left = []
 
     @asynccontextmanager
-    async def lend():
+    async def connect():
         try:
             yield "a string"
         finally:
             left.append(1)
 
-    with pytest.raises(Misconfigured, match="no connection that is known here"):
-        asyncio.run(served(shop, lend))
+    with pytest.raises(Misconfigured, match="is not a supported connection"):
+        asyncio.run(served(shop, connect))
     assert left == [1]
 
 

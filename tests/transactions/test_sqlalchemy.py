@@ -6,14 +6,14 @@ from contextlib import closing
 import pytest
 import sqlalchemy as sa
 from flask import Flask, jsonify
-from idioms import SHOPS, Base, Order, alchemy_url, async_engine
 from sqlalchemy import orm
 from sqlalchemy.ext.asyncio import async_scoped_session, async_sessionmaker
 
 from coatcheck import AsyncEngine, Engine, Policy, current_operation
 from coatcheck.errors import Misconfigured
-from coatcheck.lent import lent_by
 from coatcheck.server.wsgi import IdempotencyMiddleware
+from coatcheck.transactions import adapter_for
+from tests.transactions.idioms import SHOPS, Base, Order, alchemy_url, async_engine
 
 DRIVERS = {"sqlite": "pysqlite", "postgres": "psycopg", "mysql": "pymysql"}
 ASYNC_DRIVERS = {"sqlite": "aiosqlite", "postgres": "asyncpg", "mysql": "asyncmy"}
@@ -57,8 +57,8 @@ async def write_async(number):
     return number
 
 
-def lent(shop, transactions, work=put, number=1):
-    """What *work* comes to, on what *transactions* lend, and on another node after that."""
+def run(shop, transactions, work=put, number=1):
+    """The results of *work* on connections of *transactions*, first and as a replay on another node."""
     ends = []
     for _ in range(2):
         with Engine(shop.store, transactions=transactions) as engine:
@@ -66,15 +66,15 @@ def lent(shop, transactions, work=put, number=1):
     return ends
 
 
-def lent_async(shop, make, work=put_async):
-    """The same for event loops, on what *make* lends of an engine of SQLAlchemy's."""
+def run_async(shop, make, work=put_async):
+    """The same for event loops; *make* makes the source from an engine of SQLAlchemy."""
 
     async def main():
         engine, ends = async_engine(shop, ASYNC_DRIVERS[shop.kind]), []
         try:
             for _ in range(2):
-                async with AsyncEngine(shop.store, transactions=make(engine)) as door:
-                    ends.append(await door.transaction("a", work, 1, scope="orders"))
+                async with AsyncEngine(shop.store, transactions=make(engine)) as guard:
+                    ends.append(await guard.transaction("a", work, 1, scope="orders"))
             return ends, engine.pool.checkedout()
         finally:
             await engine.dispose()
@@ -96,9 +96,9 @@ def test_what_commits_by_itself_is_refused_and_writes_nothing(kind, way, tmp_pat
     """L9: what the handler writes there is committed before its record."""
     shop = SHOPS[kind](tmp_path)
     engine = sa.create_engine(alchemy_url(shop, DRIVERS[kind]), **BY_THEMSELVES[way])
-    for lends in (engine, orm.sessionmaker(engine)):
-        with pytest.raises(Misconfigured, match="commits by itself"):
-            lent(shop, lends, write)
+    for source in (engine, orm.sessionmaker(engine)):
+        with pytest.raises(Misconfigured, match="in AUTOCOMMIT mode"):
+            run(shop, source, write)
     engine.dispose()
     assert (shop.orders(), shop.records()) == ([], 0)
 
@@ -107,8 +107,8 @@ def test_what_commits_by_itself_is_refused_and_writes_nothing(kind, way, tmp_pat
 def test_an_event_loop_is_refused_what_commits_by_itself_too(kind, tmp_path):
     """L9."""
     shop = SHOPS[kind](tmp_path)
-    with pytest.raises(Misconfigured, match="commits by itself"):
-        lent_async(shop, lambda engine: engine.execution_options(isolation_level="AUTOCOMMIT"))
+    with pytest.raises(Misconfigured, match="in AUTOCOMMIT mode"):
+        run_async(shop, lambda engine: engine.execution_options(isolation_level="AUTOCOMMIT"))
     assert (shop.orders(), shop.records()) == ([], 0)
 
 
@@ -128,7 +128,7 @@ def test_sqlite_may_begin_as_sqlalchemy_recommends_it(tmp_path, word, make):
     shop = SHOPS["sqlite"](tmp_path)
     engine = sa.create_engine(alchemy_url(shop, "pysqlite"))
     begins_by_event(engine, word)
-    assert lent(shop, make(engine), write) == [1, 1]
+    assert run(shop, make(engine), write) == [1, 1]
     engine.dispose()
     assert (shop.orders(), shop.records()) == ([1], 1)
 
@@ -147,15 +147,15 @@ def test_an_event_loop_may_begin_as_sqlalchemy_recommends_it_too(tmp_path, word,
             heard.append(engine)
         return make(engine)
 
-    assert lent_async(shop, begun, write_async) == ([1, 1], 0)
+    assert run_async(shop, begun, write_async) == ([1, 1], 0)
     assert (shop.orders(), shop.records()) == ([1], 1)
 
 
 # --- sessions of a thread or a task -----------------------------------------------------------
 
 
-def test_a_scoped_session_is_lent_as_the_session_behind_it(shop, alchemy):
-    """L9: which is there for whoever asks in its thread, and gone in the end."""
+def test_of_a_scoped_session_the_session_in_its_scope_is_used(shop, alchemy):
+    """L9: it is in its scope while the handler runs, and removed at the end."""
     sessions = orm.scoped_session(orm.sessionmaker(alchemy()))
 
     def work(number):
@@ -163,21 +163,21 @@ def test_a_scoped_session_is_lent_as_the_session_behind_it(shop, alchemy):
         sessions.add(Order(number=number))
         return number
 
-    assert lent(shop, sessions, work) == [1, 1]
+    assert run(shop, sessions, work) == [1, 1]
     assert not sessions.registry.has()
     assert (shop.orders(), shop.records()) == ([1], 1)
 
 
 def test_a_scoped_session_that_was_there_before_stays(shop, alchemy):
-    """What its owner has read there is not taken away."""
+    """L9: it may hold objects of the application."""
     sessions = orm.scoped_session(orm.sessionmaker(alchemy()))
     session = sessions()
-    assert lent(shop, sessions) == [1, 1]
+    assert run(shop, sessions) == [1, 1]
     assert sessions() is session
     sessions.remove()
 
 
-def test_a_site_that_removes_its_session_after_each_request_may_lend_it(shop, alchemy):
+def test_a_site_may_remove_its_scoped_session_after_each_request(shop, alchemy):
     """L9: as Flask's own handbook has it, before the response has left; so before our commit."""
     sessions = orm.scoped_session(orm.sessionmaker(alchemy(pool_size=1, max_overflow=0)))
     app, runs = Flask(__name__), []
@@ -200,13 +200,13 @@ def test_a_site_that_removes_its_session_after_each_request_may_lend_it(shop, al
     assert (runs, shop.orders(), shop.records()) == ([1, 1], [1], 1)
 
 
-def test_an_async_scoped_session_is_lent_as_the_session_behind_it(shop):
+def test_of_an_async_scoped_session_the_session_in_its_scope_is_used(shop):
     """L9."""
 
     def make(engine):
         return async_scoped_session(async_sessionmaker(engine), asyncio.current_task)
 
-    assert lent_async(shop, make) == ([1, 1], 0)
+    assert run_async(shop, make) == ([1, 1], 0)
     assert (shop.orders(), shop.records()) == ([1], 1)
 
 
@@ -216,10 +216,10 @@ def test_an_async_scoped_session_is_gone_whoever_undoes_it(shop):
     async def main():
         engine = async_engine(shop, ASYNC_DRIVERS[shop.kind])
         scoped = async_scoped_session(async_sessionmaker(engine), asyncio.current_task)
-        lent = lent_by(scoped)
+        adapter = adapter_for(scoped)
         try:
-            await lent.start()
-            await asyncio.create_task(lent.rollback())
+            await adapter.start()
+            await asyncio.create_task(adapter.rollback())
             return scoped.registry.registry, engine.pool.checkedout()
         finally:
             await engine.dispose()
@@ -245,23 +245,23 @@ def test_a_scoped_session_of_threads_is_refused_on_an_event_loop(shop, alchemy):
 
 def test_a_session_that_does_not_begin_by_itself_is_begun(shop, alchemy):
     """L9."""
-    assert lent(shop, orm.sessionmaker(alchemy(), autobegin=False)) == [1, 1]
+    assert run(shop, orm.sessionmaker(alchemy(), autobegin=False)) == [1, 1]
     assert (shop.orders(), shop.records()) == ([1], 1)
 
 
 def test_an_async_session_that_does_not_begin_by_itself_is_begun(shop):
     """L9."""
-    ends = lent_async(shop, lambda engine: async_sessionmaker(engine, autobegin=False))
+    ends = run_async(shop, lambda engine: async_sessionmaker(engine, autobegin=False))
     assert ends == ([1, 1], 0)
     assert (shop.orders(), shop.records()) == ([1], 1)
 
 
 def test_a_session_with_several_databases_is_refused_unless_one_is_its_own(shop, alchemy):
-    """S3: nobody can tell which of them has the records."""
+    """S3: we cannot know which of them has the records."""
     engine = alchemy()
-    with pytest.raises(Misconfigured, match="give it bind="):
-        lent(shop, orm.sessionmaker(binds={Base: engine}))
-    assert lent(shop, orm.sessionmaker(engine, binds={Base: engine})) == [1, 1]
+    with pytest.raises(Misconfigured, match="create it with bind="):
+        run(shop, orm.sessionmaker(binds={Base: engine}))
+    assert run(shop, orm.sessionmaker(engine, binds={Base: engine})) == [1, 1]
     assert (shop.orders(), shop.records()) == ([1], 1)
 
 
@@ -277,8 +277,8 @@ def test_a_savepoint_that_is_left_open_is_committed_with_the_rest(shop, alchemy,
         connection.begin_nested()
         return write(number + 1)
 
-    lends = orm.sessionmaker(engine) if is_session else engine
-    assert lent(shop, lends, nested) == [2, 2]
+    source = orm.sessionmaker(engine) if is_session else engine
+    assert run(shop, source, nested) == [2, 2]
     assert (shop.orders(), shop.records()) == ([1, 2], 1)
 
 
@@ -291,7 +291,7 @@ def test_a_savepoint_of_an_async_session_may_be_left_open_too(shop):
         session.add(Order(number=number))
         return number
 
-    assert lent_async(shop, async_sessionmaker, nested) == ([1, 1], 0)
+    assert run_async(shop, async_sessionmaker, nested) == ([1, 1], 0)
     assert (shop.orders(), shop.records()) == ([1], 1)
 
 
@@ -306,14 +306,14 @@ def test_a_savepoint_that_was_left_open_and_broken_undoes_everything(shop, alche
         return number
 
     with pytest.raises(sa.exc.IntegrityError):
-        lent(shop, orm.sessionmaker(alchemy()), broken)
+        run(shop, orm.sessionmaker(alchemy()), broken)
     assert (shop.orders(), shop.records()) == ([1], 0)
 
 
-def test_what_was_lent_is_as_it_was_before(shop, alchemy):
+def test_a_session_is_left_as_it_was_before(shop, alchemy):
     """A session that stays its owner's can be closed by him, and used again."""
     sessions = orm.scoped_session(orm.sessionmaker(alchemy()))
     with closing(sessions()) as session:
-        assert lent(shop, sessions) == [1, 1]
+        assert run(shop, sessions) == [1, 1]
         assert "close" not in vars(session)
     sessions.remove()

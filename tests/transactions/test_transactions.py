@@ -1,4 +1,4 @@
-"""L9: what a transaction of somebody else's connection must withstand, on real databases."""
+"""L9: what a transaction on the application's connection must withstand, on real databases."""
 
 import asyncio
 import os
@@ -13,16 +13,14 @@ import asyncpg
 import psycopg
 import pytest
 import sqlalchemy as sa
-from idioms import SHOPS, Order, Shop, Till, alchemy_url, async_engine, idiom_called
 from psycopg_pool import ConnectionPool
-from servers.pgbouncer import Pgbouncer
-from servers.postgres import Postgres, postgres
 from sqlalchemy import orm
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from coatcheck import AsyncEngine, Engine, KeyRing, Policy, current_operation
+from coatcheck.core.lifecycle import ClaimRequest, first_attempt
 from coatcheck.core.record import GONE, IN_DOUBT, STATE_NAMES, Swap
-from coatcheck.core.serve import Ticket, first_attempt
+from coatcheck.engine.transactions import OperationTransaction, ThreadAccess
 from coatcheck.errors import (
     KeyBusy,
     Misconfigured,
@@ -31,12 +29,23 @@ from coatcheck.errors import (
     StoreUnavailable,
 )
 from coatcheck.stores import Query, open_store
+from tests.support.servers.pgbouncer import Pgbouncer
+from tests.support.servers.postgres import Postgres, postgres
+from tests.transactions.idioms import (
+    SHOPS,
+    Harness,
+    Order,
+    Shop,
+    alchemy_url,
+    async_engine,
+    idiom_called,
+)
 
 WAIT_S_MAX = 20.0
 PATIENT = Policy(mode="transaction", wait="20s")
 HASTY = Policy(mode="transaction", wait="1s")
 PROMPT = Policy(mode="transaction", wait="0s")
-TICKET = Ticket(b"i" * 16, b"f" * 16, 1_800_000_000_000, 7)
+TICKET = ClaimRequest(b"i" * 16, b"f" * 16, 1_800_000_000_000, 7)
 
 
 @pytest.fixture(params=["sqlite", "postgres", "mysql"])
@@ -143,8 +152,8 @@ def test_a_duplicate_elsewhere_runs_after_the_first_was_undone(kind, tmp_path, o
 
 
 @pytest.mark.parametrize("kind", ["postgres", "mysql"])
-def test_who_has_waited_long_enough_is_told_that_it_is_running(kind, tmp_path, open_engine):
-    """L4: nobody waits for a row longer than the policy says."""
+def test_a_duplicate_that_has_waited_long_enough_is_refused_as_busy(kind, tmp_path, open_engine):
+    """L4: it waits for the row no longer than the policy says."""
     shop = SHOPS[kind](tmp_path)
     first, second = open_engine(shop, PATIENT), open_engine(shop, HASTY)
     began, may_end = threading.Event(), threading.Event()
@@ -282,8 +291,8 @@ def test_the_handlers_own_statements_wait_as_they_always_did(shop, open_engine):
         return connection
 
     assert open_engine(shop, HASTY).transaction("a", lock_timeout) == "0"
-    lent = open_engine(shop, HASTY, transactions=hurried)
-    assert lent.transaction("b", lock_timeout) == "7s"
+    engine = open_engine(shop, HASTY, transactions=hurried)
+    assert engine.transaction("b", lock_timeout) == "7s"
 
 
 def test_duplicates_in_one_process_take_one_connection_in_all(shop, open_engine):
@@ -300,7 +309,7 @@ def test_duplicates_in_one_process_take_one_connection_in_all(shop, open_engine)
             all_of_them = [
                 threads.submit(engine.transaction, "a", slow, 1, scope="orders") for _ in range(8)
             ]
-            until(lambda: any(map(engine.desk.line.length, engine.desk.under_way)))
+            until(lambda: any(map(engine.attempts.waiters.count, engine.attempts.in_transaction)))
             may_end.set()
             assert [one.result() for one in all_of_them] == [1] * 8
     assert shop.orders() == [1]
@@ -323,7 +332,11 @@ def test_who_stood_in_line_runs_when_the_first_was_undone(anywhere, open_engine)
         all_of_them = [
             threads.submit(engine.transaction, "a", fail_once, 1, scope="orders") for _ in range(4)
         ]
-        until(lambda: any(engine.desk.line.length(id) == 3 for id in engine.desk.under_way))
+        until(
+            lambda: any(
+                engine.attempts.waiters.count(id) == 3 for id in engine.attempts.in_transaction
+            )
+        )
         may_end.set()
         ends = [one.exception() or one.result() for one in all_of_them]
     assert sorted(map(str, ends)) == ["1", "1", "1", "no"]
@@ -351,14 +364,14 @@ def test_a_transaction_longer_than_its_lease_is_waited_for(shop):
 
 
 def test_what_nobody_has_committed_yet_is_nothing_to_go_by(shop, open_engine):
-    """L9: who stands in line behind a claim that waited in vain looks for itself."""
+    """L9: a request that waits for a claim that waited in vain reads the store itself."""
     engine = open_engine(shop, PATIENT)
     told = []
     claim = first_attempt(TICKET, PATIENT, GONE, TICKET.now_ms)
-    within = engine.within()
-    assert within._enter(claim) is None
-    engine.desk.line.join(claim.id, told.append, 1)
-    within._leave(claim._replace(nonce=-1))
+    transaction = OperationTransaction(engine.attempts, engine.database(), ThreadAccess())
+    assert transaction._enter(claim) is None
+    engine.attempts.waiters.join(claim.id, told.append, 1)
+    transaction._leave(claim._replace(nonce=-1))
     assert [record.version for record in told] == [0]
 
 
@@ -396,33 +409,33 @@ def test_a_server_that_ends_the_session_is_an_outage_and_no_more(shop, open_engi
         engine.transaction("a", lose, 1, scope="orders")
     assert shop.orders() == []
     assert engine.transaction("a", place, 1, scope="orders") == 1
-    # One that dies while it lies on the shelf is noticed by who takes it, and exchanged.
+    # A connection that dies while it is idle in the pool is replaced when it is used.
     own = "application_name = 'coatcheck' and state = 'idle'"
     shop.ask(f"select pg_terminate_backend(pid) from pg_stat_activity where {own}")
     assert engine.transaction("b", place, 2, scope="orders") == 2
     assert shop.orders() == [1, 2]
 
 
-def test_who_waits_for_a_sync_connection_does_not_keep_others_from_giving_theirs_back(shop):
+def test_waiting_for_a_sync_connection_does_not_block_giving_one_back(shop):
     """D2: an event loop with a pool of four, and more at a time than there are threads."""
 
     async def put(number):
         await asyncio.to_thread(place, number)
         return number
 
-    async def crowd(engine):
+    async def many(engine):
         asked = (engine.transaction(f"key-{n}", put, n, scope="orders") for n in range(64))
         return await asyncio.gather(*asked, return_exceptions=True)
 
     async def story(pool):
         async with AsyncEngine(shop.store, transactions=pool) as engine:
-            return await crowd(engine)
+            return await many(engine)
 
     with ConnectionPool(shop.place, min_size=4, max_size=4, timeout=4) as pool:
         assert asyncio.run(story(pool)) == list(range(64))
 
 
-def test_who_waits_for_a_lock_in_a_thread_does_not_keep_its_holder_from_committing(tmp_path):
+def test_waiting_for_a_lock_in_a_thread_does_not_block_the_commit_of_its_holder(tmp_path):
     """L9, D2: one file, more claims at a time than there are threads, and all of them commit."""
     shop = SHOPS["sqlite"](tmp_path)
 
@@ -435,20 +448,14 @@ def test_who_waits_for_a_lock_in_a_thread_does_not_keep_its_holder_from_committi
     assert shop.orders() == list(range(60))
 
 
-# What we say goes our own way where a session may keep it, and else the driver's.
-BOTH_WAYS = pytest.mark.parametrize("threshold", [5, None])
+def session_pid():
+    """The process id of this session's server process."""
+    return current_operation().connection.info.backend_pid
 
 
-def told(threshold=5):
-    """Which session of PostgreSQL this is; it is set to *threshold*."""
-    connection = current_operation().connection
-    connection.prepare_threshold = threshold
-    return connection.info.backend_pid
-
-
-async def told_async():
+async def session_pid_async():
     """The same for event loops."""
-    return told()
+    return session_pid()
 
 
 @contextmanager
@@ -469,16 +476,15 @@ def own():
     server.remove()
 
 
-@BOTH_WAYS
-def test_a_server_that_falls_silent_is_not_waited_for_for_ever(own, open_engine, threshold):
+def test_a_server_that_falls_silent_is_not_waited_for_for_ever(own, open_engine):
     """D2: nothing has run yet, so the claim is refused as it is in record mode."""
     engine = open_engine(Shop("postgres", own, own), HASTY)
-    pid = engine.transaction("a", told, threshold, scope="orders")
-    with ThreadPoolExecutor(1) as threads, silent(pid):  # the session that lies on the shelf
-        asked = threads.submit(engine.transaction, "b", told, scope="orders")
+    pid = engine.transaction("a", session_pid, scope="orders")
+    with ThreadPoolExecutor(1) as threads, silent(pid):  # the session that is idle in the pool
+        asked = threads.submit(engine.transaction, "b", session_pid, scope="orders")
         error = asked.exception(WAIT_S_MAX / 2)  # raises, where it still waits
     assert isinstance(error, StoreUnavailable)
-    assert engine.transaction("b", told, scope="orders") != pid
+    assert engine.transaction("b", session_pid, scope="orders") != pid
 
 
 def test_an_event_loop_does_not_wait_for_a_silent_server_either(own):
@@ -486,23 +492,21 @@ def test_an_event_loop_does_not_wait_for_a_silent_server_either(own):
 
     async def story():
         async with AsyncEngine(own, HASTY) as engine:
-            pid = await engine.transaction("a", told_async, scope="orders")
+            pid = await engine.transaction("a", session_pid_async, scope="orders")
             with silent(pid):
-                asked = engine.transaction("b", told_async, scope="orders")
+                asked = engine.transaction("b", session_pid_async, scope="orders")
                 with pytest.raises(StoreUnavailable):
                     await asyncio.wait_for(asked, WAIT_S_MAX / 2)
-            assert await engine.transaction("b", told_async, scope="orders") != pid
+            assert await engine.transaction("b", session_pid_async, scope="orders") != pid
 
     asyncio.run(story())
 
 
-@BOTH_WAYS
-def test_what_the_handler_says_may_take_as_long_as_it_takes(shop, open_engine, threshold):
-    """L9: the limit is for what we say ourselves, in whichever way we say it."""
+def test_statements_of_the_handler_have_no_time_limit_of_ours(shop, open_engine):
+    """L9: the limit is for our own statements."""
     engine = open_engine(Shop(shop.kind, f"{shop.store}&timeout=200ms", shop.place), PROMPT)
 
     def slow(number):
-        assert told(threshold)
         current_operation().connection.execute("select pg_sleep(0.5)")
         return place(number)
 
@@ -510,27 +514,25 @@ def test_what_the_handler_says_may_take_as_long_as_it_takes(shop, open_engine, t
         assert engine.transaction(f"{number}", slow, number, scope="orders") == number
 
 
-@BOTH_WAYS
-def test_a_session_that_was_idle_for_too_long_is_exchanged(shop, open_engine, threshold):
-    """D2: what `idle_session_timeout` has ended on the shelf fails nobody."""
+def test_a_session_that_was_idle_for_too_long_is_exchanged(shop, open_engine):
+    """D2: the server has ended it by `idle_session_timeout`; no operation fails."""
     role = f"idler_{shop.store.rpartition('_')[2]}"
     shop.ask(f"create role {role} login superuser")
     shop.ask(f"alter role {role} set idle_session_timeout = '100ms'")
     url = shop.store.replace("postgres@", f"{role}@")
     engine = open_engine(Shop(shop.kind, url, url))
-    pid = engine.transaction("a", told, threshold, scope="orders")
+    pid = engine.transaction("a", session_pid, scope="orders")
     there = f"select count(*) from pg_stat_activity where pid = {pid:d}"
     until(lambda: shop.ask(there) == [(0,)])
     assert engine.transaction("b", place, 2, scope="orders") == 2
 
 
-@BOTH_WAYS
-def test_who_was_idle_in_a_transaction_is_told_of_an_outage(shop, open_engine, threshold):
+def test_a_session_that_was_idle_in_a_transaction_for_too_long_is_an_outage(shop, open_engine):
     """D2, L9: `idle_in_transaction_session_timeout` undoes it; the next one gets another."""
     engine = open_engine(shop)
 
     def dawdle(number):
-        there = f"select count(*) from pg_stat_activity where pid = {told(threshold):d}"
+        there = f"select count(*) from pg_stat_activity where pid = {session_pid():d}"
         limit = "set local idle_in_transaction_session_timeout = '50ms'"
         current_operation().connection.execute(limit)
         until(lambda: shop.ask(there) == [(0,)])
@@ -569,7 +571,7 @@ BY_THE_WAY = {
 
 
 @pytest.mark.parametrize("kind", BY_THE_WAY)
-def test_what_commits_by_the_way_is_seen(kind, tmp_path, open_engine):
+def test_an_implicit_commit_is_noticed(kind, tmp_path, open_engine):
     """L9: the handler has not said so, but its claim and what it wrote are there without an end."""
     shop = SHOPS[kind](tmp_path)
 
@@ -614,11 +616,11 @@ def test_psycopgs_own_block_in_a_handler_is_the_handlers_own_commit(shop, open_e
         async with current_operation().connection as connection:
             await connection.execute("insert into orders values (%s)", (number,))
 
-    async def lend():
+    async def connect():
         return await psycopg.AsyncConnection.connect(shop.place)
 
     async def twice():
-        async with AsyncEngine(shop.store, transactions=lend) as engine:
+        async with AsyncEngine(shop.store, transactions=connect) as engine:
             with pytest.raises(NotCommitted, match="closed"):
                 await engine.transaction("a", place_in_async_block, 1, scope="orders")
             with pytest.raises(OutcomeUnknown):
@@ -717,7 +719,7 @@ def test_what_collides_again_and_again_is_given_up(shop, open_engine):
     assert shop.records() == 0
 
 
-# --- who lends --------------------------------------------------------------------------------
+# --- sources of connections --------------------------------------------------------------------
 
 
 def test_a_connection_in_a_transaction_already_is_refused(anywhere, open_engine):
@@ -785,7 +787,7 @@ def test_an_operation_within_another_on_its_connection_is_refused_and_undoes_not
     assert (anywhere.orders(), anywhere.records()) == ([1, 2], 1)
 
 
-def test_who_lends_a_connection_to_another_database_keeps_its_earlier_work(
+def test_a_connection_to_another_database_is_refused_and_left_unchanged(
     shop, tmp_path, open_engine
 ):
     """L9: it is refused before anything is begun on it."""
@@ -798,7 +800,7 @@ def test_who_lends_a_connection_to_another_database_keeps_its_earlier_work(
     assert other.orders() == [1]
 
 
-def test_one_connection_may_be_lent_again_and_again(anywhere, open_engine):
+def test_one_connection_may_be_used_again_and_again(anywhere, open_engine):
     """L9: it comes back idle, whatever became of the operation."""
     engine = open_engine(anywhere)
     with closing(anywhere.connect()) as connection:
@@ -809,10 +811,10 @@ def test_one_connection_may_be_lent_again_and_again(anywhere, open_engine):
     assert anywhere.orders() == list(range(5))
 
 
-def test_who_cannot_lend_is_refused_with_a_sentence(shop, tmp_path, open_engine):
+def test_a_source_without_connections_is_refused_with_a_sentence(shop, tmp_path, open_engine):
     """S3: found when it is set up, or at the first use where it cannot be known before."""
     other = SHOPS["sqlite"](tmp_path)
-    with pytest.raises(Misconfigured, match="lends no connections"):
+    with pytest.raises(Misconfigured, match="provides no connections"):
         Engine(shop.store, transactions=7).close()
     with pytest.raises(Misconfigured, match="needs a store in a SQL database"):
         Engine("memory://", Policy(mode="transaction"))
@@ -820,18 +822,18 @@ def test_who_cannot_lend_is_refused_with_a_sentence(shop, tmp_path, open_engine)
         Engine("memory://").transaction("a", place, 1)
     engine = open_engine(shop)
     with closing(other.connect()) as connection:
-        for lends, sentence in (
-            (connection, "the store is in postgresql, and the connection that was lent leads to"),
-            (lambda: "a string", "no connection that is known here"),
+        for source, sentence in (
+            (connection, "the store is in postgresql, and the connection leads to sqlite"),
+            (lambda: "a string", "is not a supported connection"),
             (psycopg.AsyncConnection.connect, "use them with an AsyncEngine"),
         ):
             with pytest.raises(Misconfigured, match=sentence):
-                engine.transaction("a", place, 1, connection=lends)
+                engine.transaction("a", place, 1, connection=source)
     assert shop.records() == 0
 
 
 def test_a_connection_of_one_thread_is_refused_where_there_are_several(tmp_path, open_engine):
-    """S3: on an event loop, and where one that was made elsewhere is lent to threads."""
+    """S3: on an event loop, and in another thread than the one that opened it."""
     shop = SHOPS["sqlite"](tmp_path)
 
     connection = sqlite3.connect(shop.place)
@@ -859,8 +861,8 @@ def test_a_connection_to_another_database_of_the_same_kind_is_noticed(tmp_path, 
     engine = open_engine(ours)
     open_engine(theirs).transaction("a", place, 1, scope="orders")
     sentence = "lead to the store's own database"
-    with closing(theirs.connect()) as lent, pytest.raises(StoreUnavailable, match=sentence):
-        engine.transaction("a", place, 1, scope="orders", connection=lent)
+    with closing(theirs.connect()) as other, pytest.raises(StoreUnavailable, match=sentence):
+        engine.transaction("a", place, 1, scope="orders", connection=other)
 
 
 def test_an_operation_tells_whether_it_has_a_connection(anywhere, open_engine):
@@ -900,7 +902,7 @@ def test_an_attempt_that_was_given_back_before_is_gone_on_with(anywhere, open_en
 
 
 def test_what_is_sealed_at_rest_is_sealed_here_too(anywhere, open_engine):
-    """X1: the ring is the engine's, whoever lends the connection."""
+    """X1: the key ring is the engine's, whatever the source of the connection."""
     engine = open_engine(anywhere, keyring=KeyRing({"one": b"k" * 32}))
 
     def secret(number):
@@ -916,7 +918,7 @@ def test_what_is_sealed_at_rest_is_sealed_here_too(anywhere, open_engine):
 
 def test_a_cancelled_operation_leaves_nothing_and_gives_its_connection_back(shop):
     """L9: a timeout of the application's own, around all of it."""
-    till = Till(idiom_called("psycopg-async"), shop)
+    harness = Harness(idiom_called("psycopg-async"), shop)
     began = asyncio.Event()
 
     async def endless():
@@ -924,7 +926,7 @@ def test_a_cancelled_operation_leaves_nothing_and_gives_its_connection_back(shop
         await asyncio.Event().wait()
 
     async def cancelled():
-        task = asyncio.ensure_future(till.engine.transaction("a", till.handler(forever), 1))
+        task = asyncio.ensure_future(harness.engine.transaction("a", harness.handler(forever), 1))
         await began.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -934,11 +936,11 @@ def test_a_cancelled_operation_leaves_nothing_and_gives_its_connection_back(shop
         return endless()
 
     try:
-        till.done(cancelled())
+        harness.done(cancelled())
         assert (shop.orders(), shop.records()) == ([], 0)
-        assert till.place("a", 1) == {"number": 1}
+        assert harness.place("a", 1) == {"number": 1}
     finally:
-        till.close()
+        harness.close()
 
 
 def test_the_async_engines_own_connections_are_bounded_and_used_again(shop):
@@ -1065,11 +1067,11 @@ def test_who_ends_by_itself_parks_nobody_who_has_taken_over_since(tmp_path):
     """L5, L9: what stands then is another attempt's."""
     path = tmp_path / "shop.db"
 
-    def lend():
+    def connect():
         return sqlite3.connect(path, isolation_level=None)
 
     with (
-        Engine(f"sqlite:///{path}", transactions=lend) as engine,
+        Engine(f"sqlite:///{path}", transactions=connect) as engine,
         closing(open_store(f"sqlite:///{path}")) as store,
     ):
 

@@ -179,25 +179,25 @@ async def decide_async(engine: coatcheck.AsyncEngine, order: Order) -> None:
 async def answer_first(operation: coatcheck.Operation, queue: list[str]) -> None:
     """The client is told to ask later; the work goes on here, or elsewhere."""
     await operation.accept()
-    queue.append(await operation.hand_over(lease="10m"))
+    queue.append(await operation.defer(lease="10m"))
 
 
 def answer_first_over_wsgi(operation: coatcheck.Operation, queue: list[str]) -> None:
     """The same in a thread."""
     operation.accept()
-    queue.append(operation.hand_over(timedelta(minutes=10)))
+    queue.append(operation.defer(timedelta(minutes=10)))
 
 
 def work_off(engine: coatcheck.Engine, handed: str, order: Order) -> None:
     """What was handed over ends as the response of its request."""
-    response = engine.resume(handed, place, order, policy=coatcheck.Policy(recovery="manual"))
+    response = engine.run_deferred(handed, place, order, policy=coatcheck.Policy(recovery="manual"))
     assert_type(response, coatcheck.Response)
     assert_type(response.status, int)
 
 
 async def work_off_async(engine: coatcheck.AsyncEngine, handed: str, order: Order) -> None:
     """The same words with `await`."""
-    assert_type(await engine.resume(handed, place_async, order), coatcheck.Response)
+    assert_type(await engine.run_deferred(handed, place_async, order), coatcheck.Response)
 
 
 def commit_at_once(engine: coatcheck.Engine, order: Order, connection: object) -> None:

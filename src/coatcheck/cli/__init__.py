@@ -1,8 +1,8 @@
-"""The command line: the demo, and what operators ask a store.
+"""The command line: the demo, and the commands for operators.
 
-Exit codes: 0 yes; 1 no: not found, an error diagnosed, a promise broken; 2 the question was wrong:
-usage, or a store that cannot be opened. No operators' command but `migrate` creates a database, and
-none prints what a response contains.
+Exit codes: 0 success; 1 not found, not resolved, a migration that is due, an error that the doctor
+or the demo found; 2 wrong usage, or a store that cannot be opened. Of the commands for operators
+only `migrate` creates a database, and none prints the content of a response.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Sequence
 
 from coatcheck import __version__
 from coatcheck.cli.demo import DEMO
-from coatcheck.cli.finding import LIST, LOOKUP
+from coatcheck.cli.maintenance import DOCTOR, MIGRATE, SWEEP
+from coatcheck.cli.operations import LIST, LOOKUP
 from coatcheck.cli.options import STORE_DEFAULT, STORE_VARIABLE, Parser
-from coatcheck.cli.resolving import RESOLVE
-from coatcheck.cli.upkeep import DOCTOR, MIGRATE, SWEEP
+from coatcheck.cli.resolve import RESOLVE
 from coatcheck.errors import CoatcheckError
 
 _COMMANDS = {
@@ -35,19 +35,19 @@ _INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a narrow encoding shall not end in a traceback
+    """Run one command and return its exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # characters that the encoding lacks are escaped
         sys.stdout.reconfigure(errors="backslashreplace")
     parser = command_line()
     arguments, unknown = parser.parse_known_args(argv)
-    if unknown:  # told with the usage of the command that was meant
+    if unknown:  # the message has the usage of this command
         arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if arguments.run is None:
         parser.print_help(sys.stderr)
         return 2
     try:
         code: int = arguments.run(arguments)
-        if sys.stdout is not None:  # else nobody wants to read it
+        if sys.stdout is not None:  # None: standard output is closed
             sys.stdout.flush()
     except CoatcheckError as error:
         print(f"coatcheck: {error}", file=sys.stderr)
@@ -55,28 +55,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except OSError as error:
-        return _unwritten(error)
+        return _output_failed(error)
     return code
 
 
-def _unwritten(error: OSError) -> int:
-    """The exit code where our output goes nowhere, or not all of it."""
-    if sys.stdout is not None:  # Python would complain once more at exit
+def _output_failed(error: OSError) -> int:
+    """Return the exit code for output that could not be written."""
+    if sys.stdout is not None:  # otherwise Python reports the same error again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):
-        return 1  # whoever read it has seen enough
+        return 1  # the reader, such as `head`, has closed the pipe
     print(f"coatcheck: {error}", file=sys.stderr)
     return 2
 
 
 def command_line() -> argparse.ArgumentParser:
-    """Every command with its options, help and an example."""
+    """Return the parser: every command with its options, help and an example."""
     parser = Parser(
         prog="coatcheck",
         description="Make any write safe to retry: idempotency keys done right.",
-        epilog=f"Stores are URLs, by default ${STORE_VARIABLE} or {STORE_DEFAULT}. "
-        "Exit codes: 0 yes; 1 no: not found, an error diagnosed, a promise broken; 2 the question "
-        "was wrong, or the store cannot be opened.",
+        epilog=f"A store is a URL, by default ${STORE_VARIABLE} or {STORE_DEFAULT}. Exit codes: "
+        "0 success; 1 not found, not resolved, a migration that is due, an error that the doctor "
+        "or the demo found; 2 wrong usage, or a store that cannot be opened.",
     )
     parser.add_argument("--version", action="version", version=f"coatcheck {__version__}")
     parser.set_defaults(run=None, parser=parser)
@@ -90,6 +90,6 @@ def command_line() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.set_defaults(run=run, parser=command)
-        command.add_argument("--json", action="store_true", help="answer in JSON")
+        command.add_argument("--json", action="store_true", help="print JSON")
         add_options(command)
     return parser

@@ -1,4 +1,4 @@
-"""`coatcheck demo`: the story that `demo/` tells."""
+"""`coatcheck demo`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from coatcheck.cli.options import Command, whole_number
 
-# 200 orders: the whole story in ten seconds or so.
+# 200 orders take about ten seconds.
 DEMO_ORDERS = 200
 DEMO_ORDERS_MAX = 10_000
 DEMO_SEED = 7
@@ -17,15 +17,27 @@ DEMO_SEED_MAX = 2**63 - 1
 def _add_options(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     number = whole_number(1, DEMO_ORDERS_MAX)
-    add("--orders", metavar="N", type=number, default=DEMO_ORDERS, help="how many (%(default)s)")
+    add(
+        "--orders",
+        metavar="N",
+        type=number,
+        default=DEMO_ORDERS,
+        help="number of orders (%(default)s)",
+    )
     seed = whole_number(0, DEMO_SEED_MAX)
-    add("--seed", metavar="S", type=seed, default=DEMO_SEED, help="draws the fates (%(default)s)")
-    where = "a new directory for databases and logs (default: a temporary one)"
+    add(
+        "--seed",
+        metavar="S",
+        type=seed,
+        default=DEMO_SEED,
+        help="seed for the network errors (%(default)s)",
+    )
+    where = "keep databases and logs in this new directory (default: a temporary one)"
     add("--keep", metavar="DIR", type=Path, help=where)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from coatcheck.demo.command import run  # noqa: PLC0415 - no other command needs servers
+    from coatcheck.demo.command import run  # noqa: PLC0415 - imports servers
 
     return run(
         orders=arguments.orders, seed=arguments.seed, keep=arguments.keep, as_json=arguments.json
@@ -35,6 +47,6 @@ def _run(arguments: argparse.Namespace) -> int:
 DEMO = Command(
     _run,
     _add_options,
-    "watch duplicate charges disappear: a shop, a bad network, a kill -9",
+    "compare a shop without and with coatcheck on a bad network, with a kill -9",
     "coatcheck demo --orders 500 --seed 42",
 )

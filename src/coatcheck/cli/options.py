@@ -1,4 +1,4 @@
-"""Options: what all commands share of how they are asked, and what their arguments may be."""
+"""What all commands share: the definition of a command, the option --store, argument types."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from coatcheck.stores.url import shown
 STORE_VARIABLE = "COATCHECK_STORE"
 STORE_DEFAULT = "sqlite:///coatcheck.db"
 
-# A hundred years: no store has anything older, and what goes back far enough is no date any more.
+# A hundred years: no record is older, and a much earlier date cannot be represented.
 AGE_MS_MAX = 100 * 366 * 24 * 3_600_000
 
 
 class Parser(argparse.ArgumentParser):
-    """As the original, but a store that is named in the wrong place keeps its password."""
+    """An argument parser that hides the password of a store URL in its error messages."""
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong, with the usage, and exit."""
+        """Print the usage and *message*, and exit."""
         super().error(_url.sub(lambda found: shown(found[0]), message))
 
 
@@ -30,7 +30,7 @@ _url = re.compile(r"\w[\w+.-]*://\S*")
 
 
 class Command(NamedTuple):
-    """One command: what it does, what it can be told, and how it is explained."""
+    """One command: its function, its options, its help and an example."""
 
     run: Callable[[argparse.Namespace], int]
     add_options: Callable[[argparse.ArgumentParser], None]
@@ -39,15 +39,15 @@ class Command(NamedTuple):
 
 
 def add_store(command: argparse.ArgumentParser | argparse._MutuallyExclusiveGroup) -> None:
-    """The store that is asked."""
+    """Add the option --store."""
     url = os.environ.get(STORE_VARIABLE) or STORE_DEFAULT
-    # Not as argparse would tell it: the URL may have a password in it.
-    help = f"(default: {shown(url)})"
+    # argparse would print the URL with its password.
+    help = f"the URL of the store (default: {shown(url)})"
     command.add_argument("--store", metavar="URL", default=url, help=help.replace("%", "%%"))
 
 
 def header(text: str) -> tuple[str, str]:
-    """*text* as a header's name and value."""
+    """Parse the name and the value of a header."""
     found = re.fullmatch(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([\t\x20-\x7e\x80-\xff]*)", text)
     if found is None:
         raise argparse.ArgumentTypeError(f'{text!r} is not a header such as "Name: value"')
@@ -55,7 +55,7 @@ def header(text: str) -> tuple[str, str]:
 
 
 def whole_number(smallest: int, largest: int) -> Callable[[str], int]:
-    """Takes whole numbers within these limits."""
+    """Return a parser for whole numbers within these limits."""
 
     def number(text: str) -> int:
         value = int(text) if text.isdecimal() else -1
@@ -68,14 +68,14 @@ def whole_number(smallest: int, largest: int) -> Callable[[str], int]:
 
 
 def whole_id(text: str) -> bytes:
-    """*text* as the id of an operation."""
+    """Parse the id of an operation."""
     if re.fullmatch("[0-9a-f]{32}", text) is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an id: it has 32 digits, 0-9 and a-f")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an id of 32 digits, 0-9 and a-f")
     return bytes.fromhex(text)
 
 
 def duration(text: str) -> int:
-    """*text* as milliseconds."""
+    """Parse a duration; return milliseconds."""
     try:
         age_ms = duration_ms(text)
     except ValueError as error:

@@ -20,8 +20,8 @@ from itertools import chain
 from typing import Any, NamedTuple
 from urllib.parse import unquote_to_bytes
 
-from coatcheck.core.canonical import Pointer, canonical_json, parse_pointer
-from coatcheck.core.scope import digested, digested_chunks
+from coatcheck.core.identity import digested, digested_chunks
+from coatcheck.core.json_codec import Pointer, canonical_json, parse_pointer
 
 __all__ = ["Body", "Pointer", "fingerprint_of", "parse_pointer"]
 

@@ -1,17 +1,20 @@
-"""Flows and effects: the only seam between what is decided and what is done.
+"""Flows and effects: what is decided is separate from what is done.
 
 A flow is a generator that yields the I/O it wants (an effect) and is sent the result. All
-decisions are in flows; a driver only performs. Sync and async code, the explorer of interleavings
-and the simulator are drivers of the same flows, so what is proven of one is true of all.
+decisions are in flows; a runner only performs effects. The sync engine, the async engine, the
+explorer of interleavings and the simulator run the same flows, so what is proven with one of them
+holds for all.
 
-Rules of a flow: it never does I/O, reads a clock, draws a random number or logs; it never yields
-after a `BaseException` that is not an `Exception`; it says `yield from effect`, because the types
-depend on it, or on the path of every request `result: Type = yield effect`, which is quicker.
+Rules for a flow: it does no I/O, reads no clock, draws no random number and does not log. It uses
+`yield from effect`, because the types depend on it, or `result: Type = yield effect`, which is
+faster and used on the path of every request. After a `BaseException` that is not an `Exception`
+(a cancellation, Control-C) it yields nothing more, except to roll a transaction back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Generator
+from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
 R = TypeVar("R")
@@ -31,14 +34,29 @@ class Effect(Generic[R_co]):
 Flow: TypeAlias = Generator[Effect[Any], Any, R]
 
 
+@dataclass(slots=True)
+class Sleep(Effect[None]):
+    """Do nothing for a while."""
+
+    seconds: float
+
+
+@dataclass(slots=True)
+class Call(Effect[Any]):
+    """Call *function*; an async runner awaits what it returns."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+
+
 def run(flow: Flow[R], perform: Callable[[Effect[Any]], Any]) -> R:
-    """Drive *flow* to its end, performing each effect with *perform*."""
+    """Run *flow* to its end; *perform* performs each effect."""
     try:
         effect = next(flow)
         while True:
             try:
                 result = perform(effect)
-            except Exception as error:  # noqa: BLE001 - the flow decides what an error means
+            except BaseException as error:  # noqa: BLE001 - the flow decides what an error means
                 effect = flow.throw(error)
             else:
                 effect = flow.send(result)
@@ -48,13 +66,13 @@ def run(flow: Flow[R], perform: Callable[[Effect[Any]], Any]) -> R:
 
 
 async def run_async(flow: Flow[R], perform: Callable[[Effect[Any]], Awaitable[Any]]) -> R:
-    """Drive *flow* to its end, awaiting each effect; differs from `run` in that word only."""
+    """Run *flow* to its end; differs from `run` only in that it awaits each effect."""
     try:
         effect = next(flow)
         while True:
             try:
                 result = await perform(effect)
-            except Exception as error:  # noqa: BLE001 - the flow decides what an error means
+            except BaseException as error:  # noqa: BLE001 - the flow decides what an error means
                 effect = flow.throw(error)
             else:
                 effect = flow.send(result)

@@ -1,23 +1,20 @@
-"""Policies: every knob, in one frozen dataclass, and presets that choose well.
+"""Policies: every setting of a route, in one frozen dataclass, and presets.
 
-A policy is checked when it is made, so that a nonsensical one stops a deployment and not a
-request. Durations are seconds, a `timedelta`, or text such as "90s", "72h", "7d".
+A policy is checked when it is made, so that a wrong one stops a deployment and not a request.
+Durations are seconds, a `timedelta`, or text such as "90s", "72h", "7d".
 """
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from hashlib import blake2b
 from typing import Any, Literal, TypeAlias
 
+from coatcheck.core.callables import refuse_async
 from coatcheck.core.fingerprint import Pointer, parse_pointer
-from coatcheck.core.not_awaited import refuse_async
-from coatcheck.core.record import mark_of
-from coatcheck.core.replay import Keep
+from coatcheck.core.keep import Keep
 from coatcheck.errors import Misconfigured
 
 Duration: TypeAlias = float | timedelta | str
@@ -32,14 +29,14 @@ MIB = 1024 * KIB
 class Policy:
     """How requests are guarded. Every field is optional; the defaults are safe."""
 
-    # Whether a request without a key is refused. Default: it runs unguarded, as without us.
+    # Whether a request without a key is refused. Default: it runs unguarded.
     required: bool = False
     # Which methods are guarded; safe methods never are.
     methods: Collection[str] = frozenset({"POST", "PATCH"})
 
     # How long every retry is deduplicated. 24 h: what most providers publish.
     window: Duration = "24h"
-    # How much longer a record is kept than the window says, so that no retry races the sweep.
+    # How much longer than its window a record is kept, so that no retry races the sweep.
     margin: Duration = "1h"
     # How long a claim holds without renewal. 60 s: a restart is over by then; a living executor
     # renews it three times in that span.
@@ -58,26 +55,26 @@ class Policy:
     # operation in doubt: nothing runs twice because of it.
     keep: Keep = "final"
 
-    # What follows an attempt that died: "retry", "reconcile" (ask *reconcile*) or "manual".
+    # What follows an attempt that died: "retry", "reconcile" (call *reconcile*) or "manual".
     recovery: Literal["retry", "reconcile", "manual"] = "retry"
-    # Asked what became of an attempt: a function of the operation, sync or async.
+    # Called to find out what became of an attempt: a function of the operation, sync or async.
     reconcile: Callable[..., Any] | None = None
-    # How long its answer is waited for; then it counts as `Unknown()`. 10 s: longer than a provider
+    # How long to wait for its answer; then it counts as `Unknown()`. 10 s: longer than a provider
     # takes on a bad day, and shorter than most clients wait.
     reconcile_timeout: Duration = "10s"
-    # How long the end of an execution is tried to be written while the store is away, before its
-    # client is told so. 2 s: most blinks of a database are over. It is tried on in the background.
+    # How long to retry writing the result while the store is down before the client gets a 503.
+    # 2 s: most outages of a database are shorter. Retries continue in the background.
     patience: Duration = "2s"
-    # What its client is told then: "503", ask again with the same key; or the "answer", which is
-    # true, but is lost with this process if the store is not back before.
+    # What the client gets then: "503", so that it retries with the same key; or the "answer", which
+    # is true, but is lost with this process if the store is not back before.
     unrecorded: Literal["503", "answer"] = "503"
     # "record": claim and result are commits of their own; "transaction": one with the effect.
     mode: Literal["record", "transaction"] = "record"
-    # Transaction mode: how often a handler is started again that the database undid for nobody's
-    # fault (a deadlock, a serialization failure). 0: whatever else it does may not be repeatable.
+    # Transaction mode: how often the handler runs again after a deadlock or a serialization
+    # failure. 0: whatever else it does may not be repeatable.
     transaction_retries: int = 0
 
-    # What a late retry, after the window, meets: a free key, or a refusal for the margin's time.
+    # What a late retry, after the window, gets: a free key ("new"), or a refusal during the margin.
     on_expired: Literal["new", "refuse"] = "new"
     # The status of that refusal.
     expired_status: Literal[409, 410, 412, 429] = 409
@@ -98,20 +95,23 @@ class Policy:
     live_keys_max: int | None = None
     # Duplicates that may wait for one key at once in each process.
     waiters_max: int = 100
+    # Attempts at one operation, the first included; then it is refused, or in doubt.
+    # None: no limit.
+    attempts_max: int | None = None
 
     # The header that brings the key.
     key_header: str = "Idempotency-Key"
     # The header that marks a replay.
     replayed_header: str = "Idempotent-Replayed"
-    # The header that names the operation for people.
+    # The header with the short reference of the operation.
     reference_header: str = "Idempotency-Reference"
-    # Where operations that answered 202 are asked after.
+    # The path under which clients poll for operations that answered 202.
     status_path: str = "/idempotency/operations/"
     # The `type` of a problem is this, "#" and its code. The default is a name and need not lead
     # anywhere; give the address of a page of your own, with what is in docs/reference/problems.md.
     docs_url: str = "https://coatcheck.readthedocs.io/problems"
 
-    # Worked out once, for the path of a request.
+    # Computed once, for the path of every request.
     window_ms: int = field(init=False, repr=False, compare=False)
     retention_ms: int = field(init=False, repr=False, compare=False)
     lease_ms: int = field(init=False, repr=False, compare=False)
@@ -121,14 +121,12 @@ class Policy:
     pointers: tuple[Pointer, ...] = field(init=False, repr=False, compare=False)
     header_names: tuple[bytes, ...] = field(init=False, repr=False, compare=False)
     key_name: bytes = field(init=False, repr=False, compare=False)
+    key_environ: str = field(init=False, repr=False, compare=False)  # the same in WSGI
     replayed_name: bytes = field(init=False, repr=False, compare=False)
     reference_name: bytes = field(init=False, repr=False, compare=False)
     names_given: tuple[bytes, bytes] = field(init=False, repr=False, compare=False)
-    # An attempt with an unclear end may simply be run again.
+    # An attempt whose outcome is unclear may simply run again.
     reruns: bool = field(init=False, repr=False, compare=False)
-    # What becomes of an attempt that died, as a number that every attempt has in its nonce: so a
-    # service knows what was abandoned by another that shares its store.
-    mark: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -144,11 +142,11 @@ class Policy:
         set_(self, "pointers", tuple(_pointer(text) for text in self.ignore))
         set_(self, "header_names", tuple(header_name(n) for n in self.include_headers))
         set_(self, "key_name", header_name(self.key_header))
+        set_(self, "key_environ", "HTTP_" + self.key_header.upper().replace("-", "_"))
         set_(self, "replayed_name", header_name(self.replayed_header))
         set_(self, "reference_name", header_name(self.reference_header))
         set_(self, "names_given", (self.replayed_name, self.reference_name))
         set_(self, "reruns", self.recovery == "retry")
-        set_(self, "mark", _mark(self.recovery, self.reconcile))
         for check in (_check_choices, _check_times, _check_recovery, _check_limits, _check_names):
             check(self)
 
@@ -186,7 +184,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def changed(policy: Policy, changes: Mapping[str, Any]) -> Policy:
-    """*policy* with *changes*; an unknown name is refused with the known ones."""
+    """*policy* with *changes*; refuses an unknown name, and lists the known ones."""
     unknown = sorted(set(changes) - POLICY_FIELDS)
     if unknown:
         known = ", ".join(sorted(POLICY_FIELDS))
@@ -197,10 +195,10 @@ def changed(policy: Policy, changes: Mapping[str, Any]) -> Policy:
 POLICY_FIELDS = frozenset(name for name, f in Policy.__dataclass_fields__.items() if f.init)
 
 _UNITS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "min": 60_000, "h": 3_600_000, "d": 86_400_000}
-# A hundred years: what is added to today's date stays one that calendars and databases know.
+# A hundred years: added to today, it is still a date that calendars and databases know.
 DURATION_MS_MAX = 100 * 365 * _UNITS_MS["d"]
-# 50 ms: a thread that renews it gets its turn within that, and a store answers; below, what lives
-# is taken over, and the heart beats without a rest.
+# 50 ms: the renewing thread is scheduled within that, and a store answers; below, living attempts
+# would be taken over, and the heartbeat would never pause.
 LEASE_MS_MIN = 50
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|min|h|d)\s*")
 
@@ -229,15 +227,6 @@ def _ms(name: str, value: Duration) -> int:
     if milliseconds > DURATION_MS_MAX:
         raise Misconfigured(f"{name} is {value!r}; a duration is a hundred years at most")
     return milliseconds
-
-
-def _mark(recovery: str, reconcile: object) -> int:
-    """Names, and no more than these: the next release of a service must know what its last left."""
-    while isinstance(reconcile, functools.partial):
-        reconcile = reconcile.func
-    named: Any = reconcile if hasattr(reconcile, "__qualname__") else type(reconcile)
-    text = f"{recovery} {named.__module__} {named.__qualname__}"
-    return mark_of(int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big"))
 
 
 def _strings(name: str, values: Collection[str]) -> tuple[str, ...]:
@@ -338,8 +327,9 @@ def _check_recovery(policy: Policy) -> None:
 def _check_limits(policy: Policy) -> None:
     least = dict.fromkeys(("body_bytes_max", "response_bytes_max", "waiters_max"), 0)
     least |= {"key_chars_max": 1, "transaction_retries": 0}
-    if policy.live_keys_max is not None:
-        least["live_keys_max"] = 1
+    for name in ("live_keys_max", "attempts_max"):
+        if getattr(policy, name) is not None:
+            least[name] = 1
     for name, smallest in least.items():
         value = getattr(policy, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < smallest:

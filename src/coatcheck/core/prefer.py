@@ -20,7 +20,7 @@ _PARAMETER = rb"(?:[ \t]*+;[ \t]*+(?:%b%b)?+)*+" % (_TOKEN, _VALUE)
 _PREFERENCE = re.compile(rb"[ \t]*+(?:(%b)%b%b)?[ \t]*+(?:,|\Z)" % (_TOKEN, _VALUE, _PARAMETER))
 
 
-def patience_s_of(prefer: bytes) -> int | None:
+def preferred_wait_s(prefer: bytes) -> int | None:
     """How long the client of this header waits before a 202; None: until the answer is there."""
     said: dict[bytes, bytes] = {}
     at = 0

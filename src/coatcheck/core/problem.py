@@ -27,7 +27,7 @@ Code: TypeAlias = Literal[
     "body-too-large",
     "too-many-waiting",
     "too-many-keys",
-    "too-much-work",
+    "too-many-attempts",
     "store-unavailable",
 ]
 
@@ -108,10 +108,10 @@ KINDS: dict[Code, Kind] = {
         "this caller has as many keys in use as it may have, each until its window is over, so "
         "nothing was run; retry after 60 s, and slow down",
     ),
-    "too-much-work": Kind(
-        *(503, "same-key", 1, errors.LimitExceeded),
-        "Too much work under way",
-        "as much long work is under way here as may be, so nothing was run; retry after 1 s",
+    "too-many-attempts": Kind(
+        *(409, "never", None, errors.OutcomeUnknown),
+        "Every attempt at this operation has failed",
+        "the operation of key {key} is not tried again: {reason}; ask support, with the reference",
     ),
     "store-unavailable": Kind(
         *(503, "same-key", 1, errors.StoreUnavailable),

@@ -12,7 +12,7 @@ import json
 from typing import Any, NamedTuple
 
 from coatcheck.core.record import Record
-from coatcheck.core.replay import PACKED
+from coatcheck.core.response import PACKED
 from coatcheck.errors import Unreadable
 
 # 64 KiB: what a downstream answers to one call fits many times; what does not is for a database.
@@ -71,8 +71,10 @@ class Progress(NamedTuple):
     notes: tuple[Note, ...] = ()
     report: Report | None = None
     resolutions: tuple[Resolution, ...] = ()
-    # The steps of whoever handed the work over; None where nobody did. See `core/hand_over.py`.
+    # The steps of the handler that deferred the work; None: it was not deferred.
     handed: tuple[str, ...] | None = None
+    # The encoded input of a registered function, which the background can run again.
+    input: bytes | None = None
 
     def step(self, name: str) -> Step | None:
         """The step called *name*, done or begun."""
@@ -131,6 +133,7 @@ def _decoded(text: bytes) -> Progress:
         Report(*members["report"]) if "report" in members else None,
         tuple(Resolution(*resolution) for resolution in members.get("resolutions", ())),
         tuple(members["handed"]) if "handed" in members else None,
+        base64.b85decode(members["input"]) if "input" in members else None,
     )
 
 
@@ -150,6 +153,8 @@ def encoded(progress: Progress) -> bytes:
         members["resolutions"] = progress.resolutions
     if progress.handed is not None:
         members["handed"] = progress.handed
+    if progress.input is not None:
+        members["input"] = base64.b85encode(progress.input).decode()
     return json.dumps(members, separators=(",", ":")).encode()
 
 

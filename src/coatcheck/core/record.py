@@ -1,12 +1,13 @@
 """The record: what the store keeps for one operation, and every way it may change.
 
-Fourth step of the path. Everything that matters for safety is in this file, as data:
+Everything that matters for safety is in this file, as data:
 
-Rule 1: the only moves are those in `MOVES`. Stores, engines and people change records by swaps,
-        and every swap is one of these moves; the laws and the explorer hold all of them to it.
-Rule 2: every move grows `version`, and no version is handed out twice for one id, not even after
-        a sweep, because a life starts from the clock and no sweep takes a record whose version
-        the clock has not passed. So a version is a fence: who holds an old one changes nothing.
+Rule 1: the only moves are those in `MOVES`. Stores, engines and operators change records by swaps,
+        and every swap is one of these moves. The laws and the explorer check all of them.
+Rule 2: every move increases `version`, and no version is used twice for one id, not even after a
+        sweep: a new generation starts its versions from the clock, and a sweep deletes no record
+        whose version the clock has not passed. So a version is a fence: a process that holds an
+        old one cannot change anything.
 
 Times are whole milliseconds on the store's clock: exact in every database, and small on disk.
 """
@@ -42,39 +43,38 @@ class Record(NamedTuple):
     """
     One operation as the store keeps it.
 
-    A tuple, because it is made twice for each request and handed to database drivers as it is.
+    A tuple, because two are made for each request and passed to database drivers as they are.
     """
 
-    id: bytes  # 16 bytes; see core/scope.py
+    id: bytes  # 16 bytes; see core/identity.py
     version: int  # the fence
     state: State
     attempt: int  # 1, 2, 3 …
     fingerprint: bytes  # 16 bytes; see core/fingerprint.py
-    created_ms: int  # when this life began
-    lease_until_ms: int  # how long the claim holds without renewal; in doubt: held; else 0
+    created_ms: int  # when this generation of the key began
+    lease_until_ms: int  # when the claim expires unless renewed; kept while in doubt; else 0
     window_until_ms: int  # retries before this are deduplicated
-    expires_ms: int  # the sweep may take it from here on; set once for each life
-    nonce: int  # 63 bits naming the attempt that holds or last held the claim; see `mark_of`
-    label: str  # for people: "POST /orders"
-    scope: str  # for people: the caller's digest
-    key: str  # for people: what the client sent
-    progress: bytes | None  # remembered steps and notes
-    response: bytes | None  # see core/replay.py; None when completed means "not kept"
+    expires_ms: int  # the sweep may delete it from here on; set once per generation
+    nonce: int  # 63 bits that name the attempt which holds or last held the claim
+    label: str  # shown to operators: "POST /orders"
+    scope: str  # shown to operators: the caller's digest
+    key: str  # shown to operators: what the client sent
+    progress: bytes | None  # steps, notes and a stored input; see core/progress.py
+    response: bytes | None  # see core/response.py; None when completed means "not kept"
 
 
-# A record of all its fields in their order. For the path of a request: `Record(...)` takes twice
-# as long, because it is a function in Python.
+# Makes a record from a tuple of all its fields. `Record(...)` takes twice as long, and this is on
+# the path of every request.
 new_record: Callable[[tuple[Any, ...]], Record] = functools.partial(tuple.__new__, Record)
 
 
 @dataclass(slots=True)
 class Swap(Effect["Record | None"]):
     """
-    Write *record* if *expected* is still the standing version (0: absent).
+    Write *record* if *expected* is still the current version (0: there is no record).
 
-    The result is None where the write took effect, else the record that stands. A *record* of
-    None deletes. A swap whose caller expected a record that is gone by now has lost, too, and
-    stores answer that with `GONE`.
+    Results in None if the write was applied, else in the current record. A *record* of None
+    deletes. If a record was expected and there is none, the result is `GONE`.
     """
 
     id: bytes
@@ -82,13 +82,20 @@ class Swap(Effect["Record | None"]):
     record: Record | None
 
 
+@dataclass(slots=True)
+class Get(Effect["Record | None"]):
+    """Read the current record; None if there is none."""
+
+    id: bytes
+
+
 class When(Enum):
-    """What must be true of the standing record and the clock for a move to be legal."""
+    """What must be true of the current record and the clock for a move to be legal."""
 
     ALWAYS = "always"
-    LEASE_OVER = "its lease has run out"
-    WINDOW_OVER = "its window is over and nobody holds a live lease"
-    RETENTION_OVER = "its retention is over and nobody holds a live lease"
+    LEASE_OVER = "its lease has expired"
+    WINDOW_OVER = "its window is over and no lease is live"
+    RETENTION_OVER = "its retention is over and no lease is live"
 
 
 class Move(NamedTuple):
@@ -103,53 +110,42 @@ class Move(NamedTuple):
 MOVES = (
     Move("claim", None, RUNNING, When.ALWAYS),
     Move("renew", RUNNING, RUNNING, When.ALWAYS),
-    Move("hand over", RUNNING, RUNNING, When.ALWAYS),
+    Move("defer", RUNNING, RUNNING, When.ALWAYS),
     Move("complete", RUNNING, COMPLETED, When.ALWAYS),
     Move("release", RUNNING, FAILED, When.ALWAYS),
-    Move("park", RUNNING, IN_DOUBT, When.ALWAYS),
+    Move("mark in doubt", RUNNING, IN_DOUBT, When.ALWAYS),
     Move("take over", RUNNING, RUNNING, When.LEASE_OVER),
     Move("retry", FAILED, RUNNING, When.ALWAYS),
     Move("resolve as happened", IN_DOUBT, COMPLETED, When.ALWAYS),
     Move("resolve as not happened", IN_DOUBT, FAILED, When.ALWAYS),
     Move("resolve by running again", IN_DOUBT, RUNNING, When.ALWAYS),
-    Move("new life", RUNNING, RUNNING, When.WINDOW_OVER),
-    Move("new life", COMPLETED, RUNNING, When.WINDOW_OVER),
-    Move("new life", FAILED, RUNNING, When.WINDOW_OVER),
-    Move("new life", IN_DOUBT, RUNNING, When.WINDOW_OVER),
+    Move("new generation", RUNNING, RUNNING, When.WINDOW_OVER),
+    Move("new generation", COMPLETED, RUNNING, When.WINDOW_OVER),
+    Move("new generation", FAILED, RUNNING, When.WINDOW_OVER),
+    Move("new generation", IN_DOUBT, RUNNING, When.WINDOW_OVER),
     Move("sweep", RUNNING, None, When.RETENTION_OVER),
     Move("sweep", COMPLETED, None, When.RETENTION_OVER),
     Move("sweep", FAILED, None, When.RETENTION_OVER),
     Move("sweep", IN_DOUBT, None, When.RETENTION_OVER),
 )
 
-# What a store answers to a swap that expected a record and found none.
+# What a store returns for a swap that expected a record and found none.
 GONE = Record(b"", 0, FAILED, 0, b"", 0, 0, 0, 0, 0, "", "", "", None, None)
 
 
-# The last bits of a nonce are the mark of its policy, the others are drawn for the attempt alone.
-# 20: two marks are the same by chance once in a million times; and 43 are left, which is enough
-# that no two attempts of one operation are ever named alike.
-MARK_BITS = 20
-
-
-def mark_of(nonce: int) -> int:
-    """How the attempt of this *nonce* is to be recovered if it dies: the mark of its policy."""
-    return nonce & ((1 << MARK_BITS) - 1)
-
-
 def is_lease_over(record: Record, now_ms: int) -> bool:
-    """Nobody holds *record*: its lease has run out, or it is not running at all."""
+    """No process holds *record*: its lease has expired, or it is not running."""
     return record.state != RUNNING or record.lease_until_ms <= now_ms
 
 
 def is_window_over(record: Record, now_ms: int) -> bool:
-    """The key may start a new life."""
+    """The key may start a new generation."""
     return record.window_until_ms <= now_ms and is_lease_over(record, now_ms)
 
 
 def is_retention_over(record: Record, now_ms: int) -> bool:
-    """The sweep may take the record."""
-    # The next life starts from the clock, so the clock must have passed this one's versions.
+    """The sweep may delete the record."""
+    # The next generation starts from the clock, so the clock must have passed this one's versions.
     return record.expires_ms <= now_ms and record.version < now_ms and is_lease_over(record, now_ms)
 
 
@@ -165,8 +161,8 @@ def legal_moves(before: Record | None, after: Record | None, now_ms: int) -> tup
     """
     The moves of the table that lead from *before* to *after* at *now_ms*; none: it is illegal.
 
-    Of a claim that is held its attempt and nonce tell: both the same, it is renewed; another nonce
-    for the same attempt, it was handed over; another attempt, somebody takes over.
+    For a running claim, attempt and nonce tell which move it is: both the same, a renewal; a new
+    nonce for the same attempt, deferred work was taken; a new attempt, a takeover.
     """
     if before is not None and after is not None and after.version <= before.version:
         return ()
@@ -185,40 +181,40 @@ def legal_moves(before: Record | None, after: Record | None, now_ms: int) -> tup
 
 def _is_of_attempt(move: Move, before: Record, after: Record) -> bool:
     if before.attempt != after.attempt or before.created_ms != after.created_ms:
-        return move.name not in ("renew", "hand over")
-    return move.name == ("renew" if before.nonce == after.nonce else "hand over")
+        return move.name not in ("renew", "defer")
+    return move.name == ("renew" if before.nonce == after.nonce else "defer")
 
 
-def next_version(standing: Record, now_ms: int) -> int:
-    """The version of a new attempt: above all that was, and above what any earlier life used."""
-    return max(standing.version + 1, now_ms)
+def next_version(current: Record, now_ms: int) -> int:
+    """The version of a new attempt: above every version that this key has used before."""
+    return max(current.version + 1, now_ms)
 
 
 def attempt_began_ms(record: Record) -> int:
-    """When its last attempt began: its version then, and one more for each write since."""
+    """About when its last attempt began: versions start from the clock and count the writes."""
     return record.version
 
 
-def is_same_attempt(standing: Record, claim: Record) -> bool:
-    """*standing* is our own running claim, perhaps renewed since we last looked."""
-    return standing.state == RUNNING and standing.nonce == claim.nonce
+def is_same_attempt(current: Record, claim: Record) -> bool:
+    """*current* is our own running claim, perhaps renewed since we last read it."""
+    return current.state == RUNNING and current.nonce == claim.nonce
 
 
-def is_same_write(standing: Record, record: Record) -> bool:
-    """*standing* is *record* as the store keeps it; a compact one drops what is for people."""
-    return standing[:_FOR_PEOPLE] == record[:_FOR_PEOPLE] and standing[-2:] == record[-2:]
+def is_same_write(current: Record, record: Record) -> bool:
+    """*current* is *record* as a store keeps it; a compact store drops some texts for operators."""
+    return current[:_TEXTS] == record[:_TEXTS] and current[-2:] == record[-2:]
 
 
-def is_same_write_cut(standing: Record, record: Record) -> bool:
+def is_same_write_cut(current: Record, record: Record) -> bool:
     """
-    *standing* is *record* as a store keeps it that has no room for its response.
+    *current* is *record* as a store keeps it that had no room for its response.
 
-    Such a store sees what was sealed, and never the same twice: so progress is not compared.
+    Progress is not compared: such a store sees it encrypted, which is different each time.
     """
-    return standing[:_FOR_PEOPLE] == record[:_FOR_PEOPLE] and standing.response is None
+    return current[:_TEXTS] == record[:_TEXTS] and current.response is None
 
 
-_FOR_PEOPLE = Record._fields.index("label")  # label, scope and key; then progress and response
+_TEXTS = Record._fields.index("label")  # label, scope and key; then progress and response
 
 
 def renewed(claim: Record, lease_until_ms: int) -> Record:
@@ -232,12 +228,12 @@ def completed(claim: Record, response: bytes | None) -> Record:
 
 
 def failed(claim: Record) -> Record:
-    """*claim* given back: the next retry runs as the next attempt."""
+    """*claim* released: the next retry runs as the next attempt."""
     return _ended(claim, FAILED, None)
 
 
 def in_doubt(claim: Record) -> Record:
-    """*claim* parked: a person or a reconciler must say what happened, and by when it had to."""
+    """*claim* in doubt: an operator or a reconcile function must say what happened."""
     return _ended(claim, IN_DOUBT, None)._replace(lease_until_ms=claim.lease_until_ms)
 
 

@@ -12,7 +12,7 @@ other nothing is written before its end, and it is simply run again.
 A step whose result cannot be kept is done as well: then that is written, and it fails loudly. It is
 not begun where there would be no room for so much.
 
-What earlier attempts have left counts at the end, too: see `unmet`.
+What earlier attempts have left counts at the end, too: see `missing_steps`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from coatcheck.core.flow import Effect, Flow
+from coatcheck.core.keep import Outcome, OutcomeKind
 from coatcheck.core.progress import (
     NOT_KEPT,
     PROGRESS_BYTES_MAX,
@@ -32,11 +33,9 @@ from coatcheck.core.progress import (
     progress_of,
 )
 from coatcheck.core.record import Record, Swap, is_lease_over, is_same_attempt
-from coatcheck.core.replay import Fate
-from coatcheck.core.serve import Ending
 from coatcheck.errors import ClaimLost, Misconfigured, StepInDoubt, StepsChanged, Unreadable
 
-Unmet: TypeAlias = StepInDoubt | StepsChanged | Unreadable
+StepProblem: TypeAlias = StepInDoubt | StepsChanged | Unreadable
 
 
 @dataclass(slots=True)
@@ -47,17 +46,17 @@ class Run(Effect["bytes | Misconfigured"]):
 
 
 @dataclass(slots=True)
-class Probe(Effect[Ending]):
+class Probe(Effect[Outcome]):
     """
     Ask the application what became of the step *name*, in which an attempt has died.
 
-    KEEP: it happened, with this result; RELEASE: it did not; DOUBT: nobody knows.
+    COMPLETE: it happened, with this result; RELEASE: it did not; IN_DOUBT: it is not known.
     """
 
     name: str
 
 
-class Plan(NamedTuple):
+class StepPlan(NamedTuple):
     """What is asked for: which step, and what may become of it."""
 
     name: str
@@ -97,7 +96,7 @@ def _check_room(record: Record) -> None:
         )
 
 
-def take(claim: Record, plan: Plan) -> Flow[tuple[Record, bytes]]:
+def take(claim: Record, plan: StepPlan) -> Flow[tuple[Record, bytes]]:
     """Take the step of *plan* once; the claim afterwards, and the step's encoded result."""
     if is_lease_over(claim, plan.now_ms):  # it was stopped, and somebody may have taken over
         claim = yield from remember(claim, lambda progress: progress)
@@ -115,22 +114,22 @@ def take(claim: Record, plan: Plan) -> Flow[tuple[Record, bytes]]:
     return (yield from _finish(claim, done, told))
 
 
-def _outcome_of(plan: Plan, known: Step) -> Flow[bytes | Misconfigured | None]:
+def _outcome_of(plan: StepPlan, known: Step) -> Flow[bytes | Misconfigured | None]:
     """What became of a step that is *known*, without a result: that, or None where it may run."""
     if plan.has_probe:
-        ending = yield from _probed(plan.name)
-        if ending.fate is Fate.KEEP:
-            return ending.response or Misconfigured(
+        outcome = yield from _probed(plan.name)
+        if outcome.kind is OutcomeKind.COMPLETE:
+            return outcome.response or Misconfigured(
                 f"the probe of the step {plan.name!r} answered with what is neither JSON nor bytes"
             )
-        if ending.fate is Fate.RELEASE and known.value is None:
+        if outcome.kind is OutcomeKind.RELEASE and known.value is None:
             return None
     if known.value is None:
         raise StepInDoubt(plan.name)
     raise StepInDoubt(plan.name, "it is done, but what it returned could not be kept")
 
 
-def _probed(name: str) -> Flow[Ending]:
+def _probed(name: str) -> Flow[Outcome]:
     try:
         return (yield from Probe(name))
     except ClaimLost:  # it has written something, or tried to; another attempt asks for itself
@@ -139,7 +138,7 @@ def _probed(name: str) -> Flow[Ending]:
         raise StepInDoubt(name, "its probe has failed") from error
 
 
-def _begin(claim: Record, plan: Plan) -> Flow[Record]:
+def _begin(claim: Record, plan: StepPlan) -> Flow[Record]:
     """Write down that the step begins, if its outcome matters; there is room for its end."""
     begun = Step(plan.name, claim.attempt)
     if plan.at_most_once or plan.has_probe:
@@ -174,7 +173,7 @@ def _kept(name: str, told: bytes | Misconfigured) -> bytes:
     return told
 
 
-def _check_known(progress: Progress, plan: Plan) -> None:
+def _check_known(progress: Progress, plan: StepPlan) -> None:
     """
     Refuse a step that no earlier attempt knew where it should have met one that it did.
 
@@ -187,7 +186,7 @@ def _check_known(progress: Progress, plan: Plan) -> None:
         raise StepsChanged(plan.name, left[0].name)
 
 
-def unmet(claim: Record, asked: Collection[str], *, may_differ: bool) -> Unmet | None:
+def missing_steps(claim: Record, asked: Collection[str], *, may_differ: bool) -> StepProblem | None:
     """
     Why an attempt that has *asked* for these steps may not give the final answer of *claim*.
 

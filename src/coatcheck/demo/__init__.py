@@ -1,7 +1,6 @@
-"""The demo: duplicate charges, and how they disappear.
+"""The demo: the same orders on a bad network, without keys and with coatcheck.
 
-In the order in which it is told: `command` is what `coatcheck demo` runs; `story` tells it; `fates`
-draws what befalls each order; `processes` starts, kills and stops the two servers, `shop` and
-`provider`, which are `serving` on loopback ports of their own; `client` sends the orders over
-`wire` until each is answered; `tally` counts; `display` shows.
+In reading order: `command` is what `coatcheck demo` runs; `story` sends the orders twice; `client`
+draws the orders, sends them and retries; `servers` are the shop and the payment provider, which
+`processes` starts, kills and stops; `report` counts and prints.
 """

@@ -1,88 +1,129 @@
-"""The client: sends every order, a few at a time, and again until each has a definite answer.
+"""The client and the bad network: sends each order until it is confirmed.
 
-It does what a careful client does on a bad network: no answer, a broken connection, "not yet" and
-"not now" all mean to try again. With keys every try of one order carries the same key; without
-them it has no better choice than to try again all the same, or to lose the order.
+It does what a careful client does: no response, a broken connection, 409 and 503 all mean to retry.
+With keys every attempt of one order has the same key. Without keys the only other choice would be
+to lose the order.
+
+The orders, and what the network does to each, come from the seed alone. Both halves of the demo
+send the same orders, so the key is the only difference.
 """
 
 from __future__ import annotations
 
+import json
+import random
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException, IncompleteRead
+from typing import Any, NamedTuple
 
-from coatcheck.demo.fates import LOSSES_MAX, Order
-from coatcheck.demo.wire import BROKEN, Answer, connect, exchange
+# A third: far worse than a real network, so that a few hundred orders show every case.
+LOSS_SHARE = 1 / 3
+# At most 6 lost responses per order, so that every order is confirmed in the end.
+LOSSES_MAX = 6
+# One order in eight is sent twice at the same time, as a double click or a proxy does.
+REPEAT_SHARE = 1 / 8
+CENTS_MIN, CENTS_MAX = 5_00, 200_00
 
-# 8 orders on their way at once: enough that a kill always meets some of them.
-HANDS = 8
-# 50 ms: a shop that restarts is asked again soon, but not all the time.
+# 8 orders in flight: enough that a kill always hits some of them.
+CONCURRENCY = 8
+# 50 ms between attempts: a restarted shop is found soon, and not asked all the time.
 PAUSE_S = 0.05
-# 250 ms at most between two tries, whatever Retry-After says: an audience is waiting.
+# At most 250 ms, whatever Retry-After says, because a person is watching.
 RETRY_AFTER_S_MAX = 0.25
-# 20 s in which no order at all is confirmed: ten times the longest pause of a healthy run. After
-# that nobody waits any longer, and what is not confirmed counts as broken.
+# Give up after 20 s without any confirmation, ten times the longest pause of a normal run.
 STALL_S_MAX = 20.0
-# 1 s for the second of two requests to be ready; without it the first goes alone.
-TOGETHER_S_MAX = 1.0
+# 1 s for the second of two simultaneous requests to connect; after that the first one is sent.
+CONNECT_TWIN_S_MAX = 1.0
+# 10 s: a response takes 20 ms, and one that waits for another attempt two seconds.
+RESPONSE_S_MAX = 10.0
+
+# What a network does to a request: refused, reset, timed out, or cut off.
+NETWORK_ERRORS = (OSError, HTTPException)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One order, and what the network does to it."""
+
+    name: str
+    cents: int
+    key: str  # made once, before the first attempt; sent only in the second half
+    losses: tuple[bool, ...]  # whether the first, second … response is lost
+    is_repeated: bool  # its first request is sent twice at the same time
+
+
+def draw_orders(count: int, seed: int) -> list[Order]:
+    """Return *count* orders, always the same ones for one seed."""
+    chance = random.Random(seed)  # noqa: S311 - repeatable on purpose
+    return [
+        Order(
+            name=f"order-{number:04}",
+            cents=chance.randint(CENTS_MIN, CENTS_MAX),
+            key=str(uuid.UUID(int=chance.getrandbits(128), version=4)),
+            losses=tuple(chance.random() < LOSS_SHARE for _ in range(LOSSES_MAX)),
+            is_repeated=chance.random() < REPEAT_SHARE,
+        )
+        for number in range(1, count + 1)
+    ]
 
 
 @dataclass(slots=True)
 class Receipt:
-    """What became of one order, as the client and the network between saw it."""
+    """What happened to one order, as the client and the network saw it."""
 
     order: Order
     requests: int = 0
-    answers: int = 0  # all that came out of the shop, also those that the network lost
-    answers_lost: int = 0
-    connections_broken: int = 0
-    numbers: set[str] = field(default_factory=set)  # every order number in any of the answers
-    reference: str = ""
+    responses: int = 0  # all that the shop sent, including lost ones
+    responses_lost: int = 0
+    numbers: set[str] = field(default_factory=set)  # every order number in any response
     is_confirmed: bool = False
     mutex: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Client:
-    """Everybody who orders; `start` begins, `wait` says whether all is done."""
+    """Sends all orders, a few at the same time."""
 
     def __init__(
         self, orders: Sequence[Order], shop_port: Callable[[], int], *, sends_keys: bool
     ) -> None:
         self.receipts = [Receipt(order) for order in orders]
         self.finished = 0
-        self._shop_port = shop_port  # asked for every request: a restarted shop has another
+        self._shop_port = shop_port  # called for each request: a restart changes the port
         self._sends_keys = sends_keys
-        self._pool = ThreadPoolExecutor(HANDS, "client")
+        self._pool = ThreadPoolExecutor(CONCURRENCY, "client")
         self._mutex = threading.Lock()
         self._ended = threading.Event()
-        self._gives_up_s = 0.0
+        self._give_up_at_s = 0.0
         self._is_stopped = False
         self._deliveries: list[Future[None]] = []
 
     def start(self) -> None:
-        """Send the orders, in their order."""
-        self._gives_up_s = time.monotonic() + STALL_S_MAX
+        """Begin to send the orders."""
+        self._give_up_at_s = time.monotonic() + STALL_S_MAX
         self._deliveries = [self._pool.submit(self._deliver, r) for r in self.receipts]
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the end for *timeout_s*; True once it has come."""
+        """Wait up to *timeout_s*; return whether all orders are finished."""
         if not self._ended.wait(timeout_s):
             return False
         for delivery in self._deliveries:
-            delivery.result()  # a bug of ours must not look like a broken promise
+            delivery.result()  # raises, so that a bug does not look like a lost order
         return True
 
     def stop(self) -> None:
-        """Give up whatever is not done."""
+        """Give up the orders that are not finished."""
         self._is_stopped = True
         self._pool.shutdown(cancel_futures=True)
 
     def unanswered(self) -> set[str]:
-        """The orders that are on their way to the shop for the first time."""
-        return {r.order.name for r in self.receipts if r.requests and not r.answers}
+        """Return the orders that were sent and have no response yet."""
+        return {r.order.name for r in self.receipts if r.requests and not r.responses}
 
     def _deliver(self, receipt: Receipt) -> None:
         try:
@@ -91,7 +132,7 @@ class Client:
             while not receipt.is_confirmed and not self._gives_up():
                 self._send(receipt)
             if receipt.is_confirmed:
-                self._gives_up_s = time.monotonic() + STALL_S_MAX
+                self._give_up_at_s = time.monotonic() + STALL_S_MAX
         finally:
             with self._mutex:
                 self.finished += 1
@@ -99,55 +140,85 @@ class Client:
                     self._ended.set()
 
     def _gives_up(self) -> bool:
-        return self._is_stopped or time.monotonic() > self._gives_up_s
+        return self._is_stopped or time.monotonic() > self._give_up_at_s
 
     def _send_twice(self, receipt: Receipt) -> None:
-        """The same request two times at the same instant, on two connections."""
-        together = threading.Barrier(2)
-        twin = threading.Thread(target=self._send, args=(receipt, together))
+        """Send the same request twice at the same time, on two connections."""
+        barrier = threading.Barrier(2)
+        twin = threading.Thread(target=self._send, args=(receipt, barrier))
         twin.start()
-        self._send(receipt, together)
+        self._send(receipt, barrier)
         twin.join()
 
-    def _send(self, receipt: Receipt, together: threading.Barrier | None = None) -> None:
+    def _send(self, receipt: Receipt, barrier: threading.Barrier | None = None) -> None:
         order = receipt.order
-        asked = {"order": order.name, "cents": order.cents}
+        document = {"order": order.name, "cents": order.cents}
         try:
             with closing(connect(self._shop_port())) as connection:
                 with receipt.mutex:
                     receipt.requests += 1
-                if together is not None:
-                    _meet(together)
+                if barrier is not None:
+                    _wait_for_twin(barrier)
                 key = order.key if self._sends_keys else None
-                answer = exchange(connection, "/orders", asked, key)
-        except BROKEN:
-            with receipt.mutex:
-                receipt.connections_broken += 1
+                response = post(connection, "/orders", document, key)
+        except NETWORK_ERRORS:
             time.sleep(PAUSE_S)
             return
         with receipt.mutex:
-            comes_through = _note(receipt, answer)
-        if comes_through and answer.status != 201:
-            time.sleep(min(answer.retry_after_s, RETRY_AFTER_S_MAX) or PAUSE_S)
+            is_received = _note(receipt, response)
+        if is_received and response.status != 201:
+            time.sleep(min(response.retry_after_s, RETRY_AFTER_S_MAX) or PAUSE_S)
 
 
-def _note(receipt: Receipt, answer: Answer) -> bool:
-    """Write down *answer*; False where the network loses it, and the client knows nothing."""
-    is_lost = receipt.answers < LOSSES_MAX and receipt.order.losses[receipt.answers]
-    receipt.answers += 1
-    receipt.reference = answer.reference or receipt.reference
-    is_confirmed = answer.status == 201
+def _note(receipt: Receipt, response: Response) -> bool:
+    """Write down *response*; return False if the network loses it."""
+    is_lost = receipt.responses < LOSSES_MAX and receipt.order.losses[receipt.responses]
+    receipt.responses += 1
+    is_confirmed = response.status == 201
     if is_confirmed:
-        receipt.numbers.add(str(answer.document.get("number")))
+        receipt.numbers.add(str(response.document.get("number")))
     if is_lost:
-        receipt.answers_lost += 1
+        receipt.responses_lost += 1
         return False
     receipt.is_confirmed = receipt.is_confirmed or is_confirmed
     return True
 
 
-def _meet(together: threading.Barrier) -> None:
+def _wait_for_twin(barrier: threading.Barrier) -> None:
     try:
-        together.wait(TOGETHER_S_MAX)
+        barrier.wait(CONNECT_TWIN_S_MAX)
     except threading.BrokenBarrierError:
-        return  # the other found no connection
+        return  # the other request got no connection
+
+
+class Response(NamedTuple):
+    """The response to one request."""
+
+    status: int
+    document: dict[str, Any]
+    retry_after_s: float
+
+
+def connect(port: int) -> HTTPConnection:
+    """Connect to a server on this machine."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=RESPONSE_S_MAX)
+    connection.connect()
+    return connection
+
+
+def post(
+    connection: HTTPConnection, path: str, document: dict[str, Any], key: str | None
+) -> Response:
+    """Send *document*, with *key* if there is one, and wait for the complete response."""
+    headers = {"Content-Type": "application/json"}
+    if key is not None:
+        headers["Idempotency-Key"] = f'"{key}"'
+    connection.request("POST", path, json.dumps(document), headers)
+    response = connection.getresponse()
+    body = response.read()
+    if response.getheader("Content-Length", "") != str(len(body)):
+        # Cut off within its headers, which `http.client` does not notice: a 201, but not complete.
+        raise IncompleteRead(body)
+    is_json = "json" in response.getheader("Content-Type", "")
+    retry_after_s = float(response.getheader("Retry-After", "0"))
+    return Response(response.status, json.loads(body) if is_json else {}, retry_after_s)

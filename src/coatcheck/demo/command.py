@@ -1,7 +1,8 @@
-"""The command: `coatcheck demo`, from its arguments to its exit code.
+"""`coatcheck demo`, from its arguments to its exit code.
 
-0: the promise held; 1: it did not, or the demo could not be told. Its files stay where it says,
-so that an order can be looked up afterwards; only those of an interrupted demo are removed.
+Exit code 0: with coatcheck every order was charged exactly once. 1: not so, or a server did not
+start. The files of a finished demo stay where it says, so that an order can be looked up; those of
+an interrupted demo are removed.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import threading
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import Self
 
-from coatcheck.demo.display import Display
-from coatcheck.demo.story import Guard, Outcome, tell
+from coatcheck.demo.report import Display
+from coatcheck.demo.servers import Guard
+from coatcheck.demo.story import run_story
 from coatcheck.errors import Misconfigured
 
 
@@ -26,15 +28,15 @@ def run(
     *, orders: int, seed: int, keep: Path | None, as_json: bool, guard: Guard = "coatcheck"
 ) -> int:
     """
-    Tell the story on standard output; or JSON there, and what people see on standard error.
+    Run the demo and print its report; with *as_json*, JSON on stdout and the report on stderr.
 
-    *guard* cannot be chosen on the command line: it is for the test that sees the demo fail.
+    *guard* is no option of the command line: a test uses it to see the demo fail.
     """
     directory = _empty_directory(keep)
     display = Display(sys.stderr if as_json else sys.stdout)
     try:
         with _Interrupts():
-            outcome = tell(
+            result = run_story(
                 orders=orders, seed=seed, directory=directory, display=display, guard=guard
             )
     except RuntimeError as error:
@@ -45,40 +47,41 @@ def run(
         if keep is None:
             shutil.rmtree(directory, ignore_errors=True)
         raise
-    display.close(outcome)
+    display.show_result(result)
     if as_json:
-        sys.stdout.write(json.dumps(_facts(outcome), indent=2) + "\n")
-    return 0 if outcome.promise_held else 1
+        facts = {"promise_held": result.promise_held, **asdict(result)}
+        sys.stdout.write(json.dumps(facts, indent=2, default=str) + "\n")
+    return 0 if result.promise_held else 1
 
 
 class _Interrupts:
     """
-    Ends with `KeyboardInterrupt` whatever Ctrl-C came into, however that has ended.
+    Raises `KeyboardInterrupt` at the end of the block if Ctrl-C was pressed in it.
 
-    Python raises it between any two instructions. Between those that take and release a lock, what
-    comes out of them is another error; and in a finalizer it is told to nobody.
+    Python raises it between any two instructions. In the middle of a lock's methods it becomes
+    another error, and in a finalizer it is dropped; so this remembers that it came.
     """
 
     def __init__(self) -> None:
-        self._have_come = False
-        self._is_ours = False
+        self._was_pressed = False
+        self._is_installed = False
 
     def __enter__(self) -> Self:
-        # Else somebody else has decided what it means: a shell ignores it for what runs behind.
-        is_plain = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if is_plain and threading.current_thread() is threading.main_thread():
-            self._is_ours = True
-            signal.signal(signal.SIGINT, self._notice)
+        # Another handler stays: a shell, for example, ignores Ctrl-C for background jobs.
+        is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if is_default and threading.current_thread() is threading.main_thread():
+            self._is_installed = True
+            signal.signal(signal.SIGINT, self._on_signal)
         return self
 
-    def _notice(self, number: int, frame: FrameType | None) -> None:
-        self._have_come = True
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._was_pressed = True
         signal.default_int_handler(number, frame)
 
     def __exit__(self, *_: object) -> None:
-        if self._is_ours:
+        if self._is_installed:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        if self._have_come:
+        if self._was_pressed:
             raise KeyboardInterrupt
 
 
@@ -91,17 +94,5 @@ def _empty_directory(wanted: Path | None) -> Path:
     except OSError as error:
         raise Misconfigured(f"--keep {wanted}: {error.strerror}") from error
     if not is_empty:
-        raise Misconfigured(f"--keep {wanted}: it is not empty; name a new directory")
+        raise Misconfigured(f"--keep {wanted}: the directory is not empty; name a new one")
     return wanted.resolve()
-
-
-def _facts(outcome: Outcome) -> dict[str, Any]:
-    return {
-        "promise_held": outcome.promise_held,
-        "seed": outcome.seed,
-        "seconds": outcome.seconds,
-        "without_keys": asdict(outcome.without_keys),
-        "with_coatcheck": asdict(outcome.with_coatcheck),
-        "witness": None if outcome.witness is None else asdict(outcome.witness),
-        "directory": str(outcome.directory),
-    }

@@ -1,4 +1,4 @@
-"""Processes: the two servers as the demo sees them, to be started, killed and stopped."""
+"""Starts, kills and stops the servers of the demo."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import Self
 
 import coatcheck
 
-# 20 s: a hundred times what starting takes; a machine that is slower than that shows nothing.
+# 20 s: a hundred times what a start takes.
 START_S_MAX = 20.0
-# 5 s to finish what runs; then it is ended.
+# 5 s to finish running requests; then the process is killed.
 STOP_S_MAX = 5.0
 
 
 class Service:
-    """A server of the demo; `with` starts it and makes sure that nothing of it is left."""
+    """One server; `with` starts it and stops it."""
 
     def __init__(self, name: str, directory: Path, *arguments: object) -> None:
-        self.port = 0  # of the present process; a restart brings another
+        self.port = 0  # of the current process; a restart changes it
         self._name = name
         self._log = directory / f"{name}.log"
-        module = f"coatcheck.demo.{name}"
-        # -P: what lies in the current directory is not what we import.
-        self._command = [sys.executable, "-P", "-m", module, str(directory), *map(str, arguments)]
+        module = ("-m", "coatcheck.demo.servers", name)
+        # -P: do not import modules from the current directory.
+        self._command = [sys.executable, "-P", *module, str(directory), *map(str, arguments)]
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -43,9 +43,9 @@ class Service:
         self.stop()
 
     def start(self) -> None:
-        """Start a process and wait until it listens."""
-        ours = str(Path(coatcheck.__file__).parent.parent)
-        path = os.pathsep.join(filter(None, (ours, os.environ.get("PYTHONPATH"))))
+        """Start the process and wait until it listens."""
+        source = str(Path(coatcheck.__file__).parent.parent)
+        path = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
         with self._log.open("ab") as log:
             self._process = process = subprocess.Popen(  # noqa: S603 - our own module
                 self._command,
@@ -55,32 +55,32 @@ class Service:
                 env={**os.environ, "PYTHONPATH": path},
             )
         try:
-            self.port = self._port_of(process)
-        except BaseException:  # an impatient Ctrl-C, too
+            self.port = self._read_port(process)
+        except BaseException:  # including Ctrl-C
             self.kill()
             raise
 
-    def _port_of(self, process: subprocess.Popen[bytes]) -> int:
+    def _read_port(self, process: subprocess.Popen[bytes]) -> int:
         assert process.stdout is not None
-        too_late = threading.Timer(START_S_MAX, process.kill)
-        too_late.daemon = True  # nobody waits for it if Ctrl-C comes before it can be cancelled
+        timeout = threading.Timer(START_S_MAX, process.kill)
+        timeout.daemon = True  # so that Ctrl-C before `cancel` does not delay the end
         try:
-            too_late.start()
-            said = process.stdout.readline()
+            timeout.start()
+            line = process.stdout.readline()
         finally:
-            too_late.cancel()
-        if not said.strip().isdigit():
+            timeout.cancel()
+        if not line.strip().isdigit():
             raise RuntimeError(f"the {self._name} did not start; see {self._log}")
-        return int(said)
+        return int(line)
 
     def kill(self) -> None:
-        """End the process in the middle of what it does: kill -9."""
+        """End the process at once: kill -9."""
         if self._process is not None:
             self._process.kill()
-            self._let_go()
+            self._close()
 
     def stop(self) -> None:
-        """Let the process finish what it does, then end it."""
+        """Let the process finish its requests, then end it."""
         if self._process is None:
             return
         assert self._process.stdin is not None
@@ -89,9 +89,9 @@ class Service:
             self._process.wait(STOP_S_MAX)
         except subprocess.TimeoutExpired:
             self._process.kill()
-        self._let_go()
+        self._close()
 
-    def _let_go(self) -> None:
+    def _close(self) -> None:
         process, self._process = self._process, None
         assert process is not None
         process.wait()

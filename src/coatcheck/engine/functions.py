@@ -1,56 +1,106 @@
-"""Guarded functions: what they are called, where their keys come from, and what they return.
-
-Requests have a route, a header and a response for that; the engines' own side of it is here.
-"""
+"""Guarded functions: their labels, keys, fingerprints and results, and stored inputs."""
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import logging
 import sys
 from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
-from types import (
-    AsyncGeneratorType,
-    CoroutineType,
-    GeneratorType,
-    MethodType,
-)
-from typing import Any, TypeVar
+from types import AsyncGeneratorType, CoroutineType, GeneratorType, MethodType
+from typing import Any, Generic, TypeVar
 
-from coatcheck.core.not_awaited import refuse_awaitable
+from coatcheck.core.call_fingerprint import fingerprint_of_call
+from coatcheck.core.callables import refuse_awaitable
+from coatcheck.core.identity import ID_BYTES, operation_id
+from coatcheck.core.keep import Outcome
+from coatcheck.core.lifecycle import Answer, ClaimRequest, Refuse, Replay
 from coatcheck.core.policy import Policy
-from coatcheck.core.replay import Fate, encode_value
-from coatcheck.core.serve import Ending, Ticket
+from coatcheck.core.problem import problem
+from coatcheck.core.progress import NOTHING, PROGRESS_BYTES_MAX, encoded, progress_of
+from coatcheck.core.record import Record
+from coatcheck.core.response import decode_value, encode_value
+from coatcheck.engine.attempts import Attempts
+from coatcheck.engine.outcomes import outcome_of_result
 from coatcheck.errors import Misconfigured
 from coatcheck.operation import Happened, Operation
 
-logger = logging.getLogger("coatcheck")
 
-T = TypeVar("T")
+def request_of_call(
+    attempts: Attempts, key: object, label: str, fingerprint: bytes, policy: Policy
+) -> ClaimRequest:
+    """The request of a guarded call."""
+    text = key_of_call(key)
+    if not 1 <= len(text) <= policy.key_chars_max:
+        reason = f"a key has 1 to {policy.key_chars_max} characters, this has {len(text)}"
+        raise problem("key-invalid", reason=reason).error()
+    id = operation_id(caller="", route=label, key=text, secret=attempts.secret)
+    return attempts.new_request(id, fingerprint, key=text, caller="", label=label)
+
+
+def fingerprint_of_partial(call: functools.partial[Any]) -> bytes:
+    """The fingerprint of the arguments of *call*."""
+    return fingerprint_of_call(*arguments_of(call))
+
+
+def fingerprint_given(value: object) -> bytes:
+    """The fingerprint that the caller gave: 16 bytes as they are, else that of the value."""
+    if isinstance(value, bytes) and len(value) == ID_BYTES:
+        return value
+    return fingerprint_of_call((value,), {})
+
+
+def outcome_of_call(operation: Operation, result: object, *, may_differ: bool = False) -> Outcome:
+    """
+    What the *result* of a guarded function means; raises if it may not end with it.
+
+    *may_differ*: an operator has it run, and may take other steps than earlier attempts.
+    """
+    refuse_unstarted(result)
+    if operation.has_notes:
+        is_refusal = isinstance(result, Happened) and result.status >= HTTPStatus.BAD_REQUEST
+        step_problem = operation.check_steps(may_differ=may_differ or is_refusal)
+        if step_problem is not None:
+            raise step_problem
+    assert operation.request is not None
+    return outcome_of_result(operation.request, result, operation.policy)
+
+
+def value_of(answer: Answer, outcome: Outcome | None = None, result: object = None) -> Any:  # noqa: ANN401 - what the user's function returned
+    """
+    What the caller of a guarded function gets; raises a refusal.
+
+    Decoded from the stored bytes even the first time, so that a retry gets the same. Only a
+    *result* that could not be stored goes to its first caller as it is.
+    """
+    if isinstance(answer, Refuse):
+        raise answer.cause or answer.problem.error()
+    if isinstance(answer, Replay):
+        return decode_value(answer.response)
+    if outcome is None or outcome.response is None:
+        return result
+    return decode_value(outcome.response)
 
 
 def name_of(function: Callable[..., object]) -> str:
-    """What a guarded function is called where no scope is given: its module and its name."""
+    """The label of a guarded function without a scope: its module and its name."""
     while isinstance(function, functools.partial):
         function = function.func
     named: Any = function if hasattr(function, "__qualname__") else type(function)
     if named.__qualname__.endswith("<lambda>"):
         raise Misconfigured(
-            "a lambda has no name, and its keys would be those of every other one: give it a scope="
+            "a lambda has no name, so that all lambdas would share their keys: give it a scope="
         )
     return f"{_module_of(named)}.{named.__qualname__}"
 
 
-# What a module is called that is run, and not imported; the other one by `multiprocessing`, in the
-# processes that it spawns.
+# The names of a module that is run, not imported; the second is that of `multiprocessing` in the
+# processes it spawns.
 _RUN = ("__main__", "__mp_main__")
 
 
 def _module_of(named: Any) -> str:  # noqa: ANN401 - whatever can be called
-    """The module of *named*, by the name that whoever imports it knows: it may be a worker."""
+    """The module of *named*, by the name under which a worker imports it."""
     name: str = named.__module__
     if name not in _RUN:
         return name
@@ -63,9 +113,9 @@ def _module_of(named: Any) -> str:  # noqa: ANN401 - whatever can be called
 
 def arguments_of(call: functools.partial[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """
-    The arguments of *call*, with all that partials hold.
+    The arguments of *call*, with those that partials hold.
 
-    The first of a method is its object, where that has a value; see `core/call.py`.
+    A method's object counts as its first argument if it has a value; see `core/fingerprint.py`.
     """
     args, kwargs, inner = call.args, call.keywords, call.func
     while isinstance(inner, functools.partial):  # not always folded into one by Python
@@ -77,69 +127,80 @@ def arguments_of(call: functools.partial[Any]) -> tuple[tuple[Any, ...], dict[st
 
 def key_of_call(found: object) -> str:
     """
-    The key of a call, as text: what it was given, or what a `key=` function has *found* (K4).
+    The key of a call, as text; *found* is what was given, or what a `key=` function returned.
 
-    None is none. What has no text of its own is refused: its address would be another key for
-    each retry, or one key for two calls.
+    None is no key. An object without a text of its own is refused: its address would be another
+    key for each retry, or one key for two calls.
     """
     if isinstance(found, str):
         return found
-    if isinstance(found, bytes):  # as messages and headers have theirs: their text, not Python's
+    if isinstance(found, bytes):  # messages and headers: their text, not Python's b'…'
         return found.decode("utf-8", "surrogateescape")
     refuse_awaitable("key", found)
     kind = type(found)
     if kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__:
-        raise Misconfigured(f"a {kind.__name__} is no key: give text, or a number or an id")
+        raise Misconfigured(f"a {kind.__name__} is not a key: give text, a number or an id")
     return "" if found is None else str(found)
 
 
-def ending_of_result(ticket: Ticket, result: object, policy: Policy) -> Ending:
-    """What a guarded function's *result* means for its claim."""
-    response, why = encode_value(result), "neither JSON nor bytes"
-    if response is not None and len(response) > policy.response_bytes_max:
-        response, why = None, f"over response_bytes_max, which is {policy.response_bytes_max:,}"
-    if response is None:
-        logger.error(
-            "%s returned a %s, which is %s: it is not kept, and a retry is told so",
-            *(ticket.label, type(result).__name__, why),
-        )
-    return Ending(Fate.KEEP, response)
+# What is returned when nothing has run yet.
+_UNSTARTED = (CoroutineType, GeneratorType, AsyncGeneratorType)
 
 
-def checked(operation: Operation, result: T, *, is_persons: bool) -> T:
-    """*result*, if the function may end with it; *is_persons*: a person has it run."""
-    has_run(result)
-    if operation.has_more_to_say:
-        is_refusal = isinstance(result, Happened) and result.status >= HTTPStatus.BAD_REQUEST
-        doubt = operation.unmet(may_differ=is_persons or is_refusal)
-        if doubt is not None:
-            raise doubt
-    return result
-
-
-def is_failure(error: BaseException) -> bool:
-    """
-    *error* is the handler's own, which is over then; nobody has ended it from outside.
-
-    What awaits a task that was cancelled raises the same as what is cancelled itself.
-    """
-    if isinstance(error, asyncio.CancelledError):
-        task = asyncio.current_task()
-        return task is not None and not task.cancelling()
-    return isinstance(error, Exception)
-
-
-# What is returned where nothing has run yet.
-_UNRUN = (CoroutineType, GeneratorType, AsyncGeneratorType)
-
-
-def has_run(result: T) -> T:
-    """*result*, unless it is only the promise of one: no key must be used up by that."""
-    if isinstance(result, _UNRUN):
+def refuse_unstarted(result: object) -> None:
+    """Refuse a coroutine or generator as a result: it must not use up the key."""
+    if isinstance(result, _UNSTARTED):
         if not isinstance(result, AsyncGeneratorType):
-            result.close()  # else Python complains that nobody has awaited it
+            result.close()  # or Python warns that it was never awaited
         raise Misconfigured(
-            f"the guarded function returned a {type(result).__name__}, of which nothing has run: "
+            f"the guarded function returned a {type(result).__name__}, which has not run yet: "
             "guard async functions with an AsyncEngine, and let generators return what they make"
         )
-    return result
+
+
+# --- functions whose input is stored with the claim, so that any node can run them again -------
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class RegisteredFunction(Generic[T_co]):
+    """A function that `Engine.register` has named."""
+
+    def __init__(self, name: str, run: Callable[[str, Any], T_co]) -> None:
+        self.name = name
+        self._run = run
+
+    def run(self, key: str, given: object) -> T_co:
+        """
+        Call the function with *given* once for *key*, and return its result to every retry.
+
+        *given* is a JSON value or bytes; an async engine's is awaited.
+        """
+        return self._run(key, given)
+
+
+def request_with_input(
+    attempts: Attempts, key: str, name: str, given: object, policy: Policy
+) -> ClaimRequest:
+    """The request of a registered function, with its input to be stored."""
+    value = encode_value(given)
+    if value is None:
+        raise Misconfigured(
+            f"the input of {name!r} is a {type(given).__name__}, which is neither JSON nor bytes, "
+            "so that it cannot be stored"
+        )
+    progress = encoded(NOTHING._replace(input=value))
+    if len(progress) > PROGRESS_BYTES_MAX:
+        raise Misconfigured(
+            f"the input of {name!r} takes {len(progress)} bytes; {PROGRESS_BYTES_MAX} can be "
+            "stored: keep it in your database, and give its id"
+        )
+    request = request_of_call(attempts, key, name, fingerprint_given(given), policy)
+    return request._replace(progress=progress)
+
+
+def stored_input(record: Record) -> Any:  # noqa: ANN401 - what the application gave
+    """The input that *record* was claimed with."""
+    value = progress_of(record).input
+    assert value is not None
+    return decode_value(value)

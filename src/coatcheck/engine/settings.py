@@ -1,27 +1,29 @@
-"""Settings: what an engine is given is checked when it is made, so that no request fails by it."""
+"""Settings: the arguments of an engine are checked when it is made, not during a request."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
 
-from coatcheck.core.not_awaited import refuse_async
+from coatcheck.core.callables import refuse_async
+from coatcheck.core.policy import Policy
 from coatcheck.errors import Misconfigured
-from coatcheck.stores.at_rest import KeyRing
-from coatcheck.telemetry import Observer
+from coatcheck.stores.encryption import KeyRing
 
 
 def secret_of(secret: object) -> bytes:
     """*secret* as bytes."""
     if isinstance(secret, str):
-        return secret.encode("utf-8", "surrogatepass")  # what a variable holds need not be UTF-8
+        return secret.encode("utf-8", "surrogatepass")  # an environment variable need not be UTF-8
     if not isinstance(secret, bytes):
         raise Misconfigured(f"secret is a {type(secret).__name__}; it is text or bytes")
     return secret
 
 
 def check_keyring(keyring: object) -> None:
-    """Refuse what seals nothing: it would show when work is done, and cannot be written down."""
+    """Refuse anything but a key ring: it would fail when work is done and cannot be stored."""
     if keyring is not None and not isinstance(keyring, KeyRing):
         kind = type(keyring).__name__
         raise Misconfigured(f"keyring is a {kind}; it is a KeyRing: write KeyRing({{name: key}})")
@@ -40,11 +42,35 @@ def every(name: str, seconds: object) -> float | None:
     return seconds
 
 
-def observing(observers: object) -> tuple[Observer, ...]:
-    """*observers*, if they can be told."""
-    told = tuple(observers) if isinstance(observers, Iterable) else None
-    if told is None or not all(map(callable, told)):
-        raise Misconfigured(f"observers is {observers!r}; it is a list of functions")
-    for observer in told:
-        refuse_async("observers", observer)
-    return told
+def functions(name: str, given: object) -> tuple[Callable[[Any], object], ...]:
+    """*given* as a tuple of plain functions, which was set as *name*."""
+    found = tuple(given) if isinstance(given, Iterable) else None
+    if found is None or not all(map(callable, found)):
+        raise Misconfigured(f"{name} is {given!r}; it is a list of functions")
+    for function in found:
+        refuse_async(name, function)
+    return found
+
+
+def policy_of(policy: Policy | str | None) -> Policy:
+    """A policy, or the preset of that name."""
+    if policy is None:
+        policy = Policy()
+    elif isinstance(policy, str):
+        policy = Policy.preset(policy)
+    elif not isinstance(policy, Policy):
+        raise Misconfigured(f"{policy!r} is not a policy; give a Policy, or the name of a preset")
+    return policy
+
+
+# 50 characters without spaces: the name is part of every label, which has 200.
+_SERVICE = re.compile(r"[!-~]{0,50}")
+
+
+def service_name(service: object) -> str:
+    """The name that the requests of this service are labelled with; "": none."""
+    if not isinstance(service, str) or _SERVICE.fullmatch(service) is None:
+        raise Misconfigured(
+            f"service is {service!r}; it is a name of up to 50 characters without spaces"
+        )
+    return service

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from coatcheck.core.replay import Headers
+from coatcheck.core.response import Headers
 from coatcheck.server.body import Body
 
 

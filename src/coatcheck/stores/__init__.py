@@ -1,9 +1,10 @@
-"""Stores: where records live. One contract, one law-suite, every store chosen by URL.
+"""Stores: where records are kept. One contract, one law-suite, every store chosen by URL.
 
-`contract` says what a store is; `batching` groups the calls of threads, `looped` and `threaded`
-those of event loops, for all of them, and `fates` tells each what became of its own; then one
-file each.
-Stores do not know each other, and nothing here knows what a request is.
+Read in this order: `contract` (what a store is), `memory` (the smallest one), `batching` (groups
+the calls of threads), `async_batching` and `async_store` (the same for event loops),
+`batch_errors` (when part of a batch fails), `encryption` (a store around a store). Then one package
+for each database. `registry` has the capabilities of each store.
+Stores do not import each other, and nothing here knows what a request is.
 """
 
 from __future__ import annotations
@@ -13,21 +14,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from coatcheck.errors import Misconfigured, MissingExtra
+from coatcheck.stores.async_store import BatchedAsyncStore, ThreadedStore
 from coatcheck.stores.batching import Batcher
-from coatcheck.stores.contract import (
-    AsyncStore,
-    Finding,
-    HasWire,
-    Page,
-    Query,
-    Store,
-)
-from coatcheck.stores.declared import BY_SCHEME
-from coatcheck.stores.looped import LoopedStore
+from coatcheck.stores.contract import AsyncStore, Finding, Page, Query, Store
 from coatcheck.stores.memory import AsyncMemoryStore, MemoryStore
 from coatcheck.stores.migration import Migration
-from coatcheck.stores.threaded import ThreadedStore
-from coatcheck.stores.url import no_password_told, refuse_no_text, shown
+from coatcheck.stores.registry import BY_SCHEME
+from coatcheck.stores.url import hide_password, refuse_no_text, shown
 
 __all__ = [
     "AsyncStore",
@@ -46,60 +39,59 @@ __all__ = [
 
 def open_store(url: str, *, create: bool = True) -> Store:
     """
-    The store that *url* names, for sync code: `sqlite:///path`, `postgresql://host/db` and so on.
+    Open the store that *url* names, for sync code: `sqlite:///path`, `postgresql://host/db`, ….
 
-    Where *create* is False, or the URL says `create=0`, it must be there already: who looks must
-    not make what is looked for, and in production that is for `coatcheck migrate` to do (D4).
+    With *create* set to False, or `create=0` in the URL, files and tables must exist already.
+    Tools that only look must not create what they look for, and in production `coatcheck migrate`
+    should do it.
     """
     refuse_no_text(url)
-    with no_password_told(url):
+    with hide_password(url):
         url, may_create = _without_create(url)
-        store: Store = _named_by(url).from_url(url, create=create and may_create)
+        store: Store = _store_class(url).from_url(url, create=create and may_create)
         return store
 
 
+def open_async_store(url: str) -> AsyncStore:
+    """Open the store that *url* names, for async code."""
+    store = open_store(url)
+    return AsyncMemoryStore(store) if isinstance(store, MemoryStore) else BatchedAsyncStore(store)
+
+
 def migrate_store(url: str, *, only_look: bool = False) -> Migration:
-    """Make what the store at *url* needs, or bring it up to date; or *only_look* whether it is."""
+    """Create or upgrade the schema of the store at *url*; with *only_look*, only report on it."""
     refuse_no_text(url)
-    with no_password_told(url):
+    with hide_password(url):
         url, _ = _without_create(url)
-        migration: Migration = _named_by(url).migrate(url, only_look=only_look)
+        migration: Migration = _store_class(url).migrate(url, only_look=only_look)
         return migration
 
 
 def _without_create(url: str) -> tuple[str, bool]:
-    """*url* without what every store's may say: whether it may be created."""
+    """Split off the option that every store has: whether it may create files and tables."""
     address, mark, query = url.partition("?")
     options = query.split("&")
     ours = [option for option in options if option.partition("=")[0] == "create"]
     for option in ours:
         if option not in ("create=0", "create=1"):
-            raise Misconfigured(f"{option} is no option; there are create=0 and create=1")
+            raise Misconfigured(f"{option} is not an option; write create=0 or create=1")
         options.remove(option)
     return address + mark * bool(options) + "&".join(options), "create=0" not in ours
 
 
-def _named_by(url: str) -> Any:  # noqa: ANN401 - a class of a module that may not be importable
+def _store_class(url: str) -> Any:  # noqa: ANN401 - a class of a module that may not be importable
     try:
         scheme = urlsplit(url).scheme
     except ValueError as error:
         raise Misconfigured(f"{shown(url)} is not a URL: {error}") from error
-    declared = BY_SCHEME.get(scheme)
-    if declared is None:
+    info = BY_SCHEME.get(scheme)
+    if info is None:
         known = ", ".join(f"{scheme}://" for scheme in BY_SCHEME)
         raise Misconfigured(f"no store is known for {scheme or shown(url)!r}; there are {known}")
     try:
-        module = import_module(f"coatcheck.stores.{declared.module}")
+        module = import_module(f"coatcheck.stores.{info.module}")
     except ModuleNotFoundError as error:
-        if not declared.extra:
+        if not info.extra:
             raise
-        raise MissingExtra(declared.extra, error.name or declared.title) from error
-    return getattr(module, declared.name)
-
-
-def open_async_store(url: str) -> AsyncStore:
-    """The store that *url* names, for async code."""
-    store = open_store(url)
-    if isinstance(store, MemoryStore):
-        return AsyncMemoryStore(store)
-    return LoopedStore(store) if isinstance(store, HasWire) else ThreadedStore(store)
+        raise MissingExtra(info.extra, error.name or info.title) from error
+    return getattr(module, info.name)

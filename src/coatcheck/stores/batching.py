@@ -1,40 +1,47 @@
-"""Batching: what arrives while a write is on its way leaves together in the next.
+"""Batching for threads: calls that arrive while a batch is being written leave in the next one.
 
-No timer and no added latency when idle; one commit or one round trip for hundreds of operations
-when busy. Three shapes of the one idea: `Batcher` here for threads; for event loops `looped.py`,
-where the store can be asked from one, and else `threaded.py`. Whoever arrives here at an idle store
-writes by itself, in its own thread, and those who arrive meanwhile wait; the first of them then
-writes for all. No hand-over when alone.
+No timer and no added latency when idle; one commit or one round trip for hundreds of calls when
+busy. `async_batching.py` does the same for event loops.
 
-Grouping must not tie fates together: where a store says what became of each (`fates.py`), each is
-told that; and when a batch fails otherwise, its members are tried one by one, so that a bad record
-fails alone. Trying again is safe, because a swap that took effect the first time
-finds exactly the record it wanted to write, and its caller recognises it (`core/serve.py`).
+How threads share a call (leader and followers):
+ 1. A thread that finds the store idle makes its call itself, at once. Nothing is handed over.
+ 2. A thread that arrives during a call joins a queue and waits on a lock of its own.
+ 3. When the call ends, its thread wakes the first thread of the queue, which is the next leader.
+ 4. The leader takes up to 256 entries off the queue, its own first, and makes one bulk call.
+ 5. It wakes the next leader, then stores the result of each entry and wakes its thread.
+ 6. So a thread that wakes up has its result, or is the leader.
+ 7. A leader that is interrupted (Control-C) fails its batch as ambiguous and wakes the next one.
+ 8. A waiting thread that is interrupted leaves the queue, and passes leadership on if it had it.
+
+The outcome of one member must not depend on the others. `batch_flow`, which both batchers use,
+makes the bulk call and works out what each member gets, retrying members one by one if it must.
+A retry is safe: a swap that was applied the first time finds exactly the record it wanted to
+write, and its caller recognises it (`core/lifecycle.py`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeAlias, TypeVar, cast
+from operator import attrgetter
+from typing import Generic, TypeVar, cast
 
 from coatcheck.core.flow import Effect, Flow, run
 from coatcheck.core.record import Record, Swap
 from coatcheck.errors import StoreUnavailable
+from coatcheck.stores.batch_errors import BatchError, Outcome, UndecodableRecord
 from coatcheck.stores.contract import Store
-from coatcheck.stores.fates import Divided, Fate
 from coatcheck.stores.fork import renew_after_fork
-from coatcheck.stores.unread import Unread
 
 T = TypeVar("T")
 
-# 256: past this a batch gains little, and its last member waits for all the others.
+# 256: larger batches gain little, and their last member waits for all the others.
 BATCH_MAX = 256
 
 
 class Batcher:
-    """Groups the swaps and reads of many threads on one blocking store."""
+    """Groups the swaps and reads of many threads into bulk calls of one blocking store."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -42,107 +49,107 @@ class Batcher:
         renew_after_fork(self)
 
     def _renew(self) -> None:
-        self._swaps = _Group(self.store.swap, _apart)
-        self._gets = _Group(self.store.get, _in_order)
+        self._swaps: _Queue[Swap] = _Queue(self.store.swap, attrgetter("ask.id"))
+        self._gets: _Queue[bytes] = _Queue(self.store.get, None)
 
     def swap(self, swap: Swap) -> Record | None:
-        """One swap, perhaps in company."""
+        """Make one swap, in a batch if other threads swap at the same time; see `Store.swap`."""
         return self._swaps.submit(swap)
 
     def get(self, id: bytes) -> Record | None:
-        """One read, perhaps in company."""
+        """Read one record, in a batch if other threads read at the same time; see `Store.get`."""
         return self._gets.submit(id)
 
 
 class _Alone:
-    """Stands for the thread that leads without having waited."""
+    """Marks a leader that did not queue: it found the store idle, so it has no entry."""
 
 
 _ALONE = _Alone()
 
 
-class _Turn(Generic[T]):
-    """One thread's place in the queue: what it asks, and its answer once there is one."""
+class _Entry(Generic[T]):
+    """One waiting thread: what it asks for, and its outcome once there is one."""
 
-    __slots__ = ("ask", "error", "result", "woken")
+    __slots__ = ("ask", "outcome", "woken")
 
     def __init__(self, ask: T) -> None:
         self.ask = ask
-        self.result: Record | None = None
-        self.error: Exception | None = None
+        self.outcome: Outcome = None
         self.woken = threading.Lock()
         self.woken.acquire()
 
 
-class _Group(Generic[T]):
+class _Queue(Generic[T]):
     """
-    The queue before one bulk call. A thread that is woken has its answer, or leads the next batch.
+    The threads that wait for one kind of bulk call; the module docstring has the protocol.
 
-    Nobody waits for a thread that is gone: whatever interrupts a leader, its batch is told so and
-    somebody else leads.
+    Args:
+        call: the bulk call.
+        id_of: the id of an entry, if no id may appear twice in a batch.
     """
 
     def __init__(
         self,
         call: Callable[[Sequence[T]], Sequence[Record | None]],
-        split: Callable[[list[_Turn[T]]], tuple[list[_Turn[T]], list[_Turn[T]]]],
+        id_of: Callable[[_Entry[T]], bytes] | None,
     ) -> None:
         self._call = call
-        self._split = split
+        self._id_of = id_of
         self._mutex = threading.Lock()
-        self._waiting: list[_Turn[T]] = []
-        self._leader: _Turn[T] | _Alone | None = None  # None: the store is idle
+        self._waiting: list[_Entry[T]] = []
+        self._leader: _Entry[T] | _Alone | None = None  # None: the store is idle
 
     def submit(self, ask: T) -> Record | None:
-        turn: _Turn[T] | None = None  # None: nobody is before us, so there is no queue to stand in
+        entry: _Entry[T] | None = None  # None: the store was idle, so we do not queue
         try:
             with self._mutex:
                 if self._leader is None:
                     self._leader = _ALONE
                 else:
-                    turn = _Turn(ask)
-                    self._waiting.append(turn)
-            if turn is None:
+                    entry = _Entry(ask)
+                    self._waiting.append(entry)
+            if entry is None:
                 result = self._call((ask,))[0]
-                self._pass_on(_ALONE)
+                self._pass_leadership(_ALONE)
                 return result
-            turn.woken.acquire()
-            if self._leader is turn:
-                self._lead(turn)
+            entry.woken.acquire()
+            if self._leader is entry:
+                self._lead(entry)
         except BaseException:
-            self._leave(turn)
+            self._leave(entry)
             raise
-        if turn.error is not None:
-            raise turn.error
-        return turn.result
+        if isinstance(entry.outcome, Exception):
+            raise entry.outcome
+        return entry.outcome
 
-    def _lead(self, leader: _Turn[T]) -> None:
+    def _lead(self, leader: _Entry[T]) -> None:
+        """Make one bulk call for the leader and the threads that wait with it."""
         with self._mutex:
-            batch, self._waiting = self._split(self._waiting)
-        results: Sequence[Record | None] = [None] * len(batch)
-        errors: Sequence[Exception | None] = [None] * len(batch)
+            batch, self._waiting = next_batch(self._waiting, BATCH_MAX, self._id_of)
+        outcomes: Sequence[Outcome] = ()
         try:
-            results, errors = call_apart(self._call, [turn.ask for turn in batch])
+            outcomes = call_batch(self._call, [entry.ask for entry in batch])
         except BaseException as interruption:
-            errors = [unknown_outcome(interruption) for _ in batch]
+            outcomes = [unknown_outcome(interruption) for _ in batch]
             raise
         finally:
-            self._pass_on(leader)  # first, so that the store does not wait for our waking others
-            for turn, result, error in zip(batch, results, errors, strict=True):
-                turn.result = result
-                turn.error = error
-                turn.woken.release()
+            # First, so that the next call does not wait until we have woken all followers.
+            self._pass_leadership(leader)
+            for entry, outcome in zip(batch, outcomes, strict=True):
+                entry.outcome = outcome
+                entry.woken.release()
 
-    def _leave(self, turn: _Turn[T] | None) -> None:
-        """Go without an answer, because of an error of our own."""
-        if turn is not None:
+    def _leave(self, entry: _Entry[T] | None) -> None:
+        """End without a result, because this thread was interrupted or its own call failed."""
+        if entry is not None:
             with self._mutex:
-                if turn in self._waiting:
-                    self._waiting.remove(turn)
-        self._pass_on(turn or _ALONE)
+                if entry in self._waiting:
+                    self._waiting.remove(entry)
+        self._pass_leadership(entry or _ALONE)
 
-    def _pass_on(self, leader: _Turn[T] | _Alone) -> None:
-        """Make the thread that has waited longest the next leader, or go idle."""
+    def _pass_leadership(self, leader: _Entry[T] | _Alone) -> None:
+        """Make the longest-waiting thread the next leader; without one the store is idle."""
         with self._mutex:
             if self._leader is not leader:
                 return
@@ -152,131 +159,102 @@ class _Group(Generic[T]):
                 self._waiting[0].woken.release()
 
 
-def _apart(waiting: list[_Turn[Swap]]) -> tuple[list[_Turn[Swap]], list[_Turn[Swap]]]:
-    """
-    The next batch of *waiting*, and who stays for the one after.
-
-    Two swaps of one record, as simultaneous duplicates make them, never share a batch: the second
-    must see what the first one did.
-    """
-    batch: dict[bytes, _Turn[Swap]] = {}
-    stays = [
-        turn
-        for turn in waiting
-        if len(batch) >= BATCH_MAX or batch.setdefault(turn.ask.id, turn) is not turn
-    ]
-    return list(batch.values()), stays
+# ----------------------------------------------------------------- shared with async_batching.py
 
 
-def next_round(
+def next_batch(
     waiting: list[T],
-    swaps_of: Callable[[T], Sequence[Swap]],
-    limit: int = BATCH_MAX,
-    away: set[bytes] | frozenset[bytes] = frozenset(),
+    limit: int,
+    id_of: Callable[[T], bytes] | None,
+    in_flight: Collection[bytes] = (),
 ) -> tuple[list[T], list[T]]:
     """
-    The same for those who may ask for several at once, while the ids in *away* are on their way.
+    Split *waiting* into the next batch and the entries that stay.
 
-    Whoever stays is not overtaken by anybody who asks for one of its records.
+    With *id_of*, no id appears twice in the batch, and no entry overtakes an earlier one of the
+    same id, nor one whose id is *in_flight*: the second swap of a record must see the first.
     """
-    ids = [swap.id for ask in waiting for swap in swaps_of(ask)]
-    if len(ids) <= limit and len(set(ids)) == len(ids) and away.isdisjoint(ids):
-        return waiting, []
-    taken = set(away)
-    count = 0
+    if id_of is None:
+        return waiting[:limit], waiting[limit:]
+    seen = set(in_flight)
     batch: list[T] = []
     stays: list[T] = []
-    for ask in waiting:
-        own = [swap.id for swap in swaps_of(ask)]
-        if count >= limit or not taken.isdisjoint(own):
-            stays.append(ask)
-        else:
-            batch.append(ask)
-            count += len(own)
-        taken.update(own)
+    for position, entry in enumerate(waiting):
+        if len(batch) == limit:
+            return batch, stays + waiting[position:]
+        id = id_of(entry)
+        (stays if id in seen else batch).append(entry)
+        seen.add(id)
     return batch, stays
 
 
-def _in_order(waiting: list[T]) -> tuple[list[T], list[T]]:
-    return waiting[:BATCH_MAX], waiting[BATCH_MAX:]
-
-
 @dataclass(slots=True)
-class Bulk(Effect[Sequence["Record | None"]], Generic[T]):
+class BulkCall(Effect[Sequence["Record | None"]], Generic[T]):
     """Make the bulk call for *asks*."""
 
     asks: Sequence[T]
 
 
-# For each who asked: its answer, or why it has none.
-Answers: TypeAlias = tuple[Sequence[Record | None], Sequence[Exception | None]]
-
-
-def call_apart(
+def call_batch(
     call: Callable[[Sequence[T]], Sequence[Record | None]], asks: Sequence[T]
-) -> Answers:
-    """Make one bulk call; if it fails for a reason of one member's, call for each alone."""
-    return run(apart(asks), lambda bulk: call(cast("Bulk[T]", bulk).asks))
+) -> list[Outcome]:
+    """Make the bulk *call* and return the outcome of each of *asks*; see `batch_flow`."""
+    return run(batch_flow(asks), lambda effect: call(cast("BulkCall[T]", effect).asks))
 
 
-def apart(asks: Sequence[T]) -> Flow[Answers]:
-    """The flow of `call_apart`, for those who await."""
+def batch_flow(asks: Sequence[T]) -> Flow[list[Outcome]]:
+    """
+    Make one bulk call and return the outcome of each member.
+
+    - The call succeeds: each member has its result.
+    - `BatchError`: the store knows the outcome of each member.
+    - `StoreUnavailable`: every member fails with it. The batch is not retried.
+    - Any other error may be the fault of one bad record: each member is called again alone.
+
+    No two members get the same exception object, as each `raise` adds to its traceback.
+    """
     try:
-        results = yield from Bulk(asks)
-        assert len(results) == len(asks), f"{len(asks)} questions, {len(results)} answers"
-        return results, [None] * len(asks)
-    except Divided as error:
-        return _told(error.fates)
+        results = yield from BulkCall(asks)
+        assert len(results) == len(asks), f"{len(results)} results for {len(asks)} members"
+    except BatchError as error:
+        return [_copy_of(outcome) for outcome in error.outcomes]
     except StoreUnavailable as error:
-        return _told([error] * len(asks))
-    except Exception as error:  # noqa: BLE001 - handed to whoever asked
+        return [_copy_of(error) for _ in asks]
+    except Exception as error:  # noqa: BLE001 - the member's own outcome
         if len(asks) == 1:
-            return [None], [error]
-    return (yield from _each(asks))
+            return [error]
+    else:
+        return [*results]
+    return (yield from _one_by_one(asks))
 
 
-def _each(asks: Sequence[T]) -> Flow[Answers]:
-    results: list[Record | None] = []
-    errors: list[Exception | None] = []
+def _one_by_one(asks: Sequence[T]) -> Flow[list[Outcome]]:
+    outcomes: list[Outcome] = []
     for ask in asks:
-        # A store that has stopped answering is not asked again: its time-outs would add up.
-        last = errors[-1] if errors else None
-        if isinstance(last, StoreUnavailable) and not isinstance(last, Unread):
-            results.append(None)
-            errors.append(_copy_of(last))
+        last = outcomes[-1] if outcomes else None
+        if isinstance(last, StoreUnavailable) and not isinstance(last, UndecodableRecord):
+            # The store is unreachable: another call for each member would add up the timeouts.
+            outcomes.append(_copy_of(last))
             continue
-        one_result, (error,) = yield from apart([ask])
-        if isinstance(error, StoreUnavailable):
-            error.is_ambiguous = True  # some of the batch may have been written before it failed
-        results += one_result
-        errors.append(error)
-    return results, errors
+        (outcome,) = yield from batch_flow([ask])
+        if isinstance(outcome, StoreUnavailable):
+            outcome.is_ambiguous = True  # the failed batch may have written this member
+        outcomes.append(outcome)
+    return outcomes
 
 
-def _told(fates: Sequence[Fate]) -> Answers:
-    results: list[Record | None] = []
-    errors: list[Exception | None] = []
-    for fate in fates:
-        if isinstance(fate, Exception):
-            results.append(None)
-            errors.append(_copy_of(fate) if isinstance(fate, StoreUnavailable) else fate)
-        else:
-            results.append(fate)
-            errors.append(None)
-    return results, errors
-
-
-def _copy_of(error: StoreUnavailable) -> StoreUnavailable:
-    """One for each caller: an error that is raised in many places collects all their stacks."""
-    kind = Unread if isinstance(error, Unread) else StoreUnavailable
-    copy = kind(str(error), is_ambiguous=error.is_ambiguous)
-    copy.__cause__ = error.__cause__
-    return copy.with_traceback(error.__traceback__)
+def _copy_of(outcome: Outcome) -> Outcome:
+    if not isinstance(outcome, StoreUnavailable):
+        return outcome
+    kind = UndecodableRecord if isinstance(outcome, UndecodableRecord) else StoreUnavailable
+    copy = kind(str(outcome), is_ambiguous=outcome.is_ambiguous)
+    copy.__cause__ = outcome.__cause__
+    return copy.with_traceback(outcome.__traceback__)
 
 
 def unknown_outcome(interruption: BaseException | None) -> StoreUnavailable:
-    """For those whose batch was interrupted by what is no `Exception`, such as Control-C."""
-    message = "the write was interrupted; whether it took effect is not known"
+    """Return the error for a member whose call was interrupted, for example by Control-C."""
+    message = "the call was interrupted; a write may have been applied"
     error = StoreUnavailable(message, is_ambiguous=True)
     error.__cause__ = interruption
     return error

@@ -1,20 +1,26 @@
-"""The contract: what every store is, sync and async under the same names.
+"""The contract of a store: what to implement, and what the law-suite checks.
 
-A store is one primitive, `swap`: compare-and-swap of one record by version, in bulk, giving back
-the record that stands where it loses. Everything else a store does is for waiting (`get`), for
-people (`find`, `check`) and for cleaning up (`sweep`). A store that can carry a word from node to
-node also offers a `Bell`, and one that can be asked from an event loop itself a `Wire`.
+A store keeps records by id and has one essential operation, `swap`: compare-and-swap by version,
+in bulk. The rest is for waiting requests (`get`), for operators (`find`, `check`) and for cleaning
+up (`sweep`). To write a store, implement the seven methods of `Store`: plain blocking code, safe
+from any thread. Event loops, batching across callers, encryption and retries are added around it:
+wrap it in `ThreadedStore` for async code. `docs/howto/own-store.md` has a complete example.
 
-Invariants that the law-suite (`tests/laws`) holds every store to:
-- each swap is atomic on its own, against any number of processes; of two equal swaps one wins;
-- a record comes back exactly as it was written (a compact store may drop label, scope and key);
-- what a swap has acknowledged survives whatever the store's documentation says it survives;
-- a store never changes a record by itself, except that it may forget one whose retention is over.
+What the law-suite (`tests/stores/laws`) checks of every store:
+- Each swap is atomic on its own, against any number of processes. Of two equal swaps one wins.
+- A record is returned exactly as it was written. A compact store may drop label, scope and key.
+- A write that `swap` has acknowledged survives whatever the store's documentation says.
+- A store never changes a record by itself, but it may delete one whose retention is over.
+
+Errors: raise `StoreUnavailable` when the store cannot be reached or does not answer, with the
+driver's error as its cause, and with `is_ambiguous=True` if the write may have been applied (the
+request was sent and its answer was lost). The engine then makes the same swap again. Any other
+exception means that this record cannot be written, and that nothing was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -23,9 +29,8 @@ from coatcheck.core.record import Record, State, Swap, is_retention_over
 # 500: large enough that a sweep keeps up with thousands of claims a second, small enough that it
 # holds a write lock for about a millisecond.
 SWEEP_BATCH = 500
+# 100: a page that a person can read.
 FIND_LIMIT = 100
-# 4 000: what can be said at once; half of what PostgreSQL takes.
-BELL_CHARS_MAX = 4_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,13 +42,13 @@ class Query:
     state: State | None = None
     label: str | None = None
     created_before_ms: int | None = None
-    expired_at_ms: int | None = None  # only what a sweep at this time would take
-    after_id: bytes = b""  # paging: the last id of the page before
+    expired_at_ms: int | None = None  # only records that a sweep at this time would delete
+    after_id: bytes = b""  # paging: the last id of the previous page
     limit: int = FIND_LIMIT
 
 
 def matches(record: Record, query: Query) -> bool:
-    """Every condition of *query* holds for *record*; for stores that filter in Python."""
+    """Return whether *record* fulfils *query*; for stores that filter in Python."""
     return (
         record.id.startswith(query.id_prefix)
         and record.id > query.after_id
@@ -63,7 +68,7 @@ class Page(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """One thing the doctor saw."""
+    """One result of `check`."""
 
     level: Literal["ok", "warning", "error"]
     message: str
@@ -71,181 +76,164 @@ class Finding(NamedTuple):
 
 @runtime_checkable
 class Store(Protocol):
-    """A store for sync code. Safe to use from any thread."""
+    """A store for sync code. Safe to use from any thread, and after a fork."""
 
     def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
         """
-        Write each record if the version its caller saw still stands.
+        Write each record if its version in the store is still the expected one.
 
-        Returns None where the write took effect, else the record that stands now (`GONE` where a
-        record was expected and there is none). Each swap is atomic on its own; a batch is one
-        round trip and one commit, not one transaction of meaning. No id appears twice in a batch.
-        Where it is several requests, and some fail, what is raised has the fate of each (`fates`).
+        A swap has an `id`, the `expected` version (0: no record exists) and the new `record`
+        (None: delete it). The result has one entry per swap, in order: None if the swap was
+        applied, otherwise the current record, or `GONE` if a record was expected and none exists.
+
+        Each swap is atomic on its own. One that conflicts does not stop the others. No id appears
+        twice in a call. Write all swaps of a call in one transaction or round trip if you can:
+        that is what makes the engine fast. If a call takes several requests, and only some fail,
+        raise a `BatchError` with the outcome of each (`batch_errors.results_of` does it).
         """
         ...
 
     def get(self, ids: Sequence[bytes]) -> Sequence[Record | None]:
-        """The records that stand, in the order of *ids*; None where there is none."""
+        """
+        Return the current records in the order of *ids*; None if there is no such record.
+
+        Must see every swap that was acknowledged before the call: no stale replica. An id may
+        appear more than once.
+        """
         ...
 
     def find(self, query: Query) -> Page:
-        """Records for operators, in id order, at most `query.limit` of them."""
+        """
+        Return the records that fulfil *query*, in id order, at most `query.limit` of them.
+
+        For operators and background recovery. May be slow, but must not block `swap`.
+        """
         ...
 
     def sweep(self, now_ms: int, limit: int = SWEEP_BATCH) -> int:
-        """Delete up to *limit* records whose retention is over at *now_ms*; how many it were."""
+        """
+        Delete up to *limit* records whose retention is over at *now_ms*; return how many.
+
+        A record that changes meanwhile must stay. A store that expires records by itself may
+        return 0.
+        """
         ...
 
     def check(self) -> Sequence[Finding]:
-        """Can this store forget? What the doctor sees."""
+        """
+        Return what could make this store lose records or refuse writes; for `coatcheck doctor`.
+
+        Try things instead of trusting settings where that is possible. Must not raise if the
+        store is unreachable: that is a finding.
+        """
         ...
 
     def now_ms(self) -> int:
-        """The store's clock, which rules."""
+        """
+        Return the store's clock in milliseconds since 1970.
+
+        Leases of all nodes are measured on this clock, so a shared store returns its server's.
+        """
         ...
 
     def close(self) -> None:
-        """Let go of files, connections and threads. Who let go of any refuses further use."""
+        """
+        Close files, connections and threads. A second call does nothing.
+
+        Later calls of other methods raise `StoreUnavailable`.
+        """
         ...
 
 
 @runtime_checkable
 class HasStretches(Protocol):
-    """A store whose sweep looks at a stretch of it only, because there looking is what costs."""
+    """A store whose `sweep` scans only a segment of it, because a full scan is expensive."""
 
     def sweep_all(self, now_ms: int) -> Iterator[int]:
-        """Sweep it from end to end, whatever that costs; how many records, stretch by stretch."""
+        """Sweep the whole store, whatever that costs; yield how many records per segment."""
         ...
 
 
 @runtime_checkable
 class AsyncStore(Protocol):
-    """A store for async code; the same words with `await`. Safe to use from any event loop."""
+    """
+    A store for async code: the same methods with `await`. Safe to use from any event loop.
+
+    There is no need to implement it: `ThreadedStore` makes one of any `Store`.
+    """
 
     @property
     def blocking(self) -> Store:
-        """
-        The same store for threads.
-
-        A heartbeat must beat while a handler blocks the event loop, so it cannot live on one.
-        """
+        """The same store for threads: leases are renewed there even if the loop is blocked."""
         ...
 
-    def swap(self, swaps: Sequence[Swap]) -> Awaitable[Sequence[Record | None]]:
-        """Write each record if the version its caller saw still stands; see `Store.swap`."""
+    async def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
+        """Write each record if its version is still the expected one; see `Store.swap`."""
         ...
 
     async def get(self, ids: Sequence[bytes]) -> Sequence[Record | None]:
-        """The records that stand; see `Store.get`."""
+        """Return the current records; see `Store.get`."""
         ...
 
     async def find(self, query: Query) -> Page:
-        """Records for operators; see `Store.find`."""
+        """Return records for operators; see `Store.find`."""
         ...
 
     async def sweep(self, now_ms: int, limit: int = SWEEP_BATCH) -> int:
-        """Delete what retention allows; see `Store.sweep`."""
+        """Delete records whose retention is over; see `Store.sweep`."""
         ...
 
     async def check(self) -> Sequence[Finding]:
-        """What the doctor sees; see `Store.check`."""
+        """Return what could make this store lose records; see `Store.check`."""
         ...
 
     async def now_ms(self) -> int:
-        """The store's clock; see `Store.now_ms`."""
+        """Return the store's clock; see `Store.now_ms`."""
         ...
 
     async def close(self) -> None:
-        """Let go of files, connections and threads."""
+        """Finish the calls that were made, then close files, connections and threads."""
         ...
 
 
-class Bell(Protocol):
+class AsyncBackend(Protocol):
     """
-    What is said at one node is heard at every node that listens, its own included; or it is lost.
+    One event loop's own access to a store's server.
 
-    Used by one thread. It raises what it likes: who uses it then closes it, and opens it again.
-    A forked child opens it anew, and leaves the parent's connection alone.
-    """
-
-    def open(self) -> bool:
-        """Connect, and listen from now on; False where that can never be."""
-        ...
-
-    def fileno(self) -> int:
-        """What becomes readable when there is something to hear."""
-        ...
-
-    def ring(self, words: str) -> None:
-        """Say *words* to all: plain ASCII, at most `BELL_CHARS_MAX`."""
-        ...
-
-    def heard(self) -> Sequence[str]:
-        """What was said since the last time, without waiting for more."""
-        ...
-
-    def ping(self) -> None:
-        """Raise, if nothing would be heard any more."""
-        ...
-
-    def close(self) -> None:
-        """Let go of the connection, until it is opened again."""
-        ...
-
-
-@runtime_checkable
-class HasBell(Protocol):
-    """A store that may have a bell."""
-
-    def bell(self) -> Bell | None:
-        """A bell that rings for everybody on the same records; None where there is none."""
-        ...
-
-
-def bell_of(store: Store) -> Bell | None:
-    """The bell of *store*, if it has one."""
-    return store.bell() if isinstance(store, HasBell) else None
-
-
-class Wire(Protocol):
-    """
-    One event loop's own connections to a store's server.
-
-    Made on that loop, used on it and by one `LoopedStore`, and connected when it is first used. It
-    raises what the store would raise. Who is cancelled while it waits for the server lets go of
-    that connection. Up to `lanes` batches of swaps are on their way at once, which have no id in
-    common, and beside them one of reads. Coroutines will do; a future that is on its way when it
-    is given back saves a turn of the loop, and a `Prompt` one saves two.
+    Made on that loop and used only on it, by one batcher. It connects on first use, and raises
+    what the store would raise. A call that is cancelled (the batcher cancels one that takes too
+    long) discards the connection it was using.
     """
 
-    lanes: int
+    batch_max: int  # swaps in one call; a read has at most 256 ids
+    in_flight: int  # calls of `swap` that may run at the same time, beside one of `get`
+    timeout_s: float | None  # for one call, with connecting; None: calls end by themselves
 
-    def swap(self, swaps: Sequence[Swap], /) -> Awaitable[Sequence[Record | None]]:
-        """Write each record if the version its caller saw still stands; see `Store.swap`."""
+    async def swap(self, swaps: Sequence[Swap], /) -> Sequence[Record | None]:
+        """Write each record if its version is still the expected one; see `Store.swap`."""
         ...
 
-    def get(self, ids: Sequence[bytes], /) -> Awaitable[Sequence[Record | None]]:
-        """The records that stand; see `Store.get`."""
+    async def get(self, ids: Sequence[bytes], /) -> Sequence[Record | None]:
+        """Return the current records; see `Store.get`."""
         ...
 
     async def close(self) -> None:
         """
-        Let go of the connections; nothing is on its way.
+        Close the connections.
 
-        Where its own event loop is closed, another one calls this. Then it waits for nothing, and
-        leaves its own alone.
+        Another event loop may call this when its own is closed. Then it must not wait.
         """
         ...
 
 
 @runtime_checkable
-class HasWire(Protocol):
-    """A store that can be asked from an event loop, without a thread."""
+class HasAsyncBackend(Protocol):
+    """A store with native access for event loops; every other store goes through threads."""
 
-    def wire(self) -> Wire:
+    def async_backend(self) -> AsyncBackend:
         """
-        A wire for the running event loop; nothing is connected yet.
+        Return access for the running event loop; nothing is connected yet.
 
-        Raises NotImplementedError where this kind of loop cannot have one.
+        Raises NotImplementedError if this store or this loop must go through threads after all.
         """
         ...

@@ -1,7 +1,8 @@
-"""Forks: an engine made before the fork works in each child, with threads of its own.
+"""Forks: an engine that was made before a fork works in each child, with threads of its own.
 
 Servers such as gunicorn load the application once and fork. A child inherits the engine's memory
-but none of its threads, and locks in whatever state they were; so it makes them anew.
+but none of its threads, and its locks may be held by threads that do not exist there. So it makes
+new ones.
 """
 
 from __future__ import annotations
@@ -12,23 +13,23 @@ from typing import Protocol
 
 
 class Renewable(Protocol):
-    """Something that has parts belonging to one process."""
+    """An object with threads, locks or connections, which belong to one process."""
 
     def _renew(self) -> None: ...
 
 
-_LIVING: weakref.WeakSet[Renewable] = weakref.WeakSet()
+_RENEWABLES: weakref.WeakSet[Renewable] = weakref.WeakSet()
 
 
-def renew_after_fork(living: Renewable) -> None:
-    """Have *living* make its threads and locks anew in every forked child."""
-    _LIVING.add(living)
+def renew_after_fork(renewable: Renewable) -> None:
+    """Call `_renew` of *renewable* in every forked child, as long as it exists."""
+    _RENEWABLES.add(renewable)
 
 
-def _in_child() -> None:
-    for living in list(_LIVING):
-        living._renew()  # noqa: SLF001 - the protocol above
+def _renew_all() -> None:
+    for renewable in list(_RENEWABLES):
+        renewable._renew()  # noqa: SLF001 - the protocol above
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
+    os.register_at_fork(after_in_child=_renew_all)

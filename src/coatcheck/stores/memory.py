@@ -1,7 +1,6 @@
-"""The memory store: a dictionary. For tests, and for one process that may forget when it ends.
+"""The memory store: a dictionary. For tests, and for a single process that may lose its records.
 
-It keeps the whole contract but durability, and it is the reference the law-suite's model is
-compared with first.
+It keeps the whole contract except durability, and it is the shortest store: read it first.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from collections.abc import Sequence
 from coatcheck.core.record import GONE, Record, Swap, is_retention_over
 from coatcheck.errors import Misconfigured
 from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, Store, matches
-from coatcheck.stores.declared import MEMORY
 from coatcheck.stores.fork import renew_after_fork
 from coatcheck.stores.migration import Migration
+from coatcheck.stores.registry import MEMORY
 
 
 class MemoryStore:
     """Records in a dictionary of this process."""
 
-    declared = MEMORY
+    info = MEMORY
 
     def __init__(self) -> None:
         self._records: dict[bytes, Record] = {}
@@ -31,34 +30,36 @@ class MemoryStore:
 
     @classmethod
     def from_url(cls, url: str, *, create: bool = True) -> MemoryStore:
-        """A new one; it has no name, and no options."""
+        """Return a new, empty store; the URL has no name and no options."""
         if url.rstrip("/") != "memory:":
             raise Misconfigured("memory:// takes no name and no options: each one is a new store")
         if not create:
-            raise Misconfigured("memory:// ends with its process, so there is nothing to look at")
+            raise Misconfigured(
+                "memory:// ends with its process: another process cannot look at it"
+            )
         return cls()
 
     @classmethod
     def migrate(cls, url: str, *, only_look: bool = False) -> Migration:
-        """Nothing is to be made."""
+        """Report that there is no schema."""
         del only_look
         cls.from_url(url)
         return Migration("memory", 0, 0)
 
     def _renew(self) -> None:
-        """A child has a copy, and nobody in it holds the lock."""
+        """Make a new lock: a forked child has a copy of the records, perhaps of a held lock."""
         self._mutex = threading.Lock()
 
     def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
-        """Write each record if the version its caller saw still stands."""
+        """Write each record if its version is still the expected one."""
         records = self._records
         results: list[Record | None] = []
         with self._mutex:
             for swap in swaps:
                 id, record = swap.id, swap.record
-                standing = records.get(id, GONE)
-                if standing.version != swap.expected:
-                    results.append(standing)
+                current = records.get(id, GONE)
+                if current.version != swap.expected:
+                    results.append(current)
                     continue
                 if record is None:
                     records.pop(id, None)
@@ -68,11 +69,11 @@ class MemoryStore:
         return results
 
     def get(self, ids: Sequence[bytes]) -> Sequence[Record | None]:
-        """The records that stand, in the order of *ids*."""
+        """Return the current records, in the order of *ids*."""
         return [self._records.get(id) for id in ids]
 
     def find(self, query: Query) -> Page:
-        """Records for operators, in id order."""
+        """Return records for operators, in id order."""
         with self._mutex:
             found = sorted(r for r in self._records.values() if matches(r, query))
         page = found[: query.limit]
@@ -80,7 +81,7 @@ class MemoryStore:
 
     def sweep(self, now_ms: int, limit: int = SWEEP_BATCH) -> int:
         """Delete up to *limit* records whose retention is over."""
-        # Looked through beside the lock, because there may be many; what changed meanwhile stays.
+        # Searched without the lock, as there may be many; records that change meanwhile stay.
         over = (r for r in list(self._records.values()) if is_retention_over(r, now_ms))
         taken = 0
         for record in itertools.islice(over, limit):
@@ -91,19 +92,19 @@ class MemoryStore:
         return taken
 
     def check(self) -> Sequence[Finding]:
-        """Say plainly that this store forgets."""
-        return [Finding("warning", "memory:// forgets everything when the process ends")]
+        """Warn that this store loses its records."""
+        return [Finding("warning", "memory:// loses all records when the process ends")]
 
     def now_ms(self) -> int:
-        """The clock of this machine."""
+        """Return the clock of this machine."""
         return time.time_ns() // 1_000_000
 
     def close(self) -> None:
-        """Nothing to let go of: whoever opens it again finds what was there."""
+        """Do nothing: there is nothing to close, and the store stays usable."""
 
 
 class AsyncMemoryStore:
-    """The same dictionary for event loops: nothing to wait for, so nothing to group."""
+    """The same store for event loops. No call waits for anything, so there are no batches."""
 
     def __init__(self, store: MemoryStore | None = None) -> None:
         self._store = store or MemoryStore()
@@ -114,15 +115,15 @@ class AsyncMemoryStore:
         return self._store
 
     async def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
-        """Write each record if the version its caller saw still stands."""
+        """Write each record if its version is still the expected one."""
         return self._store.swap(swaps)
 
     async def get(self, ids: Sequence[bytes]) -> Sequence[Record | None]:
-        """The records that stand, in the order of *ids*."""
+        """Return the current records, in the order of *ids*."""
         return self._store.get(ids)
 
     async def find(self, query: Query) -> Page:
-        """Records for operators, in id order."""
+        """Return records for operators, in id order."""
         return self._store.find(query)
 
     async def sweep(self, now_ms: int, limit: int = SWEEP_BATCH) -> int:
@@ -130,12 +131,12 @@ class AsyncMemoryStore:
         return self._store.sweep(now_ms, limit)
 
     async def check(self) -> Sequence[Finding]:
-        """Say plainly that this store forgets."""
+        """Warn that this store loses its records."""
         return self._store.check()
 
     async def now_ms(self) -> int:
-        """The clock of this machine."""
+        """Return the clock of this machine."""
         return self._store.now_ms()
 
     async def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing; see `MemoryStore.close`."""

@@ -1,45 +1,45 @@
-"""Migrations: what a store's schema is, what it is to be, and who may change it (D4).
+"""Migrations: the version of a store's schema, and whether this release needs a newer one.
 
-Each store keeps a list of its own that only grows; the number of those that were made is the
-version. Whoever opens a store makes what is missing, which is right for development; where that is
-for a person or a pipeline to do, a URL says `create=0`, and this is what `coatcheck migrate` tells.
+Each store has a list of migrations that only grows; the number of those that were applied is its
+version. Opening a store applies missing ones, which suits development. In production a person or
+a pipeline may want to do that: then the URL has `create=0`, and `coatcheck migrate` applies them.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-# What whoever must not create is told.
+# What to do, for errors of a store that may not create or upgrade its schema.
 HOW = "run `coatcheck migrate --store URL`"
 
 
 class Migration(NamedTuple):
     """The schema of one store."""
 
-    what: str  # for people, without a password
+    what: str  # the store, for people, without a password
     found: int  # the version that was there; 0: none
-    wanted: int  # the version of this release; 0: such a store has none
-    done: bool = False  # it was made or upgraded just now
+    wanted: int  # the version of this release; 0: the store has no schema
+    done: bool = False  # the schema was created or upgraded just now
 
     @property
     def is_due(self) -> bool:
-        """Something is to be done."""
+        """The schema is still to be created or upgraded."""
         return self.found < self.wanted and not self.done
 
     @property
     def sentence(self) -> str:
-        """What became of it, or is to become of it."""
+        """What was done, or what is to be done."""
         what, found, wanted, done = self
         if not wanted:
-            return f"{what}: such a store has no schema, so nothing is to be made"
+            return f"{what}: this store has no schema; nothing to do"
         if found == wanted:
-            return f"{what}: up to date, with schema {found}"
+            return f"{what}: up to date, schema version {found}"
         if done:
             return f"{what}: " + (
-                f"upgraded from schema {found} to {wanted}"
+                f"upgraded from schema version {found} to {wanted}"
                 if found
-                else f"made, with schema {wanted}"
+                else f"created, schema version {wanted}"
             )
         if not found:
-            return f"{what}: is missing; schema {wanted} is to be made"
-        return f"{what}: has schema {found}, and this release wants {wanted}"
+            return f"{what}: missing; schema version {wanted} is to be created"
+        return f"{what}: has schema version {found}, this release needs {wanted}"

@@ -1,8 +1,8 @@
-"""URLs of stores: how one is shown to people, and that no password of one is told to them.
+"""URLs of stores: how to show one to people, and how to keep its password out of every error.
 
-Above every store, which reads its own URL; a password that was not percent-encoded may then be
-taken for a host, a path or an option, and come back in whatever is said about that, also by a
-driver. So what is raised while a store is opened is looked at once more here.
+Each store parses its own URL. A password that was not percent-encoded may then be mistaken for a
+host, a path or an option, and a store or its driver may quote it in an error. So every error that
+is raised while a store is opened is inspected here.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from contextlib import contextmanager
 from coatcheck.core.policy import duration_ms
 from coatcheck.errors import CoatcheckError, Misconfigured, StoreUnavailable
 
-# 5: shorter pieces are found in many words, and give little away; but a part that was taken for
-# something of its own is told as a whole.
+# 5: shorter pieces occur in many words and reveal little. But a whole part of the password between
+# two special characters may have been taken for a host or an option: there 3 are enough.
 _PIECE_CHARS = 5
 _PART_CHARS = 3
-# A day: nobody waits that long, and much more than that is no number for a system's clock.
+# A day: no timeout needs more, and much larger numbers overflow the system's timers.
 _DURATION_MS_MAX = 86_400_000
-# What has another meaning in a URL, and so cannot stand in a password as it is.
-_MISSPELT = re.compile(r"[@/?#\[\]]|%(?![0-9A-Fa-f]{2})")
+# Characters with a meaning of their own in a URL, which a password must encode.
+_UNENCODED = re.compile(r"[@/?#\[\]]|%(?![0-9A-Fa-f]{2})")
 _HINT = (
     "in a name or a password write '@' as %40, ':' as %3A, '/' as %2F, '?' as %3F, '#' as %23, "
     "'[' as %5B and '%' as %25"
@@ -29,7 +29,7 @@ _HINT = (
 
 
 def shown(url: str) -> str:
-    """*url* without what may be secret in it: whoever logs in, and the options."""
+    """Return *url* without its parts that may be secret: the login and the options."""
     scheme, mark, place = url.partition("://")
     if not mark or "@" in scheme:
         scheme, mark, place = "", "", url
@@ -38,7 +38,7 @@ def shown(url: str) -> str:
 
 
 def refuse_no_text(url: object) -> None:
-    """Raise, if *url* is not even text."""
+    """Raise `Misconfigured` if *url* is not even text."""
     if not isinstance(url, str):
         kind = type(url).__name__
         message = f"a store is named by a URL such as sqlite:///coatcheck.db, not by a {kind}"
@@ -46,12 +46,12 @@ def refuse_no_text(url: object) -> None:
 
 
 def no_option(store: str, name: str, value: str, known: Collection[str]) -> str:
-    """What is said of what is no option; where its name is not *known*, it may be a secret."""
+    """Return the message for an invalid option; the value of an unknown one may be a secret."""
     return f"{store}: {name}={value if name in known else '…'} is no option"
 
 
 def seconds_of(what: str, value: str) -> float:
-    """*value*, a duration, in seconds; *what* it is for is named where it is none."""
+    """Return the duration *value* in seconds; *what* names the option in errors."""
     try:
         milliseconds = duration_ms(value)
     except (ValueError, OverflowError) as error:
@@ -62,37 +62,38 @@ def seconds_of(what: str, value: str) -> float:
 
 
 @contextmanager
-def no_password_told(url: str) -> Iterator[None]:
+def hide_password(url: str) -> Iterator[None]:
     """
-    What is raised in here has no piece of the password in it, nor has what it came from.
+    Replace errors that quote a piece of the password in *url*, in their causes too.
 
-    What a driver or Python itself cannot take for a name, a number or a path is no crash.
+    A `ValueError` of a driver or of Python, for a name, number or path it cannot take, becomes
+    `Misconfigured`.
     """
     try:
         yield
     except (CoatcheckError, ValueError) as error:
-        if not _is_told(url, error):
+        if not _quotes_password(url, error):
             if isinstance(error, CoatcheckError):
                 raise
             raise Misconfigured(f"{shown(url)} cannot be opened: {error}") from error
         kind = StoreUnavailable if isinstance(error, StoreUnavailable) else Misconfigured
     else:
         return
-    # Not from that error: whoever prints this one would print it, too.
+    # `from None`: a traceback would print the other error as well.
     raise kind(f"{shown(url)} cannot be opened; {_HINT}") from None
 
 
-def _is_told(url: str, error: BaseException | None) -> bool:
+def _quotes_password(url: str, error: BaseException | None) -> bool:
     login = url.rpartition("@")[0]
     secret = login.partition("://")[2] or login
     password = secret.partition(":")[2]
-    # Then it is taken for what it is, and nobody tells it; but for a letter that stands for two
-    # others, such as ℀, a URL is refused as a whole.
-    if password.isascii() and not _MISSPELT.search(password):
+    # A password that is encoded as it should be is parsed as a password, and never quoted. Some
+    # characters outside ASCII, such as ℀, make Python refuse the URL and quote all of it.
+    if password.isascii() and not _UNENCODED.search(password):
         return False
     starts = range(len(password) - _PIECE_CHARS + 1)
     pieces = {password[start : start + _PIECE_CHARS] for start in starts}
-    pieces |= {part for part in _MISSPELT.split(password) if len(part) >= _PART_CHARS}
+    pieces |= {part for part in _UNENCODED.split(password) if len(part) >= _PART_CHARS}
     while error is not None:
         if any(piece in str(error) for piece in pieces):
             return True

@@ -1,6 +1,6 @@
-"""Verify: what puts a guarded application to the test.
+"""Tools that test a guarded application.
 
-`crash` kills or freezes it at a named point, so that you can see what your own recovery does.
+`crash` kills or stops its process at a named point, so that you can see how it recovers.
 """
 
 from coatcheck.verify import crash

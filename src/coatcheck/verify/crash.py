@@ -1,11 +1,11 @@
-"""The crash-window injector: a fault at a named point of a guarded operation.
+"""The crash injector: a fault at a named point of a guarded operation.
 
     injector = crash.Injector("after effect", crash.kill)
     engine = Engine(injector.store(open_store(url)))
     charge = injector.effect(charge)  # in the handler
     app = injector.asgi(app)  # or .wsgi(app), outermost
 
-It stands around the store, the effect and the application, so that what is tested is what runs in
+It wraps the store, the effect and the application, so the code under test is the code that runs in
 production. Each injector strikes once.
 """
 
@@ -27,7 +27,7 @@ from coatcheck.stores.contract import SWEEP_BATCH
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Where a fault can strike; `POINTS` is all of them.
+# Where a fault can strike. `POINTS` has all of them.
 Point: TypeAlias = Literal[
     "before claim",
     "after claim",
@@ -45,46 +45,47 @@ WsgiApp: TypeAlias = Callable[..., Iterable[bytes]]
 
 
 class Injected(Exception):
-    """The fault `fail`: an ordinary exception, in the place of whatever a handler may raise."""
+    """Raised by the fault `fail`: stands for any exception of a handler."""
 
 
 def kill() -> None:
-    """End this process at once, as the kernel does when memory runs out."""
+    """Kill this process with SIGKILL, as the kernel does when memory runs out."""
     _strike(signal.SIGKILL)
 
 
 def freeze() -> None:
-    """Stop this process until somebody sends it SIGCONT."""
+    """Stop this process until it receives SIGCONT."""
     _strike(signal.SIGSTOP)
 
 
 def _strike(number: signal.Signals) -> None:
-    # At this thread: a signal for the process may meet another one first, and we would go on.
+    # Sent to this thread: a signal to the process may be delivered to another thread first, and
+    # this one would go on.
     signal.pthread_kill(threading.get_ident(), number)
 
 
 def fail() -> None:
-    """Raise."""
-    raise Injected("injected")
+    """Raise `Injected`."""
+    raise Injected("a fault that coatcheck.verify.crash has injected")
 
 
 class Injector:
     """
-    Strikes once, with *fault*, where an operation reaches *point*.
+    Calls *fault* once, when an operation reaches *point*.
 
-    A step is seen in the store: "in step" is when it is written down that it begins (one that may
-    happen at most once, or has a probe), "after step" when its result is. So with a key ring they
-    are not seen: what is sealed cannot be read.
+    Steps are seen in what is written to the store: "in step" is after the write that a step begins
+    (only a step with `at_most_once` or a probe has one), "after step" after the write of its
+    result. With a key ring, steps are not seen, because they are encrypted.
 
     Args:
         point: one of `POINTS`.
-        fault: what happens there: `kill`, `freeze`, `fail`, or any function.
-        number: which of the times that the point is reached: 3 for the third step.
+        fault: `kill`, `freeze`, `fail`, or any function.
+        number: strike when the point is reached for this time: 3 for the third step.
     """
 
     def __init__(self, point: Point, fault: Callable[[], object], number: int = 1) -> None:
         if point not in POINTS:
-            raise Misconfigured(f"there is no point {point!r}; there are: {', '.join(POINTS)}")
+            raise Misconfigured(f"there is no point {point!r}; the points are: {', '.join(POINTS)}")
         self.point = point
         self._fault = fault
         self._left = number
@@ -92,7 +93,7 @@ class Injector:
         self.has_struck = False
 
     def reach(self, point: Point) -> None:
-        """An operation is at *point*."""
+        """Call the fault, if *point* is the injector's point and it is its turn."""
         if point != self.point:
             return
         with self._mutex:
@@ -103,11 +104,11 @@ class Injector:
         self._fault()
 
     def store(self, store: Store) -> Store:
-        """*store*, with the points around claims, steps and completions."""
-        return _Around(store, self)
+        """Wrap *store*, with the points around claims, steps and completions."""
+        return _WatchedStore(store, self)
 
     def effect(self, function: Callable[P, T]) -> Callable[P, T]:
-        """*function*, sync or async, with the point after it."""
+        """Wrap *function*, sync or async, with the point after it."""
         if inspect.iscoroutinefunction(function):
 
             @functools.wraps(function)
@@ -127,48 +128,48 @@ class Injector:
         return effect
 
     def asgi(self, app: AsgiApp) -> AsgiApp:
-        """*app*, middleware and all, with the point before its response leaves."""
+        """Wrap *app* outside its middleware, with the point before the response is sent."""
 
-        async def around(scope: Any, receive: Any, send: Any) -> None:  # noqa: ANN401 - ASGI's own
-            async def sent(message: Message) -> None:
+        async def watched_app(scope: Any, receive: Any, send: Any) -> None:  # noqa: ANN401 - ASGI's own
+            async def watched_send(message: Message) -> None:
                 if message["type"] == "http.response.start":
                     self.reach("before response")
                 await send(message)
 
-            await app(scope, receive, sent)
+            await app(scope, receive, watched_send)
 
-        return around
+        return watched_app
 
     def wsgi(self, app: WsgiApp) -> WsgiApp:
-        """*app*, middleware and all, with the point before its response leaves."""
+        """Wrap *app* outside its middleware, with the point before the response is sent."""
 
-        def around(environ: Any, start_response: Any) -> Iterable[bytes]:  # noqa: ANN401 - WSGI's own
-            def started(*said: Any) -> Any:  # noqa: ANN401 - as above
+        def watched_app(environ: Any, start_response: Any) -> Iterable[bytes]:  # noqa: ANN401 - WSGI's own
+            def watched_start(*args: Any) -> Any:  # noqa: ANN401 - as above
                 self.reach("before response")
-                return start_response(*said)
+                return start_response(*args)
 
-            return app(environ, started)
+            return app(environ, watched_start)
 
-        return around
+        return watched_app
 
 
-class _Around:
-    """A store, with points before and after what it writes."""
+class _WatchedStore:
+    """A store that reaches the points before and after its writes."""
 
     def __init__(self, store: Store, injector: Injector) -> None:
         self._store = store
         self._reach = injector.reach
-        self._steps: dict[bytes, frozenset[Step]] = {}  # of each operation that runs
+        self._steps: dict[bytes, frozenset[Step]] = {}  # of each running operation
 
     def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
-        """Write, and reach the points on the way."""
+        """Write, and reach the points before and after it."""
         if any(_is_claim(swap) for swap in swaps):
             self._reach("before claim")
-        lost = self._store.swap(swaps)
-        for swap, standing in zip(swaps, lost, strict=True):
-            if standing is None:
+        conflicts = self._store.swap(swaps)
+        for swap, conflict in zip(swaps, conflicts, strict=True):
+            if conflict is None:
                 self._reach_after(swap)
-        return lost
+        return conflicts
 
     def _reach_after(self, swap: Swap) -> None:
         record = swap.record
@@ -184,7 +185,7 @@ class _Around:
             self._reach("after complete")
 
     def _reach_steps(self, record: Record) -> None:
-        """Reach the points of a step, if *record* tells of one that was not there before."""
+        """Reach the point of a step, if *record* has one that was not there before."""
         steps = _steps_of(record)
         before = self._steps.get(record.id, steps)
         self._steps[record.id] = steps
@@ -193,11 +194,11 @@ class _Around:
             self._reach("in step" if None in values else "after step")
 
     def get(self, ids: Sequence[bytes]) -> Sequence[Record | None]:
-        """The records that stand."""
+        """Read records."""
         return self._store.get(ids)
 
     def find(self, query: Query) -> Page:
-        """Records for operators."""
+        """Find records for operators."""
         return self._store.find(query)
 
     def sweep(self, now_ms: int, limit: int = SWEEP_BATCH) -> int:
@@ -205,11 +206,11 @@ class _Around:
         return self._store.sweep(now_ms, limit)
 
     def check(self) -> Sequence[Finding]:
-        """What the doctor sees."""
+        """Return what the doctor finds."""
         return self._store.check()
 
     def now_ms(self) -> int:
-        """The store's clock."""
+        """Return the time of the store's clock."""
         return self._store.now_ms()
 
     def close(self) -> None:
@@ -218,11 +219,11 @@ class _Around:
 
 
 def _is_claim(swap: Swap) -> bool:
-    """A new claim: the first writes of an attempt have neither a step nor a longer lease yet."""
+    """*swap* is the claim of a new key; renewals and steps replace an existing record."""
     record = swap.record
     return record is not None and record.state == RUNNING and swap.expected == 0
 
 
 def _steps_of(record: Record) -> frozenset[Step]:
-    """None, where they are sealed."""
+    """The steps in *record*; empty if they are encrypted."""
     return frozenset((readable_progress_of(record) or NOTHING).steps)

@@ -1,0 +1,72 @@
+"""Outcomes: what an answer means for the claim, and which answers are kept.
+
+Final answers are kept and replayed. An answer that says "not now" is not, because the same request
+may succeed later. An answer that refused the request before any work was done frees the key for a
+corrected request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Literal, NamedTuple, TypeAlias
+
+from coatcheck.core.callables import refuse_awaitable
+from coatcheck.core.response import Response
+
+Keep: TypeAlias = "Literal['final', 'all'] | Callable[[Response], bool]"
+
+
+class OutcomeKind(Enum):
+    """What becomes of a claim when its attempt has ended."""
+
+    COMPLETE = "completed with this answer"
+    RELEASE = "released: nothing final happened, and the next retry runs again"
+    REJECT = "released, also for a corrected request: refused before the handler did any work"
+    IN_DOUBT = "it may have happened: the recovery policy decides"
+
+
+# A name of its own for the path of every request: an attribute of an Enum class is slow to read.
+COMPLETE = OutcomeKind.COMPLETE
+
+
+class Outcome(NamedTuple):
+    """How an execution ended: what becomes of the claim, and the bytes to store, if any."""
+
+    kind: OutcomeKind
+    response: bytes | None = None
+
+
+# "Not now": the same request may well succeed later, so replaying the answer for a day is wrong.
+_TRANSIENT = frozenset({408, 425, 429})
+# Refused before any work, for a reason that the client corrects, and retries with the same key.
+_REFUSED_EARLY = frozenset({401, 403, 407, 413, 415})
+
+_CLIENT_ERROR = 400
+_SERVER_ERROR = 500
+
+
+def outcome_kind_of(response: Response, keep: Keep, *, reruns: bool) -> OutcomeKind:
+    """
+    What *response* means for its claim.
+
+    *reruns*: the route may simply run again after an unclear end. If it may not, an answer that is
+    not kept and does not say "not now" leaves the operation in doubt.
+    """
+    status = response.status
+    if callable(keep):
+        is_kept = keep(response)
+        refuse_awaitable("keep", is_kept)  # a coroutine would count as True
+    elif status < _CLIENT_ERROR:
+        is_kept = True
+    elif status in _TRANSIENT or status in _REFUSED_EARLY:
+        is_kept = False
+    else:
+        is_kept = status < _SERVER_ERROR or keep == "all"
+    if is_kept:
+        return COMPLETE
+    if status in _REFUSED_EARLY:
+        return OutcomeKind.REJECT
+    if status in _TRANSIENT or reruns:
+        return OutcomeKind.RELEASE
+    return OutcomeKind.IN_DOUBT

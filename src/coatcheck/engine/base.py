@@ -1,0 +1,124 @@
+"""What the sync and the async engine share: their settings and their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from coatcheck.core.callables import check_function
+from coatcheck.core.flow import Flow
+from coatcheck.core.policy import Policy, changed
+from coatcheck.engine.attempts import Attempts
+from coatcheck.engine.clock import StoreClock
+from coatcheck.engine.recovery import Recovery, service_suffix
+from coatcheck.engine.runner import running_loop
+from coatcheck.engine.settings import (
+    check_keyring,
+    every,
+    functions,
+    policy_of,
+    secret_of,
+    service_name,
+)
+from coatcheck.engine.steps import StepWriter
+from coatcheck.engine.sweeper import Archive, Sweeper
+from coatcheck.engine.transactions import Database
+from coatcheck.engine.waiters import Waiter
+from coatcheck.stores.contract import Store
+from coatcheck.stores.registry import refuse_archive
+from coatcheck.stores.transaction_statements import (
+    TransactionStatements,
+    transaction_statements_of,
+)
+from coatcheck.telemetry import Listener, Observer, Telemetry
+from coatcheck.transactions.sources import ConnectionSource, connection_source
+
+
+class EngineBase:
+    """The parts of an engine; `Engine` and `AsyncEngine` run flows on them."""
+
+    attempts: Attempts
+    recovery: Recovery
+    policy: Policy
+    is_started = False
+
+    def _set_up(
+        self,
+        store: Store,
+        policy: Policy | str | None,
+        *,
+        secret: bytes | str,
+        clock: Callable[[], int] | None,
+        observers: Sequence[Observer],
+        listeners: Sequence[Listener],
+        sweep_every_s: float | None,
+        archive: Archive | None,
+        recover_every_s: float | None,
+        service: str,
+        new_waiter: Callable[[], Waiter],
+        is_async: bool,
+        run_steps: Callable[[Flow[Any]], Any],
+    ) -> None:
+        for name, function in (("clock", clock), ("archive", archive)):
+            if function is not None:
+                check_function(name, function)
+        self.policy = policy_of(policy)
+        self.service = service_name(service)
+        # What the labels of requests end with; see `recovery.py`.
+        self.label_suffix = service_suffix(self.service)
+        telemetry = Telemetry(functions("observers", observers), functions("listeners", listeners))
+        self.attempts = Attempts(
+            store,
+            secret=secret_of(secret),
+            clock=StoreClock(store, clock),
+            telemetry=telemetry,
+            new_waiter=new_waiter,
+            is_async=is_async,
+            running_loop=running_loop,
+        )
+        self.attempts.steps = StepWriter(self.attempts.now_ms, run_steps)
+        self.recovery = Recovery(
+            self.attempts, store, every_s=recover_every_s, service=self.service
+        )
+        self.sweeper = Sweeper(store, every("sweep_every_s", sweep_every_s), archive, telemetry)
+        self.attempts.tasks.append(self.sweeper.tick)
+        self._database: Database | None = None
+        if self._transactions is not None or self.policy.mode == "transaction":
+            self.database()
+
+    def _check(
+        self, store: object, *, archive: Archive | None, keyring: object, transactions: object
+    ) -> None:
+        """Refuse wrong settings before *store* is opened: nothing would close it."""
+        if archive is not None:
+            refuse_archive(store)
+        check_keyring(keyring)
+        self._transactions = None if transactions is None else connection_source(transactions)
+
+    def _close_threads(self) -> None:
+        self.attempts.close()
+        self.sweeper.close()
+        self.recovery.close()
+
+    def database(self, given: object = None) -> Database:
+        """Where connections for transaction mode come from: *given*, or the engine's own."""
+        statements = transaction_statements_of(self._blocking_store())
+        if given is not None:
+            return Database(connection_source(given), statements)
+        if self._database is None:
+            source = self._transactions or self._own_connections(statements)
+            self._database = Database(source, statements)
+        return self._database
+
+    def _blocking_store(self) -> Store:
+        raise NotImplementedError
+
+    def _own_connections(self, statements: TransactionStatements) -> ConnectionSource:
+        raise NotImplementedError
+
+
+def policy_in_transaction(policy: Policy) -> Policy:
+    """*policy* in transaction mode."""
+    if policy.mode == "transaction":
+        return policy
+    return changed(policy, {"mode": "transaction"})

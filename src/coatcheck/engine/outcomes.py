@@ -1,0 +1,127 @@
+"""Outcomes: what a response, a result, an error or a reconcile answer means for the claim.
+
+Invariant: what is not known of an answer never makes its work run again. A `keep=` function is
+called for whole answers only, and one that raises counts as "keep it"; where a failure leaves the
+operation in doubt, so does an answer that is not final.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from http import HTTPStatus
+
+from coatcheck.core.keep import COMPLETE, Outcome, OutcomeKind, outcome_kind_of
+from coatcheck.core.lifecycle import ClaimRequest, outcome_kind_of_error
+from coatcheck.core.policy import Policy
+from coatcheck.core.response import Response, encode_response, encode_value
+from coatcheck.operation import DidNotHappen, Happened, Operation, Unknown
+
+logger = logging.getLogger("coatcheck")
+
+
+def outcome_of_response(response: Response, policy: Policy) -> Outcome:
+    """What the handler's *response* means for its claim."""
+    if len(response.body) > policy.response_bytes_max:
+        return outcome_of_partial(response, policy)
+    try:
+        kind = outcome_kind_of(response, policy.keep, reruns=policy.reruns)
+    except Exception:
+        if not callable(policy.keep):
+            raise
+        logger.exception("keep= raised: the answer is kept, so that its work does not run again")
+        kind = COMPLETE if policy.reruns else _final_or_in_doubt(response)
+    return Outcome(COMPLETE, encode_response(response)) if kind is COMPLETE else Outcome(kind)
+
+
+def outcome_of_partial(response: Response, policy: Policy) -> Outcome:
+    """The same for a response that is too large to keep, or never ends: its status decides."""
+    keep = "final" if callable(policy.keep) else policy.keep
+    return Outcome(outcome_kind_of(response, keep, reruns=policy.reruns))
+
+
+def outcome_of_accepted(response: Response, policy: Policy) -> Outcome:
+    """
+    The same for an operation whose client polls for the answer.
+
+    An early refusal (401, 403 …) is kept here: the client would never see it otherwise.
+    """
+    outcome = outcome_of_response(response, policy)
+    if outcome.kind is not OutcomeKind.REJECT:
+        return outcome
+    is_kept = len(response.body) <= policy.response_bytes_max
+    return Outcome(COMPLETE, encode_response(response) if is_kept else None)
+
+
+def _final_or_in_doubt(response: Response) -> OutcomeKind:
+    is_final = outcome_kind_of(response, "final", reruns=False) is COMPLETE
+    return COMPLETE if is_final else OutcomeKind.IN_DOUBT
+
+
+def outcome_of_result(request: ClaimRequest, result: object, policy: Policy) -> Outcome:
+    """What a guarded function's *result* means for its claim."""
+    response, why = encode_value(result), "neither JSON nor bytes"
+    if response is not None and len(response) > policy.response_bytes_max:
+        response, why = None, f"over response_bytes_max, which is {policy.response_bytes_max:,}"
+    if response is None:
+        logger.error(
+            "%s returned a %s, which is %s: it is not kept, and a retry raises ResultUnavailable",
+            *(request.label, type(result).__name__, why),
+        )
+    return Outcome(COMPLETE, response)
+
+
+def outcome_of_error(operation: Operation, error: BaseException) -> Outcome:
+    """What the *error* of a handler means for its claim."""
+    return with_step_problems(operation, Outcome(outcome_kind_of_error(error, operation.policy)))
+
+
+def with_step_problems(operation: Operation, outcome: Outcome, *, status: int = 200) -> Outcome:
+    """*outcome*, unless the steps of the operation, or its handler, say more than its answer."""
+    if outcome.kind is COMPLETE:
+        problem = operation.check_steps(may_differ=status >= HTTPStatus.BAD_REQUEST)
+        if problem is not None:
+            logger.error("operation %s is in doubt: %s", operation.reference, problem)
+    if operation.is_in_doubt:
+        return Outcome(OutcomeKind.IN_DOUBT)
+    if operation.is_resumable and outcome.kind is OutcomeKind.IN_DOUBT:
+        return Outcome(OutcomeKind.RELEASE)
+    return outcome
+
+
+def outcome_of_reconcile(answer: object, *, as_value: bool) -> Outcome:
+    """What a reconcile function's *answer* means for the claim."""
+    match answer:
+        case Happened() if as_value:
+            return Outcome(COMPLETE, encode_value(answer.value))
+        case Happened():
+            return Outcome(COMPLETE, encode_response(response_of(answer)))
+        case DidNotHappen():
+            return Outcome(OutcomeKind.RELEASE)
+        case Unknown():
+            return Outcome(OutcomeKind.IN_DOUBT)
+        case _:
+            kind = type(answer).__name__  # not its value, which may hold what a provider returned
+            logger.error("reconcile returned a %s, not Happened, DidNotHappen or Unknown", kind)
+            return Outcome(OutcomeKind.IN_DOUBT)
+
+
+def response_of(happened: Happened) -> Response:
+    """The response that *happened* describes."""
+    headers = [(n.lower().encode("latin-1"), v.encode("latin-1")) for n, v in happened.headers]
+    return Response(happened.status, headers, happened.body)
+
+
+def is_failure(error: BaseException) -> bool:
+    """
+    *error* is the handler's own failure, and not a cancellation from outside.
+
+    A handler that awaits a cancelled task gets the same exception as one that is cancelled itself.
+    """
+    if isinstance(error, asyncio.CancelledError):
+        try:
+            task = asyncio.current_task()
+        except RuntimeError:  # not on an event loop
+            return False
+        return task is not None and not task.cancelling()
+    return isinstance(error, Exception)

@@ -1,0 +1,210 @@
+"""Resolution: an operator's decision about an operation in doubt, with who, when and why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from coatcheck.core.flow import Flow
+from coatcheck.core.keep import COMPLETE, Outcome, OutcomeKind
+from coatcheck.core.key import parse_reference, prefix_of, reference_of
+from coatcheck.core.lifecycle import Executed, Refuse, Snapshot
+from coatcheck.core.policy import Policy, changed
+from coatcheck.core.progress import Resolution, is_sealed, progress_of
+from coatcheck.core.record import COMPLETED, RUNNING, Record, is_lease_over
+from coatcheck.core.resolution import Stands, rerun, resolve
+from coatcheck.core.response import decode_value
+from coatcheck.engine.attempts import Attempts, is_of_function
+from coatcheck.engine.functions import outcome_of_call, refuse_unstarted
+from coatcheck.engine.outcomes import logger, outcome_of_reconcile
+from coatcheck.errors import ClaimLost, Misconfigured, NotResolved, Unreadable
+from coatcheck.operation import DidNotHappen, Happened, Operation
+from coatcheck.stores.contract import Query
+
+# 100 and 500: a name or an address; and a reason that a colleague will read.
+BY_CHARS_MAX = 100
+WHY_CHARS_MAX = 500
+
+_id_digits = re.compile("[0-9a-f]{32}").fullmatch
+
+
+def query_of(reference: str) -> Query:
+    """The query for the operation of *reference*, which may be a whole id."""
+    named = parse_reference(reference)
+    if named is not None:
+        return Query(id_prefix=prefix_of(named))
+    if _id_digits(reference) is not None:
+        return Query(id_prefix=bytes.fromhex(reference))
+    raise NotResolved(f"{reference!r} is not a reference such as 7D3F-92AB-1C4E, nor an id")
+
+
+def id_among(reference: str, records: Sequence[Record]) -> bytes:
+    """The id of the only one of *records* that has this *reference*."""
+    named = parse_reference(reference)
+    ids = [record.id for record in records if named in (None, reference_of(record.id))]
+    if not ids:
+        raise _unknown(reference)
+    if len(ids) > 1:
+        each = ", ".join(id.hex() for id in ids)
+        raise NotResolved(
+            f"several operations have the reference {reference}: give the id of one: {each}"
+        )
+    return ids[0]
+
+
+class ResolutionRequest:
+    """One operation that an operator decides about."""
+
+    def __init__(
+        self,
+        attempts: Attempts,
+        policy: Policy,
+        read: Snapshot,
+        *,
+        by: str,
+        why: str,
+        abandoned: bool,
+    ) -> None:
+        record = read.record
+        if record.version == 0:
+            raise _unknown("with this id")
+        if is_sealed(record):
+            raise Unreadable(
+                "its notes are encrypted: resolve it in a process that has the key ring"
+            )
+        _check("by", by, BY_CHARS_MAX)
+        _check("why", why, WHY_CHARS_MAX)
+        self._attempts = attempts
+        self._read = read
+        self._by = by
+        self._why = why
+        self._abandoned = abandoned
+        # A rerun that fails leaves it in doubt again: an operator is looking after it.
+        self._policy = changed(policy, {"recovery": "manual", "reconcile": None})
+
+    def resolve(self, outcome: object) -> Flow[Record]:
+        """End the doubt as *outcome* says; the record afterwards. Raises `NotResolved`."""
+        known = _outcome_of(outcome, self._read.record)
+        resolution = self._resolution("happened" if known.kind is COMPLETE else "did not happen")
+        flow = resolve(self._read, known, resolution, abandoned=self._abandoned)
+        answer: Any = yield from self._attempts.advance(flow, self._policy)
+        if isinstance(answer, Stands):
+            raise self._not_in_doubt(answer.record)
+        record: Record = answer.record
+        self._log(record)
+        return record
+
+    def begin_rerun(self) -> Flow[Operation]:
+        """Claim another attempt, now. Raises `NotResolved`."""
+        request = self._attempts.request_for(self._read.record)
+        resolution = self._resolution("run again")
+        flow = rerun(self._read, resolution, request, self._policy, abandoned=self._abandoned)
+        started: Any = yield from self._attempts.start(flow, request, self._policy)
+        if isinstance(started, Refuse):
+            raise started.cause or started.problem.error()
+        if isinstance(started, Stands):
+            raise self._not_in_doubt(started.record)
+        assert isinstance(started, Operation)
+        self._log(started.claim)
+        return started
+
+    def outcome_of(self, operation: Operation, result: object) -> Outcome:
+        """What the *result* of that attempt means for its claim."""
+        as_value = is_of_function(operation.claim)
+        if isinstance(result, Happened):
+            return outcome_of_reconcile(result, as_value=as_value)
+        if as_value or not operation.label:
+            return outcome_of_call(operation, result, may_differ=True)
+        refuse_unstarted(result)
+        logger.error(
+            "%s is a request, and its rerun returned a %s, not Happened(status, headers, body): "
+            "it is not kept, and a retry gets result-unavailable",
+            *(operation.label, type(result).__name__),
+        )
+        return Outcome(COMPLETE)
+
+    def finish_rerun(self, operation: Operation, outcome: Outcome, result: object) -> Flow[Any]:
+        """Store the result of that attempt; what every retry gets from now on."""
+        # 400: an operator may have it take other steps than the attempts before.
+        answer = yield from self._attempts.finish(operation, outcome, status=400)
+        assert operation.request is not None
+        if isinstance(answer, Stands):
+            raise ClaimLost(f"{self._reference} was taken over while it ran; that attempt counts")
+        self._attempts.report(operation.request, answer)
+        if isinstance(answer, Refuse):
+            raise answer.cause or answer.problem.error()
+        assert isinstance(answer, Executed)
+        if isinstance(result, Happened) or outcome.response is None:
+            return result
+        return decode_value(outcome.response)
+
+    @property
+    def _reference(self) -> str:
+        return reference_of(self._read.record.id)
+
+    def _resolution(self, outcome: str) -> Resolution:
+        return Resolution(self._read.now_ms, outcome, self._by, self._why)
+
+    def _log(self, record: Record) -> None:
+        # As literals: an operator may have typed line breaks, and a log has lines.
+        outcome = progress_of(record).resolutions[-1].outcome
+        what = (self._reference, record.label, outcome, self._by, self._why)
+        logger.info("resolved %s %s: %s, by %r: %r", *what)
+
+    def _not_in_doubt(self, current: Record) -> NotResolved:
+        """Why there is nothing to decide about *current*."""
+        if current.version == 0:
+            return _unknown(self._reference)
+        if current.state == COMPLETED:
+            words = "is completed already"
+        elif current.state != RUNNING:
+            words = "was released, and the next retry runs it"
+        elif is_lease_over(current, self._attempts.now_ms()):
+            words = (
+                f"is not in doubt yet: the lease of attempt {current.attempt} has expired. "
+                "If you know that it is dead, say that it is abandoned"
+            )
+        else:
+            words = f"is being executed, by attempt {current.attempt}"
+        decided = progress_of(current).resolutions
+        by = f" (resolved by {decided[-1].by!r}: {decided[-1].why!r})" if decided else ""
+        return NotResolved(f"{self._reference} {words}{by}", current)
+
+
+def _unknown(reference: str) -> NotResolved:
+    return NotResolved(f"there is no operation {reference}")
+
+
+def _check(name: str, text: object, chars_max: int) -> None:
+    if not isinstance(text, str) or not text.strip() or len(text) > chars_max:
+        raise Misconfigured(f"{name} is {text!r:.120}; it is a text of 1 to {chars_max} characters")
+
+
+def _outcome_of(outcome: object, record: Record) -> Outcome:
+    if isinstance(outcome, DidNotHappen):
+        return Outcome(OutcomeKind.RELEASE)
+    if not isinstance(outcome, Happened):
+        raise Misconfigured(f"{outcome!r} is not an outcome: give Happened(...) or DidNotHappen()")
+    known = outcome_of_reconcile(outcome, as_value=_is_value(outcome, record))
+    if known.response is None:
+        raise Misconfigured(f"{outcome.value!r:.120} is neither JSON nor bytes, so it is not kept")
+    return known
+
+
+def _is_value(outcome: Happened, record: Record) -> bool:
+    """*record* is completed with a value; refuses an *outcome* that does not fit."""
+    has_value = outcome.value is not None
+    has_answer = outcome.status != 200 or bool(outcome.headers) or bool(outcome.body)
+    if not record.label:  # an earlier compact store did not keep it
+        if has_value == has_answer:
+            raise Misconfigured(
+                "give Happened(value=…) for a function, or status and body for a request"
+            )
+        return has_value
+    as_value = is_of_function(record)
+    if as_value and has_answer and not has_value:
+        raise Misconfigured(f"{record.label!r} is a function: give Happened(value=…)")
+    if not as_value and has_value and not has_answer:
+        raise Misconfigured(f"{record.label!r} is a request: give Happened(status, headers, body)")
+    return as_value

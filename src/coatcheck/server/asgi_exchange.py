@@ -1,0 +1,406 @@
+"""One guarded ASGI request that memory could not answer, from its claim to its response.
+
+Neither a client that hangs up nor a middleware in front that cancels stops the work: if the request
+may be cancelled, it runs in a task of its own. What the application sends is kept until it is
+whole, stored in the record, and then sent; a response that cannot be kept is sent as it comes.
+After a 202 the handler goes on, and its response is only stored.
+
+Invariant: a finished exchange leaves no reference cycle behind. The garbage collector would take
+longer to find it than the whole exchange took.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from contextlib import suppress
+from http import HTTPStatus
+from typing import Any, Protocol
+
+from coatcheck.core.keep import Outcome
+from coatcheck.core.lifecycle import ClaimRequest, Executed, Refuse, Replay
+from coatcheck.core.policy import Policy
+from coatcheck.core.problem import problem
+from coatcheck.core.response import Headers, Response
+from coatcheck.engine import AsyncEngine
+from coatcheck.engine.outcomes import (
+    is_failure,
+    logger,
+    outcome_of_accepted,
+    outcome_of_partial,
+    outcome_of_response,
+)
+from coatcheck.engine.transactions import Repeat
+from coatcheck.operation import Operation, enter, leave
+from coatcheck.server.asgi_detach import may_be_cancelled
+from coatcheck.server.asgi_request import (
+    App,
+    BufferedReceive,
+    Message,
+    Receive,
+    Send,
+    hide_short_cuts,
+)
+from coatcheck.server.guard import RequestGuard
+from coatcheck.server.polling import preferred_wait, wait_left_s
+from coatcheck.server.request import Request
+from coatcheck.server.responses import (
+    is_endless,
+    reference_header,
+    refusal_passes,
+    refused,
+)
+
+# An event loop alone does not keep a task alive.
+RUNNING_EXCHANGES: set[Exchange] = set()
+_ACCEPTING: set[asyncio.Task[None]] = set()
+
+# 20 s: process managers commonly kill what takes longer than 30 s to stop.
+FINISH_S_MAX = 20.0
+
+FAILED_AFTERWARDS = "a request failed whose client does not wait any more"
+
+
+class Middleware(Protocol):
+    """What an exchange needs of its middleware."""
+
+    app: App
+    engine: AsyncEngine
+    guard: RequestGuard
+
+
+class Exchange(BufferedReceive):
+    """One guarded request and its response."""
+
+    # Slots, and no defaults in the class: nothing else is as fast.
+    __slots__ = (
+        *("_chunks", "_claim", "_claim_policy", "_client_receive", "_client_send", "_done"),
+        *("_failure", "_headers", "_is_accepted", "_is_deferred", "_is_ended", "_is_over"),
+        *("_is_streaming", "_loop", "_operation", "_over", "_policy", "_request", "_size"),
+        *("_status", "_timer", "_wait_s", "middleware", "task"),
+    )
+
+    _operation: Operation
+    _loop: asyncio.AbstractEventLoop
+    # What the application has sent so far.
+    _status: int
+    _headers: Headers
+    _size: int
+    task: asyncio.Task[None] | None
+
+    def __init__(
+        self,
+        middleware: Middleware,
+        request: Request,
+        receive: Receive,
+        send: Send,
+        *,
+        claim: ClaimRequest,
+        policy: Policy,
+    ) -> None:
+        self._body = request.body
+        self._messages = None
+        self.middleware = middleware
+        self._request = request
+        self._client_receive = receive
+        self._client_send = send
+        self._claim = claim
+        self._policy = self._claim_policy = policy
+        self._wait_s: int | None = None  # how long the client waits before it gets a 202
+        if policy.in_flight == "202":
+            self._wait_s, self._claim_policy = preferred_wait(request, policy)
+        self._chunks: list[bytes] | None = None
+        self._is_ended = False  # the completion is being written, or was
+        self._is_over = False  # everything is sent to the client
+        self._is_accepted = False  # the client got a 202
+        self._is_deferred = False  # a worker finds the answer
+        self._is_streaming = False
+        self._failure: Exception | None = None  # of the commit, in transaction mode
+        self._over: asyncio.Event | None = None
+        self._done: asyncio.Future[None] | None = None  # awaited in place of `task`
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def serve(self) -> None:
+        """Claim, execute, answer, whether or not the caller is cancelled meanwhile."""
+        if may_be_cancelled():
+            await self._serve_in_task()
+            return
+        try:
+            await self._serve()
+        except Exception:
+            if not self._is_accepted:
+                raise
+            logger.exception(FAILED_AFTERWARDS)
+        finally:
+            if self._request.body.whole is None:
+                self._request.body.close()
+
+    async def _serve_in_task(self) -> None:
+        """Serve in a task of its own: if the caller is cancelled, it goes on."""
+        loop = asyncio.get_running_loop()
+        # Awaited in the task's place, because a cancelled `await task` cancels the task.
+        self._done = done = loop.create_future()
+        RUNNING_EXCHANGES.add(self)  # before it begins, because it may end at once
+        self.task = loop.create_task(self._serve_and_finish(done))
+        try:
+            await done
+        except asyncio.CancelledError:
+            if self._is_streaming and self.task is not None:  # stored, so the rest may be cut off
+                self.task.cancel()
+            raise
+
+    async def _serve_and_finish(self, done: asyncio.Future[None]) -> None:
+        """Serve, and pass the result to the caller, if it still waits."""
+        error: BaseException | None = None
+        try:
+            await self._serve()
+        except BaseException as raised:  # noqa: BLE001 - passed on to the server, or logged
+            error = raised
+        RUNNING_EXCHANGES.discard(self)
+        self.task = None
+        self._request.body.close()
+        if error is None:
+            if not done.done():
+                done.set_result(None)
+        elif done.done():  # the client is gone, or got a 202
+            logger.error(FAILED_AFTERWARDS, exc_info=error)
+        elif isinstance(error, asyncio.CancelledError):
+            done.cancel()
+        else:
+            done.set_exception(error)
+
+    async def _serve(self) -> None:
+        """Claim and execute; again, if the database asks for it and the policy allows it."""
+        engine, repeats = self.middleware.engine, 0
+        while True:
+            started = await engine.begin(self._claim, self._claim_policy, None, repeats)
+            if not isinstance(started, Operation):
+                await self._answer(started)
+                return
+            try:
+                await self._execute(started)
+            except Repeat as again:
+                repeats = again.repeats
+                self._chunks, self._failure, self._is_ended = None, None, False
+                self._messages = None  # the application reads the request from its beginning
+            else:
+                return
+
+    async def _execute(self, operation: Operation) -> None:
+        self._operation = operation
+        self._loop = asyncio.get_running_loop()
+        if self._policy.mode == "record":
+            operation.exchange = self
+        asgi_scope = self._request.native
+        asgi_scope["coatcheck.operation"] = operation
+        hide_short_cuts(asgi_scope)
+        entered = enter(operation)
+        try:
+            if self._wait_s is not None:
+                await self._accept_later(self._wait_s)
+            await self.middleware.app(asgi_scope, self.receive, self._send)
+            if self._failure is not None:  # the framework did not let it through
+                raise self._failure
+            if not self._is_ended:
+                raise RuntimeError("the application ended without a complete response")
+        except BaseException as error:  # noqa: BLE001 - raised again, unless it is answered
+            await self._fail(operation, error)
+        finally:
+            leave(entered)
+            operation.exchange = None  # the client does not wait any more, and no cycle is left
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    async def _fail(self, operation: Operation, error: BaseException) -> None:
+        """Release the claim, if the application raised before it had answered; raises the error."""
+        if self._is_ended:
+            # What comes out of a framework may be another error than that of the commit.
+            if isinstance(self._failure, Repeat) and not self._is_over:
+                raise self._failure from error
+            raise error
+        self._is_ended = True
+        answer = await self.middleware.engine.fail(operation, error)
+        if answer is not None:
+            await self._answer(answer)
+            return
+        if not operation.is_in_doubt or not is_failure(error):
+            raise error
+        logger.error("operation %s is in doubt", operation.reference, exc_info=error)
+        unknown = problem("outcome-unknown", key=self._claim.key, id=self._claim.id)
+        await self._respond(refused(unknown, self._policy))
+
+    # --- what the application receives and sends ------------------------------------------------
+
+    async def _after(self) -> Message:
+        """The message after the body: the client counts as connected until it has its answer."""
+        if not self._is_over:
+            self._over = self._over or asyncio.Event()
+            await self._over.wait()
+        if self._is_streaming:
+            return await self._client_receive()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        """Take what the application sends: keep it until it is whole, or pass it on."""
+        if self._is_ended:
+            if self._is_streaming:
+                await self._client_send(message)
+        elif message["type"] == "http.response.start":
+            self._status = message["status"]
+            ours, headers = self._policy.names_given, []
+            for name, value in message.get("headers", ()):  # a comprehension is a call in 3.11
+                lowered = name.lower()
+                if lowered not in ours:  # else it is of a guarded service behind this one
+                    headers.append((lowered, value))
+            self._headers = headers
+        elif message["type"] == "http.response.body":
+            chunk = message.get("body", b"")
+            if message.get("more_body", False):
+                await self._gather(chunk)
+            else:
+                body = b"".join((*self._chunks, chunk)) if self._chunks else chunk
+                response = Response(self._status, self._headers, body)
+                outcome_of = outcome_of_accepted if self._is_accepted else outcome_of_response
+                await self._complete(response, outcome_of(response, self._policy))
+
+    async def _gather(self, chunk: bytes) -> None:
+        """Keep a part of the response; if it cannot be kept, store that, and pass it on."""
+        if self._chunks is None:
+            self._chunks = []
+            self._size = 0
+        self._chunks.append(chunk)
+        self._size += len(chunk)
+        if self._size > self._policy.response_bytes_max or is_endless(self._headers):
+            response = Response(self._status, self._headers, b"".join(self._chunks))
+            outcome = outcome_of_partial(response, self._policy)
+            await self._complete(response, outcome, more_body=True)
+
+    async def _complete(
+        self, response: Response, outcome: Outcome, *, more_body: bool = False
+    ) -> None:
+        """Store the response, and only then send it."""
+        self._is_ended = True
+        engine, operation = self.middleware.engine, self._operation
+        if self._is_deferred and response.status < HTTPStatus.BAD_REQUEST:
+            engine.attempts.report(self._claim, Executed(operation.claim))
+            await self._respond(self._accepted())
+        else:
+            try:
+                answer = await engine.complete(operation, outcome, status=response.status)
+            except Exception as error:
+                is_final = not isinstance(error, Repeat) and not more_body
+                if not is_final or not refusal_passes(response, error):
+                    self._failure = error
+                    raise
+                await self._send_response(response)
+            else:
+                if isinstance(answer, Executed):
+                    await self._send_response(response, more_body=more_body)
+                else:
+                    await self._answer(answer)
+        self._is_over = True
+        if self._over is not None:
+            self._over.set()
+
+    # --- what the client gets -------------------------------------------------------------------
+
+    async def _send_response(self, response: Response, *, more_body: bool = False) -> None:
+        """Send the application's response, unless the client got a 202."""
+        if self._is_accepted:
+            return
+        self._is_streaming = more_body
+        status, headers, body = response
+        headers = [*headers, reference_header(self._claim.id, self._policy)]
+        send = self._client_send
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": more_body})
+
+    async def _answer(self, answer: Replay | Refuse) -> None:
+        """Answer without the handler."""
+        guard = self.middleware.guard
+        await self._respond(guard.response_of(answer, self._claim, self._policy, self._request))
+
+    async def _respond(self, response: Response) -> None:
+        """Send *response*, unless the client got a 202."""
+        if not self._is_accepted:
+            await respond(self._client_send, response)
+
+    # --- long work ------------------------------------------------------------------------------
+
+    def accept(self) -> Any:  # noqa: ANN401 - None, awaited on the event loop
+        """Answer 202 now; awaited on the event loop, but not in a thread."""
+        return self._from_anywhere(self._accept())
+
+    def defer(self, lease_ms: int | None) -> Any:  # noqa: ANN401 - the token, awaited as above
+        """Leave the work to the process that takes the token."""
+        return self._from_anywhere(self._defer(lease_ms or self._policy.lease_ms))
+
+    def _from_anywhere(self, coroutine: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401 - its result
+        try:
+            running = asyncio.get_running_loop()
+        except RuntimeError:  # a thread in which a framework runs blocking handlers
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        if running is self._loop:
+            return coroutine
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+
+    async def _accept_later(self, wait_s: int) -> None:
+        """Answer 202 if there is no answer when the client's time is over (`Prefer`)."""
+        now_ms = self.middleware.engine.attempts.now_ms()
+        left_s = wait_left_s(wait_s, self._claim.now_ms, now_ms)
+        if left_s == 0:
+            await self._accept()
+        else:
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._time_is_over)
+
+    def _time_is_over(self) -> None:
+        self._timer = None
+        accepting = asyncio.get_running_loop().create_task(self._accept())
+        _ACCEPTING.add(accepting)
+        accepting.add_done_callback(_ACCEPTING.discard)
+
+    async def _accept(self) -> None:
+        """Answer 202, and go on without the client; does nothing if its answer is under way."""
+        if self._is_ended or self._is_accepted:
+            return
+        accepted = self._accepted()
+        self._is_accepted = True
+        try:
+            with suppress(OSError):  # the client has hung up
+                await respond(self._client_send, accepted)
+        finally:
+            if self._done is not None and not self._done.done():
+                self._done.set_result(None)
+
+    def _accepted(self) -> Response:
+        guard, claim = self.middleware.guard, self._operation.claim
+        return guard.accepted(claim, self._policy, self._request)
+
+    async def _defer(self, lease_ms: int) -> str:
+        token = await self.middleware.engine.defer(self._operation, lease_ms)
+        self._is_deferred = True
+        return token
+
+
+async def respond(send: Send, response: Response) -> None:
+    """Send *response*."""
+    status, headers, body = response
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def finishing(middleware: Middleware, receive: Receive) -> Receive:
+    """*receive* of a lifespan: the application may shut down when running exchanges have ended."""
+
+    async def receive_when_finished() -> Message:
+        message = await receive()
+        if message["type"] == "lifespan.shutdown":
+            running = [e.task for e in RUNNING_EXCHANGES if e.middleware is middleware]
+            here = asyncio.get_running_loop()
+            left = [task for task in running if task is not None and task.get_loop() is here]
+            if left:
+                await asyncio.wait(left, timeout=FINISH_S_MAX)
+        return message
+
+    return receive_when_finished

@@ -1,0 +1,124 @@
+"""ASGI requests: read whole before the claim, and then passed to the application as usual."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from typing import Any, TypeAlias
+
+from coatcheck.core.policy import Policy
+from coatcheck.core.problem import Problem
+from coatcheck.server.body import Body
+from coatcheck.server.request import Request, escaped
+from coatcheck.server.responses import body_too_large
+
+AsgiScope: TypeAlias = MutableMapping[str, Any]
+Message: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+App: TypeAlias = Callable[[AsgiScope, Receive, Send], Awaitable[None]]
+
+
+async def read(
+    fields: dict[bytes, bytes], receive: Receive, policy: Policy
+) -> Body | Problem | None:
+    """The whole body; a problem if it is too large; None if the client left."""
+    declared = fields.get(b"content-length", b"")
+    if declared.isdigit() and int(declared[:20]) > policy.body_bytes_max:
+        return body_too_large(policy)
+    message = await receive()
+    body = Body(message.get("body", b""))
+    while body.size <= policy.body_bytes_max:
+        if message["type"] == "http.disconnect":
+            body.close()
+            return None
+        if not message.get("more_body", False):
+            return body
+        message = await receive()
+        body.add(message.get("body", b""))
+    body.close()
+    return body_too_large(policy)
+
+
+def request_of(asgi_scope: AsgiScope, fields: dict[bytes, bytes], body: Body) -> Request:
+    """The request in *asgi_scope*."""
+    raw_path = asgi_scope.get("raw_path")
+    if raw_path is None:  # then the path is decoded, and may have line breaks in it
+        path = escaped(asgi_scope["path"].encode("utf-8", "surrogatepass"))
+    else:
+        path = raw_path.decode("latin-1")
+        if "%" in path:
+            path = _each_escape(_normal, path)
+    return Request(
+        asgi_scope["method"].upper(),
+        path,
+        asgi_scope.get("query_string", b""),
+        fields,
+        body,
+        asgi_scope,
+        asgi_scope.get("root_path", ""),
+    )
+
+
+_each_escape = re.compile("%[0-9A-Fa-f]{2}").sub
+_UNRESERVED = frozenset(string.ascii_letters + string.digits + "-._~")
+
+
+def _normal(escape: re.Match[str]) -> str:
+    """The one spelling of an *escape* in a path (RFC 3986 §6.2.2), as WSGI's is made by us."""
+    character = chr(int(escape[0][1:], 16))
+    return character if character in _UNRESERVED else escape[0].upper()
+
+
+_NO_MESSAGES: Iterator[tuple[bytes, bool]] = iter(())
+
+
+class BufferedReceive:
+    """`receive` for the application, of a body that was read already."""
+
+    __slots__ = ("_body", "_messages")
+
+    def __init__(self, body: Body) -> None:
+        self._body = body
+        self._messages: Iterator[tuple[bytes, bool]] | None = None
+
+    async def receive(self) -> Message:
+        """The next piece of the body."""
+        if self._messages is None:
+            whole = self._body.bytes_or_chunks() if self._body.whole is None else self._body.whole
+            if isinstance(whole, bytes):  # nearly always: one message has all of it
+                self._messages = _NO_MESSAGES
+                return {"type": "http.request", "body": whole, "more_body": False}
+            self._messages = self._body.messages()
+        for chunk, more_body in self._messages:
+            return {"type": "http.request", "body": chunk, "more_body": more_body}
+        return await self._after()
+
+    async def _after(self) -> Message:
+        """The message after the body."""
+        return {"type": "http.disconnect"}
+
+
+class ForwardedReceive(BufferedReceive):
+    """The same for a request that is not guarded: then the server's own messages follow."""
+
+    __slots__ = ("_receive",)
+
+    def __init__(self, body: Body, receive: Receive) -> None:
+        super().__init__(body)
+        self._receive = receive
+
+    async def _after(self) -> Message:
+        return await self._receive()
+
+
+def hide_short_cuts(asgi_scope: AsgiScope) -> None:
+    """Hide extensions that let the application send its response past us, such as a file's path."""
+    extensions = asgi_scope.get("extensions")
+    if extensions:
+        asgi_scope["extensions"] = {
+            name: value
+            for name, value in extensions.items()
+            if not name.startswith("http.response.")
+        }

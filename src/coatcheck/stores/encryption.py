@@ -1,0 +1,269 @@
+"""Encryption and compression of what is stored: a store around a store.
+
+It changes two fields of a record before they are written, `response` and `progress`, and changes
+them back after they are read, so that no other code knows of it. Large responses are compressed
+where that saves space, which every engine can read. With a key ring both fields are encrypted with
+AES-256-GCM under the newest key. The record's id and the field's name are authenticated with them:
+a value that was copied to another record cannot be decrypted there. Values that were stored before
+there was a key ring stay readable.
+
+Invariant: a value that cannot be decrypted is an error (`Unreadable`), never an empty response. An
+unreadable record still means that the work was done.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from coatcheck.core.record import Record, Swap
+from coatcheck.core.response import COMPRESSED, KINDS, PACKED, SEALED, decompressed
+from coatcheck.errors import Misconfigured, MissingExtra, Unreadable
+from coatcheck.stores.batch_errors import BatchError, Outcome
+from coatcheck.stores.batching import BATCH_MAX
+from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, Store
+from coatcheck.stores.registry import StoreInfo
+from coatcheck.stores.transaction_statements import TransactionStatements
+
+# 1 KiB: below this there is little to save. Saving less than an eighth is not worth the CPU time.
+COMPRESSED_BYTES_MIN = 1_024
+_SAVED_MIN = 1 / 8
+
+_KEY_BYTES = 32
+_HEAD_BYTES = 2  # the marker, and the length of the key's name
+_NONCE_BYTES = 12  # the size GCM is made for; random, so a key is good for 2³² encryptions
+_NAME_BYTES_MAX = 255
+
+
+class KeyRing:
+    """
+    The keys that decrypt what is stored; the last one encrypts.
+
+    To rotate, first put the new key before the old one, on every node: it decrypts, but does not
+    encrypt yet. Then put it at the end, on every node. Remove the old one when the window of
+    everything that it encrypted is over.
+
+    Args:
+        keys: name → 32 random bytes. Names are stored beside the encrypted values; keys are not.
+    """
+
+    def __init__(self, keys: Mapping[str, bytes]) -> None:
+        try:
+            from cryptography.exceptions import InvalidTag  # noqa: PLC0415 - only if asked for
+            from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # noqa: PLC0415 - as above
+        except ModuleNotFoundError as error:
+            raise MissingExtra("encryption", "cryptography") from error
+        self._invalid: type[Exception] = InvalidTag
+        self._ciphers: dict[bytes, Any] = {name: AESGCM(key) for name, key in _checked(keys)}
+        self._newest = list(self._ciphers)[-1]
+
+    def __repr__(self) -> str:
+        return f"KeyRing({', '.join(name.decode() for name in self._ciphers)})"
+
+    def encrypt(self, text: bytes, context: bytes) -> bytes:
+        """Encrypt *text* with the newest key; it can be decrypted with the same *context* only."""
+        name, nonce = self._newest, os.urandom(_NONCE_BYTES)
+        encrypted = self._ciphers[name].encrypt(nonce, text, context)
+        return b"%c%c%b%b%b" % (SEALED, len(name), name, nonce, encrypted)
+
+    def decrypt(self, blob: bytes, context: bytes) -> bytes:
+        """Return the text that `encrypt` made *blob* of; raise `Unreadable` if that fails."""
+        if len(blob) < _HEAD_BYTES or blob[0] != SEALED:
+            raise Unreadable("the stored value is not encrypted: it was cut off or changed")
+        start = _HEAD_BYTES + blob[1]
+        name, nonce = blob[_HEAD_BYTES:start], blob[start : start + _NONCE_BYTES]
+        shown = repr(name.decode(errors="replace"))
+        cipher = self._ciphers.get(name)
+        if cipher is None:
+            known = ", ".join(name.decode() for name in self._ciphers)
+            raise Unreadable(f"encrypted with the key {shown}; this key ring has {known}")
+        try:
+            text: bytes = cipher.decrypt(nonce, blob[start + _NONCE_BYTES :], context)
+        except (self._invalid, ValueError) as error:  # the latter: it was cut off in its nonce
+            message = (
+                f"the key {shown} does not decrypt the stored value: another key has this name, "
+                "or the value was changed"
+            )
+            raise Unreadable(message) from error
+        return text
+
+
+def _checked(keys: object) -> Iterator[tuple[bytes, bytes]]:
+    """Yield the *keys* of a ring with their names as they are stored; refuse invalid ones."""
+    if not keys:
+        raise Misconfigured("a key ring needs at least one key: {'2026-11': os.urandom(32)}")
+    if not isinstance(keys, Mapping):
+        kind = type(keys).__name__
+        raise Misconfigured(f"a key ring is a mapping, name → 32 random bytes, not a {kind}")
+    for name, key in keys.items():
+        if not isinstance(name, str):
+            raise Misconfigured(f"the key {name!r}: names are text")
+        if not 1 <= len(name.encode()) <= _NAME_BYTES_MAX:
+            raise Misconfigured(f"the key {name[:20]!r}: a name has 1 to 255 bytes")
+        if not isinstance(key, (bytes, bytearray)):
+            kind = {str: "text", type(None): "None"}.get(type(key), type(key).__name__)
+            raise Misconfigured(f"the key {name!r} is {kind}, not bytes; AES-256 takes 32")
+        if len(key) != _KEY_BYTES:
+            raise Misconfigured(f"the key {name!r} has {len(key)} bytes; AES-256 takes 32")
+        yield name.encode(), bytes(key)
+
+
+class EncryptedStore:
+    """*store*, with responses compressed where that pays, and encrypted if there is a *keyring*."""
+
+    def __init__(self, store: Store, keyring: KeyRing | None = None) -> None:
+        self._store = store
+        self._keyring = keyring
+
+    def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
+        """Write each record if its version is still the expected one."""
+        try:
+            current = self._store.swap([self._packed_swap(swap) for swap in swaps])
+        except BatchError as error:
+            pairs = zip(swaps, error.outcomes, strict=True)
+            outcomes = [_decrypted(outcome, self._current, swap.record) for swap, outcome in pairs]
+            raise BatchError(outcomes) from error.__cause__
+        return [
+            None if record is None else self._current(record, swap.record)
+            for swap, record in zip(swaps, current, strict=True)
+        ]
+
+    def get(self, ids: Sequence[bytes]) -> Sequence[Record | None]:
+        """Return the current records, in the order of *ids*."""
+        try:
+            found = self._store.get(ids)
+        except BatchError as error:
+            outcomes = [_decrypted(outcome, self._unpacked) for outcome in error.outcomes]
+            raise BatchError(outcomes) from error.__cause__
+        return [None if record is None else self._unpacked(record) for record in found]
+
+    def find(self, query: Query) -> Page:
+        """Return records for operators; values that cannot be decrypted stay encrypted."""
+        page = self._store.find(query)
+        return Page([self._shown(record) for record in page.records], page.next_after_id)
+
+    def sweep(self, now_ms: int, limit: int = SWEEP_BATCH) -> int:
+        """Delete records whose retention is over."""
+        return self._store.sweep(now_ms, limit)
+
+    def check(self) -> Sequence[Finding]:
+        """Check the settings of the wrapped store."""
+        return self._store.check()
+
+    def now_ms(self) -> int:
+        """Return the clock of the wrapped store."""
+        return self._store.now_ms()
+
+    def close(self) -> None:
+        """Close the wrapped store."""
+        self._store.close()
+
+    @property
+    def info(self) -> StoreInfo | None:
+        """The capabilities of the wrapped store, if it is one of ours."""
+        return getattr(self._store, "info", None)
+
+    @property
+    def batch_max(self) -> int:
+        """How many swaps the wrapped store takes in one call; see `ThreadBackend`."""
+        return getattr(self._store, "batch_max", BATCH_MAX)
+
+    @property
+    def in_flight(self) -> int:
+        """How many calls the wrapped store takes at the same time; see `ThreadBackend`."""
+        return getattr(self._store, "in_flight", 1)
+
+    @property
+    def ledger(self) -> TransactionStatements | None:
+        """The transaction statements of the wrapped store, if it is in a SQL database."""
+        inner = getattr(self._store, "ledger", None)
+        if not isinstance(inner, TransactionStatements):
+            return None
+        return replace(
+            inner,
+            claim=lambda swap, wait_ms: inner.claim(self._packed_swap(swap), wait_ms),
+            change=lambda swap: inner.change(self._packed_swap(swap)),
+        )
+
+    def _packed_swap(self, swap: Swap) -> Swap:
+        record = swap.record
+        if record is None or (record.response is None and record.progress is None):
+            return swap
+        # Progress that is not encrypted stays as it is: an engine without this wrapper, which
+        # knows nothing of compressed progress, may continue the operation.
+        is_encrypted = self._keyring is not None
+        packed = record._replace(
+            progress=self._packed(record.progress, record.id + _PROGRESS, compresses=is_encrypted),
+            response=self._packed(record.response, record.id + _RESPONSE),
+        )
+        return Swap(swap.id, swap.expected, packed)
+
+    def _packed(
+        self, blob: bytes | None, context: bytes, *, compresses: bool = True
+    ) -> bytes | None:
+        if blob is None:
+            return None
+        # None of our responses begins like this. Compressed, any bytes are returned unchanged.
+        looks_packed = blob[:1] in PACKED
+        if looks_packed or (compresses and len(blob) >= COMPRESSED_BYTES_MIN):
+            smaller = b"%c%b" % (COMPRESSED, zlib.compress(blob))
+            if looks_packed or len(smaller) <= len(blob) * (1 - _SAVED_MIN):
+                blob = smaller
+        return blob if self._keyring is None else self._keyring.encrypt(blob, context)
+
+    def _current(self, record: Record, wanted: Record | None) -> Record:
+        """
+        Return the current *record*, which made the swap to *wanted* conflict.
+
+        If its window was over when *wanted* was created, its values are not needed any more, so it
+        does not matter whether they can be decrypted.
+        """
+        try:
+            return self._unpacked(record)
+        except Unreadable:
+            if wanted is None or wanted.created_ms < record.window_until_ms:
+                raise
+            return record._replace(progress=None, response=None)
+
+    def _unpacked(self, record: Record) -> Record:
+        if record.response is None and record.progress is None:
+            return record
+        return record._replace(
+            progress=self._unpacked_blob(record.progress, record.id + _PROGRESS),
+            response=self._unpacked_blob(record.response, record.id + _RESPONSE),
+        )
+
+    def _unpacked_blob(self, blob: bytes | None, context: bytes) -> bytes | None:
+        if blob is None:
+            return None
+        is_encrypted = blob.startswith(b"%c" % SEALED)
+        if self._keyring is not None and (is_encrypted or not blob):  # empty: it was cut off
+            blob = self._keyring.decrypt(blob, context)
+        elif is_encrypted:
+            raise Unreadable("the stored value is encrypted, and this engine has no key ring")
+        elif self._keyring is not None and context.endswith(_RESPONSE) and blob[0] not in KINDS:
+            raise Unreadable("the stored value is neither encrypted nor a response: it was changed")
+        return decompressed(blob) if blob.startswith(b"%c" % COMPRESSED) else blob
+
+    def _shown(self, record: Record) -> Record:
+        try:
+            return self._unpacked(record)
+        except Unreadable:
+            return record
+
+
+def _decrypted(outcome: Outcome, decrypt: Callable[..., Record], *wanted: Record | None) -> Outcome:
+    """Return *outcome*, decrypted if it is a record."""
+    if not isinstance(outcome, Record):
+        return outcome
+    try:
+        return decrypt(outcome, *wanted)
+    except Unreadable as error:
+        return error
+
+
+_PROGRESS = b"progress"
+_RESPONSE = b"response"

@@ -1,0 +1,295 @@
+"""SQL statements of the MySQL store, and how a record becomes a row and comes back.
+
+Statements are complete texts, values included. Numbers are formatted as numbers; texts and bytes
+are written in hexadecimal or, if they are long, in base 64. So nothing is ever escaped, and no
+`sql_mode` can read a value as anything else.
+
+The column `stamp` belongs to the store alone. A write marks its rows with the negative of a random
+number, so that one `select` shows which rows it has written. No other column can show that: an
+equal swap of another caller leaves the same values in all of them.
+
+Invariants: the record read from a row equals the record that was written; the
+server accepts every statement that `without_oversized_response` lets pass.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from binascii import b2a_base64
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from coatcheck.core.key import reference_of
+from coatcheck.core.record import Record, Swap
+from coatcheck.stores.contract import Query
+from coatcheck.stores.mysql.connection import Row
+
+logger = logging.getLogger("coatcheck")
+
+# 500 ids in a statement: MariaDB makes a temporary table for more than a thousand.
+IDS_MAX = 500
+
+# 1,024 bytes: hexadecimal doubles them. A response of megabytes is written in base 64, because the
+# server accepts no statement above its `max_allowed_packet`.
+_HEX_BYTES_MAX = 1_024
+
+# 2 KiB: column names, numbers, digests and the syntax around them, counted generously.
+_FIXED_BYTES = 2_048
+# A character takes up to 4 bytes of UTF-8, and each of them 2 hexadecimal digits.
+_BYTES_PER_CHARACTER = 8
+
+COLUMNS = (*("`key`" if name == "key" else name for name in Record._fields), "stamp")
+_COLUMN_LIST = ", ".join(COLUMNS)
+_STAMP = COLUMNS.index("stamp")
+
+# How each column is written: numbers as numbers, digests in hexadecimal, and texts and blobs as the
+# literals that they are turned into.
+_FORMATS = ("x'%s'", *["%d"] * 3, "x'%s'", *["%d"] * 5, *["%s"] * 5, "%d")
+_ROW_FORMAT = f"({','.join(_FORMATS)})"
+_SET_FORMAT = ",".join(map("{}={}".format, COLUMNS[1:], _FORMATS[1:]))
+assert len(_FORMATS) == len(COLUMNS)
+
+_RETENTION_OVER = (
+    "expires_ms <= {0:d} and version < {0:d} and (state <> 0 or lease_until_ms <= {0:d})"
+)
+# Not `insert ignore`, which ignores far more errors than a duplicate key.
+_UNLESS_EXISTS = " on duplicate key update id = id"
+_EMPTY_TEXTS = ("x''", "x''", "x''")
+
+
+class Statements:
+    """
+    The statements of one table.
+
+    Args:
+        table: its name, which must need no escaping.
+        compact: keep only digests; label, scope and key are stored empty.
+    """
+
+    def __init__(self, table: str, *, compact: bool) -> None:
+        self._table = f"`{table}`"
+        self._compact = compact
+        self._select = f"select {_COLUMN_LIST}, @@read_only from {self._table}"
+        self._update = f"update {self._table} force index (primary) set "
+        # Fails if the table has no primary key. Without one, every claim of a key would succeed.
+        self.require_primary_key = f"select id from {self._table} force index (primary) limit 0"
+
+    def single(self, swap: Swap, stamp: int) -> str:
+        """Return the statement for one swap. Atomic; it affects one row if the swap is applied."""
+        record = swap.record
+        if record is not None and swap.expected == 0:
+            return self._insert_all((record,), stamp)
+        where = f"where id = {_hex(swap.id)} and version = {swap.expected:d}"
+        if record is None:
+            return f"delete from {self._table} {where}"
+        return f"{self._update}{_SET_FORMAT % self._values(record, stamp)[1:]} {where}"
+
+    def batch(self, swaps: Sequence[Swap], stamp: int) -> str:
+        """
+        Return the command for many claims and changes. Atomic as a whole.
+
+        It affects as many rows as swaps are applied. Rows are locked in the order of *swaps*.
+        """
+        claims = [swap.record for swap in swaps if swap.record and not swap.expected]
+        changes = [swap for swap in swaps if swap.expected]
+        if not changes:
+            return self._insert_all(claims, stamp)
+        if not claims:
+            return self._update_all(changes, stamp)
+        both = f"{self._insert_all(claims, stamp)}; {self._update_all(changes, stamp)}"
+        return f"begin; {both}; commit"
+
+    def _insert_all(self, records: Iterable[Record], stamp: int) -> str:
+        rows = ",".join([_ROW_FORMAT % self._values(record, stamp) for record in records])
+        return f"insert into {self._table} ({_COLUMN_LIST}) values {rows}{_UNLESS_EXISTS}"
+
+    def _update_all(self, swaps: Sequence[Swap], stamp: int) -> str:
+        """
+        Return one `update` that gives each row its own values.
+
+        `field(id, …)` is the position of a row among *swaps*, and `elt(position, …)` picks its
+        value. Assignments run from left to right and see the earlier ones, so `stamp` holds the
+        position until it gets its final value. `elt` returns text, which MySQL compares with a
+        number as floating point and so without the last digits; hence the cast of the version.
+        """
+        values = [self._values(swap.record, stamp) for swap in swaps if swap.record]
+        columns = list(zip(*values, strict=True))
+        # Neither the id, which is not changed, nor the stamp, which is set around them.
+        assignments = [
+            f"{name}={_picked(format, column)}"
+            for name, format, column in zip(COLUMNS, _FORMATS, columns, strict=True)
+            if name not in ("id", "stamp")
+        ]
+        ids = _id_list(swap.id for swap in swaps)
+        position = f"field(id,{ids})"
+        expected = ",".join([f"{swap.expected:d}" for swap in swaps])
+        return (
+            f"{self._update}stamp={position},{','.join(assignments)},stamp={-stamp:d}"
+            f" where id in ({ids}) and version = cast(elt({position},{expected}) as signed)"
+        )
+
+    def _values(self, record: Record, stamp: int) -> tuple[Any, ...]:
+        """Return what `_FORMATS` takes for *record*, column by column."""
+        return (
+            *(record.id.hex(), *record[1:4], record.fingerprint.hex(), *record[5:10]),
+            *(_EMPTY_TEXTS if self._compact else (_hex(bytes_of(text)) for text in record[10:13])),
+            *(_literal(record.progress), _literal(record.response), -stamp),
+        )
+
+    def select(self, ids: Sequence[bytes]) -> Iterator[str]:
+        """Yield the statements that read the records of *ids*."""
+        for start in range(0, len(ids), IDS_MAX):
+            yield f"{self._select} where id in ({_id_list(ids[start : start + IDS_MAX])})"
+
+    def select_expired(self, now_ms: int, limit: int) -> str:
+        """
+        Return the statement that reads the ids which a sweep at *now_ms* may delete.
+
+        It takes no lock. It reads along the index, so records that are kept cost nothing.
+        """
+        return (
+            f"select id from {self._table} force index (expires)"
+            f" where {_RETENTION_OVER.format(now_ms)} order by expires_ms limit {limit:d}"
+        )
+
+    def delete_expired(self, ids: Iterable[bytes], now_ms: int) -> str:
+        """
+        Return the statement that deletes those of *ids* whose retention is still over. Atomic.
+
+        It reads by primary key and in its order, like every write, and so locks no other rows.
+        """
+        return (
+            f"delete r from {self._table} as r force index (primary)"
+            f" where id in ({_id_list(sorted(ids))}) and {_RETENTION_OVER.format(now_ms)}"
+        )
+
+    def search(self, query: Query, limit_s: float) -> str:
+        """
+        Return the statement that reads a page of *query*, and one record more to see if it goes on.
+
+        The server ends it after *limit_s*. MariaDB and MySQL spell that differently, and each reads
+        the other's spelling as a comment.
+        """
+        mariadb = f"/*M!100100 set statement max_statement_time={limit_s:f} for */"
+        mysql = f"select /*+ MAX_EXECUTION_TIME({limit_s * 1_000:.0f}) */"
+        limited = self._select.replace("select", f"{mariadb} {mysql}", 1)
+        where = " and ".join(_conditions(query))
+        return f"{limited} where {where} order by id limit {query.limit + 1:d}"
+
+
+def new_stamp() -> int:
+    """Return a random number of 62 bits, not 0: no two writes share one."""
+    return secrets.randbits(62) + 1
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def record_of(row: Row) -> Record:
+    """Return the record that is stored in *row*."""
+    label, scope, key = map(text_of, row[10:13])
+    return Record._make((*row[:10], label, scope, key, row[13], row[14]))
+
+
+def stamp_of(row: Row) -> int:
+    """Return the stamp of the write that wrote *row* last."""
+    stamp: int = row[_STAMP]
+    return -stamp
+
+
+def bytes_of(text: str) -> bytes:
+    """Return *text* as it is stored; also invalid Unicode, because a path may hold any bytes."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def text_of(stored: bytes) -> str:
+    """Return the text that was stored as *stored*."""
+    return stored.decode("utf-8", "surrogatepass")
+
+
+# --- responses that do not fit --------------------------------------------------------------------
+
+
+def without_oversized_response(swap: Swap, statement_bytes_max: int) -> Swap:
+    """
+    Return *swap*, without its response if the statement would be too long with it.
+
+    Work that was done must be recorded as done even if its response cannot be kept. If the write
+    failed instead, every retry would run the work again.
+    """
+    record = swap.record
+    if record is None or record.response is None or _bytes_max(record) <= statement_bytes_max:
+        return swap
+    return Swap(swap.id, swap.expected, record._replace(response=None))
+
+
+def _bytes_max(record: Record) -> int:
+    """Return how long the statement for *record* can be; base 64 makes 4 bytes of 3."""
+    texts = len(record.label) + len(record.scope) + len(record.key)
+    blobs = len(record.progress or b"") + len(record.response or b"")
+    return _FIXED_BYTES + texts * _BYTES_PER_CHARACTER + blobs * 4 // 3
+
+
+def warn_response_dropped(record: Record) -> None:
+    """Log that the response of *record* is not kept."""
+    logger.warning(
+        "operation %s: its response of %d bytes exceeds the server's max_allowed_packet and is not "
+        "kept; a retry gets result-unavailable; raise max_allowed_packet",
+        reference_of(record.id),
+        len(record.response or b""),
+    )
+
+
+# --- literals -------------------------------------------------------------------------------------
+
+
+def _conditions(query: Query) -> Iterator[str]:
+    yield f"id >= {_hex(query.id_prefix)}"
+    yield f"id > {_hex(query.after_id)}"
+    if (end := _end_of_prefix(query.id_prefix)) is not None:
+        yield f"id < {_hex(end)}"
+    if query.key is not None:
+        yield f"`key` = {_hex(bytes_of(query.key))}"
+    if query.label is not None:
+        yield f"label = {_hex(bytes_of(query.label))}"
+    if query.state is not None:
+        yield f"state = {query.state:d}"
+    if query.created_before_ms is not None:
+        yield f"created_ms < {query.created_before_ms:d}"
+    if query.expired_at_ms is not None:
+        yield _RETENTION_OVER.format(query.expired_at_ms)
+
+
+def _end_of_prefix(prefix: bytes) -> bytes | None:
+    """Return the first bytes after all that begin with *prefix*; None if there are none."""
+    kept = prefix.rstrip(b"\xff")
+    return kept[:-1] + bytes([kept[-1] + 1]) if kept else None
+
+
+def _picked(format: str, column: Sequence[Any]) -> str:
+    """Return the expression for one column of an `update`, given the new value of each row."""
+    if column.count(column[0]) == len(column):
+        return str(format % column[0])
+    return f"elt(stamp,{','.join([format % value for value in column])})"
+
+
+def _id_list(ids: Iterable[bytes]) -> str:
+    return ",".join(map(_hex, ids))
+
+
+def _hex(value: bytes) -> str:
+    return f"x'{value.hex()}'"
+
+
+def _literal(value: bytes | None) -> str:
+    if value is None:
+        return "null"
+    if len(value) <= _HEX_BYTES_MAX:
+        return _hex(value)
+    return f"from_base64('{base64_of(value)}')"
+
+
+def base64_of(value: bytes) -> str:
+    """Return *value* in letters, digits, "+", "/" and "="."""
+    return b2a_base64(value, newline=False).decode("ascii")

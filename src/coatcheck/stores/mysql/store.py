@@ -1,0 +1,173 @@
+"""The MySQL store: MySQL or MariaDB, shared by any number of servers.
+
+How durable an acknowledged write is depends on the server's settings; `check` reads them. Two
+connections write, so that the next batch is sent while the server executes the last one. One
+reads, one searches for operators, and one is for the sweep and the doctor. A read-only server is
+neither written to nor read from. Event loops use the store through threads.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+from coatcheck.core.record import Record, Swap
+from coatcheck.errors import StoreUnavailable
+from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query
+from coatcheck.stores.migration import Migration
+from coatcheck.stores.mysql import doctor, schema
+from coatcheck.stores.mysql import swap as operations
+from coatcheck.stores.mysql.connection import Connection, Connections, Server, Session
+from coatcheck.stores.mysql.statements import Statements
+from coatcheck.stores.mysql.transaction import transaction_statements
+from coatcheck.stores.mysql.url import TABLE, parse_url
+from coatcheck.stores.registry import MYSQL
+from coatcheck.stores.search_timeout import search_limit_s
+
+logger = logging.getLogger("coatcheck")
+
+
+class MysqlStore:
+    """
+    Records in a table of a MySQL or MariaDB database, which may be the application's own.
+
+    Args:
+        server: the server, the database on it, and how to log in.
+        table: the name of our table.
+        compact: keep only digests; label, scope and key are stored empty.
+        create: create our tables if they are missing.
+    """
+
+    info = MYSQL
+    # 256: a statement of some 100 KiB, far below what a server accepts.
+    batch_max = 256
+    # 2: while the server executes one batch we prepare the next. More would make them smaller.
+    in_flight = 2
+
+    def __init__(
+        self, server: Server, *, table: str = TABLE, compact: bool = False, create: bool = True
+    ) -> None:
+        self._server = server
+        self._table = table
+        self._statements = Statements(table, compact=compact)
+        statement_bytes_max, is_encrypted = self._open(create=create)
+        self.ledger = transaction_statements(
+            server,
+            table,
+            compact=compact,
+            statement_bytes_max=statement_bytes_max,
+            is_encrypted=is_encrypted,
+        )
+        key = self._statements.require_primary_key
+        self._writers = Connections(
+            [Connection(server, on_connect=key) for _ in range(self.in_flight)]
+        )
+        self._reader = Connection(server)
+        self._maintenance = Connection(server)
+        self._search_limit_s = search_limit_s(server.timeout_s)
+        # Longer than the server's own limit, so that the server ends a search first.
+        reply_timeout_s = self._search_limit_s + server.timeout_s
+        self._search = Connection(server, reply_timeout_s=reply_timeout_s)
+
+    def _open(self, *, create: bool) -> tuple[int, bool]:
+        """
+        Check the server and create what is missing; return what transaction mode needs to know.
+
+        The connection is closed again, so that a process that opens a store and then forks has none
+        to pass on.
+        """
+        connection = Connection(self._server, is_opening=True)
+        try:
+            schema.prepare(connection, self._server, self._table, create=create)
+            for level, message in connection.run(self._settings_findings):
+                if level != "ok":
+                    logger.warning("%s: %s", self._server, message)
+            return connection.run(lambda s: (s.statement_bytes_max, s.is_encrypted()))
+        finally:
+            connection.close()
+
+    @classmethod
+    def from_url(cls, url: str, *, create: bool = True) -> MysqlStore:
+        """
+        Open the store at *url*: `mysql://user:password@host:3306/database`.
+
+        Options: `?table=coatcheck_records`, `?compact=1`, `?timeout=5s`,
+        `?transaction_timeout=60s`, `?ssl=1` (require TLS and verify it; 0: do not use it),
+        `?ssl_ca=FILE`.
+        """
+        server, table, compact = parse_url(url)
+        return cls(server, table=table, compact=compact, create=create)
+
+    @classmethod
+    def migrate(cls, url: str, *, only_look: bool = False) -> Migration:
+        """Create or upgrade the tables of the database at *url*."""
+        server, table, _ = parse_url(url)
+        connection = Connection(server, is_opening=True)
+        try:
+            if only_look:
+                found = connection.run(lambda session: schema.known_version(session, table))
+            else:
+                found = schema.prepare(connection, server, table, create=True)
+        finally:
+            connection.close()
+        wanted = len(schema.MIGRATIONS)
+        return Migration(f"{server}: {table}", found, wanted, found < wanted and not only_look)
+
+    def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
+        """Write each record if its version is still the expected one."""
+        if not swaps:
+            return []
+        return self._writers.run(lambda s: operations.swap(s, self._statements, swaps))
+
+    def get(self, ids: Sequence[bytes]) -> Sequence[Record | None]:
+        """Return the records in the order of *ids*; never waits for a lock."""
+        return self._reader.run(lambda s: operations.get(s, self._statements, ids))
+
+    def find(self, query: Query) -> Page:
+        """Return records for operators, in id order, on a connection of its own."""
+        # A search may take a minute, and so may the wait for a server that has stopped. So ask it
+        # for something simple first, with the usual timeout.
+        self._maintenance.run(lambda s: s.read("select 1"))
+        limit_s = self._search_limit_s
+        return self._search.run(lambda s: operations.find(s, self._statements, query, limit_s))
+
+    def sweep(self, now_ms: int, limit: int = SWEEP_BATCH) -> int:
+        """Delete up to *limit* records whose retention is over, some hundreds at a time."""
+        deleted = 0
+        while deleted < limit:
+            portion = min(limit - deleted, SWEEP_BATCH)
+            sweep = partial(
+                operations.sweep, statements=self._statements, now_ms=now_ms, limit=portion
+            )
+            count = self._maintenance.run(sweep)
+            deleted += count
+            if count < portion:
+                break
+        return deleted
+
+    def check(self) -> Sequence[Finding]:
+        """Check whether records can be written, and would survive a crash."""
+        try:
+            findings = self._maintenance.run(self._settings_findings)
+            if all(level != "error" for level, _ in findings):
+                findings += self._maintenance.run(
+                    lambda s: doctor.trial_findings(s, self._statements, self._table)
+                )
+        except StoreUnavailable as error:
+            return [Finding("error", str(error))]
+        return [Finding(level, f"{self._server}: {message}") for level, message in findings]
+
+    def _settings_findings(self, session: Session) -> list[Finding]:
+        return doctor.settings_findings(session, self._table)
+
+    def now_ms(self) -> int:
+        """Return the server's clock."""
+        return self._reader.run(doctor.now_ms)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._reader.close()
+        self._maintenance.close()
+        self._writers.close()
+        self._search.close(wait_s=0)  # an operator's search may go on for a minute

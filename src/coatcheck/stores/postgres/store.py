@@ -1,0 +1,171 @@
+"""The PostgreSQL store: records in a table of the application's own database, or of another one.
+
+Threads share four connections (write, read, search, maintenance), so that none of these waits for
+another. An event loop has connections of its own (`async_backend.py`).
+
+Reads go to the primary as well: connections are opened only to a server that accepts writes, and
+closed when it has become read-only. An acknowledged swap survives what a commit survives on that
+server; with `synchronous_commit` and a synchronous standby, that includes the loss of the primary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from coatcheck.core.record import Record, Swap
+from coatcheck.errors import StoreUnavailable
+from coatcheck.stores.contract import SWEEP_BATCH, AsyncBackend, Finding, Page, Query
+from coatcheck.stores.migration import Migration
+from coatcheck.stores.postgres import schema as schemas
+from coatcheck.stores.postgres import statements
+from coatcheck.stores.postgres.async_backend import Connector, PostgresBackend
+from coatcheck.stores.postgres.connection import SharedConnection, search
+from coatcheck.stores.postgres.doctor import check_settings, try_writes
+from coatcheck.stores.postgres.schema import Names, known_version, migrate
+from coatcheck.stores.postgres.swap import RecordTable
+from coatcheck.stores.postgres.transaction import transaction_statements_for
+from coatcheck.stores.postgres.url import TIMEOUT_S, asyncpg_options, conninfo_of, parse_url
+from coatcheck.stores.registry import POSTGRES
+from coatcheck.stores.search_timeout import search_limit_s
+
+logger = logging.getLogger("coatcheck")
+
+_NOW_MS = "select (extract(epoch from clock_timestamp()) * 1000)::bigint"
+
+
+class PostgresStore:
+    """
+    Records in PostgreSQL.
+
+    Args:
+        conninfo: the database, as a URL or connection string of libpq.
+        schema: the schema of our tables; without it, the first one of the search path.
+        compact: store only digests; label, scope and key are left empty.
+        timeout_s: how long connecting may take, and each statement.
+        create: create our tables if they are missing.
+    """
+
+    info = POSTGRES
+
+    def __init__(
+        self,
+        conninfo: str,
+        *,
+        schema: str = "",
+        compact: bool = False,
+        timeout_s: float = TIMEOUT_S,
+        create: bool = True,
+    ) -> None:
+        self._names = names = Names(schema)
+        self._table = RecordTable(names.records, compact=compact)
+        conninfo = conninfo_of(conninfo, timeout_s)
+        self._timeout_s = timeout_s
+        self.ledger = transaction_statements_for(
+            conninfo, names.records, timeout_s, compact=compact
+        )
+        options = asyncpg_options(conninfo)
+        self._connector = None if options is None else Connector(options)
+        self._writer = SharedConnection(conninfo, timeout_s, writes=True, prepares=True)
+        self._reader = SharedConnection(conninfo, timeout_s, prepares=True)
+        self._searcher = SharedConnection(conninfo, timeout_s)
+        self._maintenance = SharedConnection(conninfo, timeout_s)
+        try:
+            self._maintenance.run(lambda connection: migrate(connection, names, create=create))
+            for finding in self._check_settings():
+                if finding.level != "ok":
+                    logger.warning("postgresql: %s", finding.message)
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def from_url(cls, url: str, *, create: bool = True) -> PostgresStore:
+        """
+        Open the store at *url*: `postgresql://user@host/database`.
+
+        Our options are `?schema=name`, `?compact=1` and `?timeout=5s`; all others are libpq's, such
+        as `sslmode`.
+        """
+        conninfo, options = parse_url(url)
+        return cls(conninfo, create=create, **options)
+
+    @classmethod
+    def migrate(cls, url: str, *, only_look: bool = False) -> Migration:
+        """Create the tables in the database at *url*, or upgrade them."""
+        conninfo, options = parse_url(url)
+        timeout_s = options.get("timeout_s", TIMEOUT_S)
+        names = Names(options.get("schema", ""))
+        shared = SharedConnection(conninfo_of(conninfo, timeout_s), timeout_s)
+        try:
+            if only_look:
+                found = shared.run(lambda connection: known_version(connection, names))
+            else:
+                found = shared.run(lambda connection: migrate(connection, names, create=True))
+        finally:
+            shared.close()
+        wanted = len(schemas.MIGRATIONS)
+        what = f"postgresql: {names.records}"
+        return Migration(what, found, wanted, found < wanted and not only_look)
+
+    def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
+        """Write each record if its version is still the expected one; see `Store.swap`."""
+        if not swaps:
+            return []
+        return self._writer.run_flow(self._table.swap(swaps))
+
+    def get(self, ids: Sequence[bytes]) -> Sequence[Record | None]:
+        """Read records, in the order of *ids*."""
+        return self._reader.run_flow(self._table.get(ids))
+
+    def async_backend(self) -> AsyncBackend:
+        """
+        Return access for the running event loop.
+
+        Raises NotImplementedError if the URL demands something that only libpq can do.
+        """
+        if self._connector is None:
+            raise NotImplementedError
+        return PostgresBackend(self._table, self._connector, self._timeout_s)
+
+    def find(self, query: Query) -> Page:
+        """Find records for operators, in the order of their ids."""
+        statement, values = statements.find(query, self._table.statements.select)
+        limit_s = search_limit_s(self._timeout_s)
+        rows = self._searcher.run(lambda c: search(c, statement, values, limit_s))
+        records = [statements.record_of(row) for row in rows[: query.limit]]
+        return Page(records, records[-1].id if len(rows) > query.limit else None)
+
+    def sweep(self, now_ms: int, limit: int = SWEEP_BATCH) -> int:
+        """Delete up to *limit* records whose retention is over."""
+        statement = self._table.statements.sweep.encode()
+        return self._maintenance.run(lambda c: c.execute(statement, (now_ms, limit)).rowcount)
+
+    def check(self) -> Sequence[Finding]:
+        """Check the settings of server and table, and try to write a record."""
+        findings = self._check_settings()
+        if any(finding.level == "error" for finding in findings):
+            return findings
+        try:
+            failed = self._maintenance.run(lambda c: try_writes(c, self._names, self._table))
+        except StoreUnavailable as error:
+            failed = [Finding("error", str(error))]
+        return [*failed, *(finding for finding in findings if finding.level != "ok" or not failed)]
+
+    def _check_settings(self) -> list[Finding]:
+        try:
+            return self._maintenance.run(lambda c: check_settings(c, self._names))
+        except StoreUnavailable as error:
+            return [Finding("error", str(error))]
+
+    def now_ms(self) -> int:
+        """Read the server's clock."""
+        ((now_ms,),) = self._reader.run(lambda connection: connection.fetch(_NOW_MS))
+        return int(now_ms)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._writer.close()
+        self._reader.close()
+        self._maintenance.close()
+        self._searcher.close(wait_s=0)

@@ -1,0 +1,160 @@
+"""The statements that write a record in the application's own transaction.
+
+A claim takes an advisory lock by the record's id, which its transaction holds until it ends. Nearly
+always the lock is free, and one plain insert suffices. If another transaction holds it, the claim
+waits for it, but only for a limited time: the claim sets `lock_timeout` and, if it succeeds,
+restores it in the same statement, so the handler's own statements wait as long as they always did.
+If it does not succeed, the transaction is rolled back, and the setting with it.
+
+On connections of the store's own, a claim also gives up on a server that does not answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from operator import itemgetter
+
+from coatcheck.core.record import COMPLETED, RUNNING, Record, Swap
+from coatcheck.stores.postgres.connection import (
+    WHO_ANSWERS,
+    AsyncConnection,
+    Connection,
+    is_direct,
+)
+from coatcheck.stores.postgres.connection import closing_after as in_time
+from coatcheck.stores.postgres.statements import PLACEHOLDERS, row_of
+from coatcheck.stores.transaction_statements import Statement, TransactionStatements
+
+__all__ = ["OwnAsyncConnection", "OwnConnection", "in_time", "transaction_statements_for"]
+
+# The connections that the store opens for transactions; `in_time` is for `psycopg_answers.py`.
+OwnConnection = Connection
+OwnAsyncConnection = AsyncConnection
+
+# Both are referred to by what follows, because PostgreSQL skips a CTE that is not.
+_LOCK_WITH_LIMIT = """\
+with limited as materialized (
+  select 0 * length(set_config('coatcheck.lock_timeout', current_setting('lock_timeout'), true))
+       + 0 * length(set_config('lock_timeout', %s::text, true)) as zero
+), locked as materialized (
+  select 1 as one, pg_advisory_xact_lock({}) from limited where zero = 0
+) """
+_RESTORE_LIMIT = (
+    " returning set_config('lock_timeout', current_setting('coatcheck.lock_timeout'), true)"
+)
+# The columns of the claim of a new key. The others have defaults, but for the state.
+_NEW = [name for name in PLACEHOLDERS if name not in ("state", "attempt", "progress", "response")]
+_new_of = itemgetter(*map([*PLACEHOLDERS].index, _NEW))
+# The row version was written by this transaction or a savepoint of it; a committed one is older. So
+# the completion finds no row if the handler has committed and is in another transaction now.
+_IS_OURS = "age(xmin) <= 0"
+_CHANGES = ", ".join(f"{name} = {mark}" for name, mark in PLACEHOLDERS.items() if name != "id")
+_WHERE = "id = %s::uuid and version = %s::bigint"
+# What a completion changes of its claim; the progress was written before.
+_COMPLETION = ", ".join(
+    [
+        f"state = {COMPLETED}",
+        "lease_until_ms = null",
+        *(f"{name} = {PLACEHOLDERS[name]}" for name in ("version", "age_ms", "response")),
+    ]
+)
+# 5 executions: psycopg's own default.
+_PREPARE_THRESHOLD = 5
+
+
+def transaction_statements_for(
+    conninfo: str, table: str, timeout_s: float, *, compact: bool
+) -> TransactionStatements:
+    """Return the statements for *table*, a name that is already quoted."""
+    statements = _Statements(table, timeout_s, compact=compact)
+    return TransactionStatements(
+        dialect="postgresql",
+        claim=statements.claim,
+        change=statements.change,
+        connect=partial(_connect, conninfo, timeout_s),
+        connect_async=partial(_connect_async, conninfo, timeout_s),
+    )
+
+
+class _Statements:
+    """The statements of one table."""
+
+    def __init__(self, table: str, timeout_s: float, *, compact: bool) -> None:
+        # The same id in another table has another lock.
+        quoted = table.replace("'", "''")
+        lock = f"%s::bigint # '{quoted}'::regclass::oid::bigint"
+        lock_with_limit = _LOCK_WITH_LIMIT.format(lock)
+        values = ", ".join(PLACEHOLDERS[name] for name in _NEW)
+        insert = f"insert into {table} (state, {', '.join(_NEW)}) select {RUNNING}, {values}"
+        self._compact = compact
+        self._timeout_s = timeout_s
+        self._insert_if_unlocked = (
+            f"{insert} where pg_try_advisory_xact_lock({lock}) on conflict (id) do nothing"
+        )
+        self._insert = (
+            f"{lock_with_limit}{insert} from locked on conflict (id) do nothing{_RESTORE_LIMIT}"
+        )
+        self._replace = (
+            f"{lock_with_limit}update {table} set {_CHANGES}"
+            f" where {_WHERE} and (select one from locked) = 1{_RESTORE_LIMIT}"
+        )
+        self._complete = f"update {table} set {_COMPLETION} where {_WHERE} and {_IS_OURS}"
+
+    def claim(self, swap: Swap, wait_ms: int) -> Iterator[Statement]:
+        """Yield the statements that claim a new key, or an existing record, one after the other."""
+        row = row_of(_record_of(swap), compact=self._compact)
+        lock = int.from_bytes(swap.id[:8], "big", signed=True)
+        limit = f"{wait_ms:d}ms"
+        timeout_s = self._timeout_s + wait_ms / 1_000
+        if swap.expected:
+            values = (limit, lock, *row[1:], row[0], swap.expected)
+            yield Statement(self._replace, values, timeout_s)
+            return
+        new = _new_of(row)
+        yield Statement(self._insert_if_unlocked, (*new, lock), timeout_s)
+        yield Statement(self._insert, (limit, lock, *new), timeout_s)
+
+    def change(self, swap: Swap) -> Statement:
+        """Return the statement that completes a claim of the same transaction."""
+        record = _record_of(swap)
+        assert record.state == COMPLETED
+        age_ms = record.version - record.created_ms
+        changes = (record.version, None if age_ms == 1 else age_ms, record.response)
+        return Statement(self._complete, (*changes, swap.id.hex(), swap.expected))
+
+
+def _record_of(swap: Swap) -> Record:
+    assert swap.record is not None
+    return swap.record
+
+
+def _connect(conninfo: str, timeout_s: float) -> Connection:
+    """Open a connection that prepares frequent statements, unless it is behind a pooler."""
+    connection = Connection.connect(conninfo, prepare_threshold=None)
+    try:
+        connection.timeout_s = timeout_s
+        if is_direct(connection, connection.execute(WHO_ANSWERS).fetchall()):
+            connection.prepare_threshold = _PREPARE_THRESHOLD
+        connection.rollback()
+    except BaseException:
+        connection.close()
+        raise
+    del connection.timeout_s  # the handler's own statements have no limit
+    return connection
+
+
+async def _connect_async(conninfo: str, timeout_s: float) -> AsyncConnection:
+    """Open the same kind of connection for an event loop."""
+    connection = await AsyncConnection.connect(conninfo, prepare_threshold=None)
+    try:
+        connection.timeout_s = timeout_s
+        answer = await connection.execute(WHO_ANSWERS)
+        if is_direct(connection, await answer.fetchall()):
+            connection.prepare_threshold = _PREPARE_THRESHOLD
+        await connection.rollback()
+    except BaseException:
+        await connection.close()
+        raise
+    del connection.timeout_s  # as above
+    return connection

@@ -1,0 +1,208 @@
+"""Records in Redis: their keys, their stored bytes, and the commands that write and read them.
+
+Each record is one string value. A hash would take three times the memory, because Redis drops its
+compact encoding for a field as long as a response.
+
+Invariant: `decode` of what `encode` made is the same record, whatever it holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from binascii import hexlify
+from collections.abc import Iterator, Sequence
+from importlib.resources import files
+from struct import Struct
+from typing import NamedTuple, TypeAlias
+
+from coatcheck.core.identity import ID_BYTES
+from coatcheck.core.record import Record, Swap, new_record
+
+_SCRIPT = files("coatcheck.stores.redis").joinpath("swap.lua").read_bytes()
+# EVALSHA names a script by its SHA-1; the digest protects nothing.
+_SCRIPT_SHA = hashlib.sha1(_SCRIPT, usedforsecurity=False).hexdigest()
+
+# 64: the server runs a script alone, and this many keys take it about half a millisecond.
+KEYS_MAX = 64
+# 1 MiB: with large responses fewer records share a script call, for the same reason.
+_CALL_BYTES_MAX = 1 << 20
+# 256: as many ids as a batch has; MGET is much cheaper than the script.
+READ_MAX = 256
+
+# The first byte is the format. The version follows it directly, because the script compares it.
+# Then: state, attempt, four times, nonce, and the lengths of the variable parts.
+_FORMAT = 1
+_HEAD = Struct(">BqBIqqqqqBIIIIB")
+_VERSION = Struct(">q")
+# The length that means None. A Redis value is at most 512 MiB, so no real length is this.
+_NONE = 0xFFFFFFFF
+
+# One command as redis-py takes it: its name and arguments.
+Words: TypeAlias = tuple[bytes | str | int, ...]
+
+
+class UnreadableValue(ValueError):
+    """One key of a batch holds something that this release did not write and cannot decode."""
+
+
+def encode(record: Record, *, compact: bool) -> tuple[bytes, int]:
+    """
+    Return the stored bytes of *record*, and when the server may delete it (ms since 1970).
+
+    That time is never before a sweep would be allowed to delete the record.
+    """
+    # fmt: off
+    (_, version, state, attempt, fingerprint, created_ms, lease_until_ms, window_until_ms,
+        expires_ms, nonce, label, scope, key, progress, response) = record
+    # fmt: on
+    if compact:
+        label = scope = key = ""
+    # surrogatepass: a label holds a URL path, which may be any bytes and so not valid Unicode.
+    texts = [text.encode("utf-8", "surrogatepass") for text in (label, scope, key)]
+    # fmt: off
+    head = _HEAD.pack(
+        _FORMAT, version, state, attempt, created_ms, lease_until_ms, window_until_ms,
+        expires_ms, nonce, len(fingerprint), *map(len, texts),
+        _NONE if progress is None else len(progress), response is not None,
+    )
+    # fmt: on
+    value = b"".join((head, fingerprint, *texts, progress or b"", response or b""))
+    return value, max(expires_ms, lease_until_ms, version + 1)
+
+
+def decode(id: bytes, value: bytes) -> Record:
+    """Return the record that *value* was made from; raise `UnreadableValue` if it is not one."""
+    if len(value) < _HEAD.size or value[0] != _FORMAT:
+        raise _unreadable(id)
+    # fmt: off
+    (_, version, state, attempt, created_ms, lease_until_ms, window_until_ms,
+        expires_ms, nonce, *lengths, has_response) = _HEAD.unpack_from(value)
+    # fmt: on
+    has_progress = lengths[-1] != _NONE
+    if not has_progress:
+        lengths[-1] = 0
+    start = _HEAD.size
+    parts: list[bytes] = []  # fingerprint, label, scope, key, progress; the response is the rest
+    for length in lengths:
+        parts.append(value[start : start + length])
+        start += length
+    fingerprint, *texts, progress = parts
+    try:
+        label, scope, key = (text.decode("utf-8", "surrogatepass") for text in texts)
+    except UnicodeDecodeError as error:
+        raise _unreadable(id) from error
+    # fmt: off
+    return new_record((
+        id, version, state, attempt, fingerprint, created_ms, lease_until_ms, window_until_ms,
+        expires_ms, nonce, label, scope, key, progress if has_progress else None,
+        value[start:] if has_response else None,
+    ))
+    # fmt: on
+
+
+def _unreadable(id: bytes) -> UnreadableValue:
+    return UnreadableValue(f"the value of {id.hex()} is not a record that this release can decode")
+
+
+class Keys:
+    """
+    The keys under one prefix: the prefix, then the id as hexadecimal digits in braces.
+
+    Redis Cluster computes the slot from what is in braces, so the prefix does not change it.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        assert "{" not in prefix  # Redis Cluster would take it for the brace before the id
+        self._head = prefix.encode() + b"{"
+
+    def key_of(self, id: bytes) -> bytes:
+        """Return the key of the record with this *id*."""
+        return b"%b%b}" % (self._head, hexlify(id))
+
+    def id_of(self, key: bytes) -> bytes | None:
+        """Return the id of the record under *key*; None if the key is not one of ours."""
+        if not (key.startswith(self._head) and key.endswith(b"}")):
+            return None
+        try:
+            id = bytes.fromhex(key[len(self._head) : -1].decode("ascii"))
+        except ValueError:
+            return None
+        return id if len(id) == ID_BYTES and self.key_of(id) == key else None
+
+    def pattern_of(self, id_prefix: bytes) -> bytes:
+        """Return the SCAN pattern for all ids that begin with *id_prefix*."""
+        special = b"*?[]\\"
+        head = b"".join(
+            b"\\" + bytes([byte]) if byte in special else bytes([byte]) for byte in self._head
+        )
+        return b"%b%b*}" % (head, id_prefix.hex().encode())
+
+
+class Command(NamedTuple):
+    """
+    One command.
+
+    Args:
+        words: its name and arguments.
+        id: of one of its records; a cluster sends the command to the server that owns it.
+        start: the position of its first swap in the batch.
+        swaps: the swaps that it performs.
+    """
+
+    words: Words
+    id: bytes = b""
+    start: int = 0
+    swaps: Sequence[Swap] = ()
+
+
+class Commands:
+    """
+    Builds the commands for swaps and reads.
+
+    Args:
+        keys: of the records.
+        compact: store label, scope and key empty.
+        is_cluster: one key for each command, because every key may be on another server.
+    """
+
+    def __init__(self, keys: Keys, *, compact: bool, is_cluster: bool) -> None:
+        self.keys = keys
+        self._compact = compact
+        self._keys_max = 1 if is_cluster else KEYS_MAX
+        self.read_max = 1 if is_cluster else READ_MAX
+
+    def swap(self, swaps: Sequence[Swap]) -> list[Command]:
+        """Return the script calls that perform *swaps*."""
+        calls: list[Command] = []
+        start = call_bytes = 0
+        for number, swap in enumerate(swaps):
+            if number - start >= self._keys_max or call_bytes > _CALL_BYTES_MAX:
+                calls.append(self._call(start, swaps[start:number]))
+                start, call_bytes = number, 0
+            if swap.record is not None:
+                call_bytes += len(swap.record.response or b"") + len(swap.record.progress or b"")
+        return [*calls, self._call(start, swaps[start:])]
+
+    def _call(self, start: int, swaps: Sequence[Swap]) -> Command:
+        keys = [self.keys.key_of(swap.id) for swap in swaps]
+        arguments = [word for swap in swaps for word in self._arguments(swap)]
+        words = ("EVALSHA", _SCRIPT_SHA, len(keys), *keys, *arguments)
+        return Command(words, swaps[0].id, start, swaps)
+
+    def _arguments(self, swap: Swap) -> tuple[bytes, bytes, int]:
+        """Return the script's three arguments for one swap; see `swap.lua`."""
+        expected = _VERSION.pack(swap.expected) if swap.expected else b""
+        if swap.record is None:
+            return expected, b"", 0
+        return expected, *encode(swap.record, compact=self._compact)
+
+    def with_script_text(self, call: Command) -> Command:
+        """Return *call* for a server that does not have the script, which it then keeps."""
+        _, _, *rest = call.words
+        return call._replace(words=("EVAL", _SCRIPT, *rest))
+
+    def get(self, ids: Sequence[bytes]) -> Iterator[Command]:
+        """Yield the commands that read *ids* in order; each is answered by a list."""
+        for start in range(0, len(ids), self.read_max):
+            some = ids[start : start + self.read_max]
+            yield Command(("MGET", *map(self.keys.key_of, some)), some[0])

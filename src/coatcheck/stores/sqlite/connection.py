@@ -1,0 +1,222 @@
+"""Connections to the SQLite file.
+
+`connect` opens one with the settings that a store needs, `execute_with_retry` waits for the write
+lock, and `SharedConnection` lets the threads of a process take turns on one connection.
+
+Invariants: after an error no transaction is open and no broken connection is kept; no connection
+crosses a fork, because SQLite's locks belong to a process.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from types import TracebackType
+from urllib.parse import quote
+from weakref import WeakSet
+
+from coatcheck.errors import StoreUnavailable
+from coatcheck.stores.sqlite.errors import code_of, is_file_error, is_temporary, to_store_error
+
+# The write-ahead log is copied into the file after 1,000 pages, and after up to 4,000 in a large
+# file. There a copy is expensive, because most pages of the log are different pages: at 1,000 the
+# slowest twentieth of all batches took half as long again. A small file keeps a short log, because
+# overwriting a log is cheaper to sync than extending it.
+_CHECKPOINT_PAGES_MIN = 1_000
+_CHECKPOINT_PAGES_MAX = 4_000
+_CHECKPOINTS_PER_FILE = 16
+
+# 8 MB per connection: the inner pages of both indexes of some million records.
+_CACHE_KIB = 8_192
+
+# 128: more than `statements.py` has, so none is compiled twice.
+_STATEMENTS_MAX = 128
+
+# 0.25 ms between attempts to get the write lock, half a commit. SQLite's own busy handler doubles
+# its sleep up to 100 ms, so beside a busy process it would lose the race for seconds.
+_RETRY_S = 0.000_25
+
+
+def connect(
+    path: str, busy_timeout_s: float, *, writes: bool = False, mode: str = "rw"
+) -> sqlite3.Connection:
+    """
+    Open *path* in autocommit mode with durable commits.
+
+    Mode "rw" does not create the file. If it was deleted, its records are lost, and an empty new
+    file would let every retry execute again.
+    """
+    connection = sqlite3.connect(
+        f"file:{quote(os.fsencode(path))}?mode={mode}",
+        uri=True,
+        timeout=busy_timeout_s,
+        isolation_level=None,
+        check_same_thread=False,
+        cached_statements=_STATEMENTS_MAX,
+    )
+    try:
+        connection.execute("pragma synchronous = full")
+        connection.execute(f"pragma wal_autocheckpoint = {_checkpoint_pages(connection)}")
+        connection.execute(f"pragma cache_size = -{_CACHE_KIB}")
+        if writes:  # `execute_with_retry` waits instead
+            connection.execute("pragma busy_timeout = 0")
+    except sqlite3.Error:
+        connection.close()
+        raise
+    return connection
+
+
+def _checkpoint_pages(connection: sqlite3.Connection) -> int:
+    (file_pages,) = connection.execute("pragma page_count").fetchone()
+    pages: int = file_pages // _CHECKPOINTS_PER_FILE
+    return max(_CHECKPOINT_PAGES_MIN, min(pages, _CHECKPOINT_PAGES_MAX))
+
+
+def execute_with_retry(
+    connection: sqlite3.Connection,
+    busy_timeout_s: float,
+    statement: str,
+    parameters: Sequence[object] = (),
+) -> sqlite3.Cursor:
+    """Execute a statement that needs the write lock; retry while another process holds it."""
+    deadline_s = time.monotonic() + busy_timeout_s
+    while True:
+        try:
+            return connection.execute(statement, parameters)
+        except sqlite3.OperationalError as error:
+            if code_of(error) != sqlite3.SQLITE_BUSY or time.monotonic() >= deadline_s:
+                raise
+        time.sleep(_RETRY_S)
+
+
+class SharedConnection:
+    """
+    One connection for one thread at a time: `with shared as connection`.
+
+    It opens on first use, and again after a fork or an error that may have broken it.
+    """
+
+    def __init__(self, path: str, busy_timeout_s: float, *, writes: bool = False) -> None:
+        self._path = path
+        self._busy_timeout_s = busy_timeout_s
+        self._writes = writes
+        self._mutex = threading.Lock()
+        self._connection: sqlite3.Connection | None = None
+        self._pid = os.getpid()
+        self._is_closed = False
+        with _fork_mutex:
+            _CONNECTIONS.add(self)
+
+    def __enter__(self) -> sqlite3.Connection:
+        if self._pid != os.getpid():
+            self._continue_in_child()
+        self._mutex.acquire()
+        try:
+            return self._connection or self._open()
+        except BaseException:
+            self._mutex.release()
+            raise
+
+    def _continue_in_child(self) -> None:
+        """Continue after a fork that did not run Python's hooks, if no connection was open."""
+        if self._connection is not None:
+            # A new connection beside the inherited one would trust locks that only the parent
+            # holds, and could write to a log that the parent deletes.
+            raise StoreUnavailable(
+                f"{self._path}: this process was forked while the store was in use, without "
+                "running Python's at-fork hooks; open the store after the fork"
+            )
+        self._mutex = threading.Lock()
+        self._pid = os.getpid()
+
+    def _open(self) -> sqlite3.Connection:
+        if self._is_closed:
+            raise StoreUnavailable(f"{self._path}: the store is closed")
+        try:
+            self._connection = connect(self._path, self._busy_timeout_s, writes=self._writes)
+        except sqlite3.Error as error:
+            raise to_store_error(error, self._path) from error
+        return self._connection
+
+    def __exit__(
+        self,
+        _type: type[BaseException] | None,
+        error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self._mutex.release()
+            return
+        try:
+            self._roll_back()
+            if is_file_error(error) and not is_temporary(error):
+                self._discard()
+        finally:
+            self._mutex.release()
+        if is_file_error(error):
+            assert isinstance(error, sqlite3.Error)
+            raise to_store_error(error, self._path) from error
+
+    def _roll_back(self) -> None:
+        assert self._connection is not None
+        try:
+            if self._connection.in_transaction:
+                self._connection.execute("rollback")
+        except sqlite3.Error:
+            self._discard()  # closing rolls back as well
+
+    def _discard(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with suppress(sqlite3.Error):
+                connection.close()
+
+    def disconnect(self) -> None:
+        """Close the connection and drop its page cache; the next use opens another one."""
+        with self._mutex:
+            self._discard()
+
+    def close(self) -> None:
+        """Close for good; the last connection of all processes moves the log into the file."""
+        self._is_closed = True
+        if self._pid == os.getpid():  # otherwise the connection belongs to the parent process
+            self.disconnect()
+
+    def pause_for_fork(self) -> None:
+        """Wait for the running statement, close, and block other threads until after the fork."""
+        self._mutex.acquire()
+        self._discard()
+
+    def resume_after_fork(self) -> None:
+        """Continue, in the parent and in the child."""
+        self._pid = os.getpid()
+        self._mutex.release()
+
+
+# All connections of this process: one fork hook serves them, and keeps none alive.
+_CONNECTIONS: WeakSet[SharedConnection] = WeakSet()
+_paused: list[SharedConnection] = []
+# Held from before a fork until after it: no second fork and no new connection meanwhile.
+_fork_mutex = threading.Lock()
+
+
+def _pause_all() -> None:
+    _fork_mutex.acquire()
+    _paused[:] = _CONNECTIONS
+    for shared in _paused:
+        shared.pause_for_fork()
+
+
+def _resume_all() -> None:
+    while _paused:
+        _paused.pop().resume_after_fork()
+    if _fork_mutex.locked():  # some servers run only the hooks of the child
+        _fork_mutex.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_pause_all, after_in_parent=_resume_all, after_in_child=_resume_all)

@@ -1,0 +1,261 @@
+"""The SQLite store: one file, durable, shared by any number of processes on one machine.
+
+An acknowledged swap survives `kill -9` and a power cut (write-ahead log, one fsync per commit).
+Three connections: one writes, one reads without waiting for it, one serves searches. SQLite lets
+one process write at a time; the others retry until the busy timeout.
+
+A batch of any size is a few statements. Every statement releases the interpreter lock and has to
+get it back, which is slow beside a busy event loop. So claims are one `insert` of many rows and
+changes are one `update` from many rows. The number of changed rows tells whether all swaps were
+applied; only if not, the store reads which ones conflict.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from collections.abc import Iterable, Sequence
+
+from coatcheck.core.record import GONE, Record, Swap
+from coatcheck.errors import StoreUnavailable
+from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query
+from coatcheck.stores.migration import Migration
+from coatcheck.stores.registry import SQLITE
+from coatcheck.stores.sqlite import doctor, schema, statements
+from coatcheck.stores.sqlite.connection import SharedConnection, execute_with_retry
+from coatcheck.stores.sqlite.transaction import transaction_statements_for
+from coatcheck.stores.sqlite.url import parse_url
+
+# 5 s: thousands of commits of other processes. A lock that takes longer is better reported.
+BUSY_TIMEOUT_S = 5.0
+_REPLACED = (
+    "the file was deleted or replaced while in use; restart every process that uses this store"
+)
+
+
+class SqliteStore:
+    """
+    Records in an SQLite file, which may be the application's own database.
+
+    Args:
+        path: the file; created if it does not exist, in a directory that must exist.
+        compact: store only digests; label, scope and key are stored empty.
+        busy_timeout_s: how long to wait while another process holds the write lock.
+        create: create the file and the tables if they are missing.
+    """
+
+    info = SQLITE
+
+    # For event loops, which use this store through a thread: the swaps in one call, and the calls
+    # at the same time. SQLite has one writer, so a second call would only wait for the first.
+    batch_max = 256
+    in_flight = 1
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        compact: bool = False,
+        busy_timeout_s: float = BUSY_TIMEOUT_S,
+        create: bool = True,
+    ) -> None:
+        # Absolute, because a server may change its directory before the first request.
+        self.path = os.path.abspath(path)  # noqa: PTH100 - pathlib has no equivalent
+        schema.prepare(self.path, busy_timeout_s, create=create)
+        self._identity = _identity_of(self.path)
+        self._compact = compact
+        self._busy_timeout_s = busy_timeout_s
+        self.ledger = transaction_statements_for(self.path, busy_timeout_s, compact=compact)
+        self._writer = SharedConnection(self.path, busy_timeout_s, writes=True)
+        self._reader = SharedConnection(self.path, busy_timeout_s)
+        self._search = SharedConnection(self.path, busy_timeout_s)
+
+    @classmethod
+    def from_url(cls, url: str, *, create: bool = True) -> SqliteStore:
+        """
+        Open `sqlite:///relative.db` or `sqlite:////absolute.db`.
+
+        Options: `?compact=1`, `?busy_timeout=5s`.
+        """
+        path, options = parse_url(url)
+        return cls(path, create=create, **options)
+
+    @classmethod
+    def migrate(cls, url: str, *, only_look: bool = False) -> Migration:
+        """Create the file and its tables, or migrate them."""
+        path, options = parse_url(url)
+        busy_timeout_s = options.get("busy_timeout_s", BUSY_TIMEOUT_S)
+        found = schema.version_at(path, busy_timeout_s)
+        if not only_look:
+            schema.prepare(path, busy_timeout_s, create=True)
+        wanted = len(schema.MIGRATIONS)
+        return Migration(path, found, wanted, found < wanted and not only_look)
+
+    def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
+        """Write each record if its version in the file is still the expected one."""
+        if not swaps:
+            return []
+        with self._writer as connection:
+            self._check_identity()
+            if len(swaps) == 1:
+                return [self._swap_one(connection, swaps[0])]
+            return self._swap_many(connection, swaps)
+
+    def _check_identity(self) -> None:
+        """Refuse to write to a file that other processes no longer see under this path."""
+        if _identity_of(self.path) != self._identity:
+            raise StoreUnavailable(f"{self.path}: {_REPLACED}")
+
+    def _swap_one(self, connection: sqlite3.Connection, swap: Swap) -> Record | None:
+        """One statement if it is applied, two if it conflicts, and no transaction."""
+        statement, row = statements.write_one(swap, compact=self._compact)
+        if self._execute(connection, statement, row).rowcount == 1:
+            return None
+        current = statements.read(connection, (swap.id,)).get(swap.id)
+        if swap.expected != (0 if current is None else current.version):
+            return GONE if current is None else current
+        # The versions match, yet nothing was written: the new record has another expiry, or the
+        # current one appeared or disappeared between the two statements. A transaction settles it.
+        return self._swap_many(connection, (swap,))[0]
+
+    def _swap_many(
+        self, connection: sqlite3.Connection, swaps: Sequence[Swap]
+    ) -> Sequence[Record | None]:
+        """One transaction; after an error `SharedConnection` rolls it back."""
+        changes = [swap for swap in swaps if swap.expected and swap.record is not None]
+        claims = [swap for swap in swaps if not swap.expected and swap.record is not None]
+        deletes = [swap for swap in swaps if swap.record is None]
+        self._execute(connection, "begin immediate")
+        conflicts = [
+            *self._change(connection, changes),  # first, because it may start a new transaction
+            *self._claim(connection, claims),
+            *self._delete(connection, deletes),
+        ]
+        ids = [swap.id for swap in conflicts]
+        current = statements.read(connection, ids)
+        connection.execute("commit")
+        results: dict[bytes, Record | None] = {
+            swap.id: current.get(swap.id, GONE if swap.expected else None) for swap in conflicts
+        }
+        return [results.get(swap.id) for swap in swaps]
+
+    def _change(self, connection: sqlite3.Connection, changes: list[Swap]) -> list[Swap]:
+        """Update the rows of *changes*; return the conflicts."""
+        if not changes:
+            return []
+        rows = self._rows(changes)
+        for row, swap in zip(rows, changes, strict=True):
+            row.append(swap.expected)
+        applied = 0
+        for some in statements.chunks(rows):
+            text = statements.change_many(len(some))
+            applied += connection.execute(text, _flat(some)).rowcount
+        if applied == len(changes):
+            return []
+        # The rows do not tell which swaps conflict: an equal swap of another process leaves an
+        # equal row, and a key that starts over is no conflict at all. So repeat them one by one.
+        connection.execute("rollback")
+        self._execute(connection, "begin immediate")
+        return [
+            swap
+            for swap, row in zip(changes, rows, strict=True)
+            if connection.execute(statements.REPLACE_ONE, row).rowcount == 0
+        ]
+
+    def _claim(self, connection: sqlite3.Connection, claims: list[Swap]) -> list[Swap]:
+        """Insert the rows of *claims*; return the conflicts."""
+        if not claims:
+            return []
+        applied = last = 0
+        for some in statements.chunks(self._rows(claims)):
+            cursor = connection.execute(statements.claim_many(len(some)), _flat(some))
+            applied += cursor.rowcount
+            last = cursor.lastrowid or 0
+        if applied == 0:
+            return claims
+        if applied == len(claims):
+            return []
+        # Rows are numbered in order of insertion, so ours have the last *applied* numbers.
+        numbers: dict[bytes, int] = {}
+        for ids in statements.chunks([swap.id for swap in claims]):
+            numbers.update(connection.execute(statements.row_numbers_many(len(ids)), ids))
+        return [swap for swap in claims if numbers[swap.id] <= last - applied]
+
+    def _delete(self, connection: sqlite3.Connection, deletes: list[Swap]) -> list[Swap]:
+        """Delete one by one, because it is rare; return the conflicts."""
+        return [
+            swap
+            for swap in deletes
+            if connection.execute(statements.DELETE_ONE, (swap.id, swap.expected)).rowcount == 0
+        ]
+
+    def _rows(self, swaps: Iterable[Swap]) -> list[statements.Row]:
+        records = (swap.record for swap in swaps)
+        return [statements.row_of(r, compact=self._compact) for r in records if r is not None]
+
+    def _execute(
+        self, connection: sqlite3.Connection, statement: str, parameters: Sequence[object] = ()
+    ) -> sqlite3.Cursor:
+        return execute_with_retry(connection, self._busy_timeout_s, statement, parameters)
+
+    def get(self, ids: Sequence[bytes]) -> Sequence[Record | None]:
+        """Return the current records in the order of *ids*; never waits for a writer."""
+        with self._reader as connection:
+            records = statements.read(connection, ids)
+        return [records.get(id) for id in ids]
+
+    def find(self, query: Query) -> Page:
+        """Return records for operators, in id order; on a connection that delays no request."""
+        statement, values = statements.find(query)
+        with self._search as connection:
+            rows = connection.execute(statement, values).fetchall()
+        records = [statements.record_of(row) for row in rows[: query.limit]]
+        return Page(records, records[-1].id if len(rows) > query.limit else None)
+
+    def sweep(self, now_ms: int, limit: int = SWEEP_BATCH) -> int:
+        """Delete up to *limit* records whose retention is over; return how many."""
+        with self._writer as connection:
+            return self._execute(connection, statements.SWEEP, (now_ms, limit)).rowcount
+
+    def check(self) -> Sequence[Finding]:
+        """Check that records can be written, and that the file is durable and not damaged."""
+        findings: list[Finding] = []
+        try:
+            with self._writer as connection:
+                self._execute(connection, "begin immediate")
+                findings += doctor.try_record(connection, self.path)
+                connection.execute("rollback")
+            self._search.disconnect()  # its page cache would hide damage on the disk
+            with self._search as connection:
+                findings += doctor.inspect_file(connection, self.path)
+        except StoreUnavailable as error:
+            findings.append(Finding("error", str(error)))
+        except sqlite3.IntegrityError as error:  # raised by a trigger, for example
+            findings.append(Finding("error", f"{self.path}: no record can be written: {error}"))
+        if _identity_of(self.path) != self._identity:
+            findings.append(Finding("error", f"{self.path}: {_REPLACED}"))
+        return findings
+
+    def now_ms(self) -> int:
+        """Return this machine's clock."""
+        return time.time_ns() // 1_000_000
+
+    def close(self) -> None:
+        """Close the connections; the last process to close moves the log into the file."""
+        self._reader.close()
+        self._search.close()
+        self._writer.close()
+
+
+def _identity_of(path: str) -> tuple[int, int] | None:
+    """Return what distinguishes this file from a replacement; None if it does not exist."""
+    try:
+        status = os.stat(path)  # noqa: PTH116 - before every write, and Path takes three times as long
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _flat(rows: Iterable[statements.Row]) -> list[object]:
+    return [value for row in rows for value in row]

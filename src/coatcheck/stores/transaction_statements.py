@@ -1,0 +1,64 @@
+"""Statements that write a record on a connection of the application.
+
+In transaction mode the claim and its completion are statements in the application's own
+transaction, on its connection and through its driver. A store in a SQL database provides their
+text and values; `coatcheck.transactions` sends them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from coatcheck.core.record import Swap
+from coatcheck.errors import Misconfigured
+from coatcheck.stores.contract import Store
+
+Dialect: TypeAlias = Literal["sqlite", "postgresql", "mysql"]
+
+
+class Statement(NamedTuple):
+    """A statement and its values; the placeholders are "?1" on SQLite, otherwise "%s"."""
+
+    text: str
+    values: Sequence[Any]
+    # The timeout of a claim, on connections of the store's own and in drivers that have one.
+    patience_s: float = inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransactionStatements:
+    """
+    How to write the records of one store on other connections.
+
+    Attributes:
+        dialect: the database.
+        claim: yields the statements that write a claim. Execute them in order until one affects a
+            row, which means that the claim was written. They wait at most the given milliseconds
+            for a transaction that has locked the row.
+        change: the statement that completes a claim of this transaction. It affects one row, or
+            none if this transaction does not hold the claim.
+        connect: opens a connection of the store's own, if the application provides none.
+        connect_async: the same for async code.
+        is_shelved: opening a connection is slow, so that connections are pooled.
+    """
+
+    dialect: Dialect
+    claim: Callable[[Swap, int], Iterator[Statement]]
+    change: Callable[[Swap], Statement]
+    connect: Callable[[], Any]
+    connect_async: Callable[[], Any]
+    is_shelved: bool = True
+
+
+def transaction_statements_of(store: Store) -> TransactionStatements:
+    """Return the statements of *store*; raise `Misconfigured` if it is not in a SQL database."""
+    statements = getattr(store, "ledger", None)
+    if not isinstance(statements, TransactionStatements):
+        raise Misconfigured(
+            "mode='transaction' needs a store in a SQL database, the one that the handler writes "
+            "to: sqlite://, postgresql:// or mysql://"
+        )
+    return statements

@@ -1,0 +1,420 @@
+"""Telemetry: decisions, log lines and events, each once, and no secrets in them."""
+
+import logging
+
+import pytest
+
+from coatcheck import (
+    CoatcheckError,
+    Decision,
+    DidNotHappen,
+    Happened,
+    KeyBusy,
+    Misconfigured,
+    OutcomeUnknown,
+    Policy,
+    StoreUnavailable,
+    Unknown,
+)
+from coatcheck.core.key import reference_of
+from coatcheck.telemetry import (
+    Claimed,
+    Completed,
+    InDoubt,
+    Lost,
+    Recovered,
+    Released,
+    Renewed,
+    Swept,
+    Waited,
+    log_decision,
+)
+from tests.support.engines import Clock, Handler, WatchedStore, eventually, held_up, wait_for
+
+LEASE_S = 60
+
+
+@pytest.fixture
+def store():
+    return WatchedStore()
+
+
+@pytest.fixture
+def seen():
+    return []
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def engine(guards, store, clock, seen):
+    return guards.engine(store, observers=[seen.append], clock=clock, sweep_every_s=None)
+
+
+def parts(decision):
+    return decision.outcome, decision.attempt, decision.code
+
+
+def test_every_request_is_one_decision(guards, engine, seen, store):
+    """O3: executed, replayed, refused and failed, each with what belongs to it."""
+    guards.run(engine, "k", Handler(), 1, scope="orders")
+    guards.run(engine, "k", Handler(), 1, scope="orders")
+    with pytest.raises(CoatcheckError):
+        guards.run(engine, "k", Handler(), 2, scope="orders")
+    with pytest.raises(ZeroDivisionError):
+        guards.run(engine, "f", Handler(ZeroDivisionError()), scope="orders")
+    guards.run(engine, "f", Handler(), scope="orders")
+    assert [parts(decision) for decision in seen] == [
+        ("executed", 1, ""),
+        ("replayed", 1, ""),
+        ("refused", 0, "key-reused"),
+        ("failed", 0, ""),
+        ("executed", 2, ""),
+    ]
+    assert {decision.label for decision in seen} == {"orders"}
+    assert {decision.reference for decision in seen} == {reference_of(r.id) for r in store.records}
+
+
+def test_a_replay_from_the_store_is_reported_like_one_from_memory(guards, store, seen):
+    """O3."""
+    guards.run(guards.engine(store), "k", Handler())
+    other = guards.engine(store, observers=[seen.append])
+    guards.run(other, "k", Handler())
+    assert [parts(decision) for decision in seen] == [("replayed", 1, "")]
+
+
+def test_a_result_that_cannot_be_kept_is_reported_too(guards, engine, seen):
+    """O3, L12."""
+    guards.run(engine, "k", Handler(object))
+    with pytest.raises(CoatcheckError):
+        guards.run(engine, "k", Handler(object))
+    assert [parts(decision) for decision in seen] == [
+        ("executed", 1, ""),
+        ("refused", 0, "result-unavailable"),
+    ]
+
+
+def test_a_request_without_a_store_is_reported_too(guards, engine, seen, store):
+    """O3, D2: an outage is when the numbers matter most."""
+    for troubles in (["down"], ["", "down"]):
+        store.troubles = troubles
+        with pytest.raises(StoreUnavailable):
+            guards.run(engine, "k", Handler(), policy=Policy(patience=0))
+        assert [parts(decision) for decision in seen] == [("refused", 0, "store-unavailable")]
+        seen.clear()
+        store._records.clear()
+
+
+def test_the_duration_is_that_of_the_whole_request(guards, store, seen):
+    """O3."""
+    clock = Clock()
+    engine = guards.engine(store, observers=[seen.append], clock=clock, sweep_every_s=None)
+    handler = held_up()
+    call = guards.beside(engine, "k", handler)
+    wait_for(handler.is_running)
+    clock.pass_s(1.5)
+    handler.may_end.set()
+    call.result()
+    assert seen[0].duration_ms == 1_500
+
+
+def test_every_observer_is_called_and_one_that_fails_does_no_harm(guards, store, seen, caplog):
+    """O3: the work is done and stored; a broken dashboard must not turn it into an error."""
+
+    def broken(_decision):
+        raise RuntimeError("the dashboard is down")
+
+    engine = guards.engine(store, observers=[broken, seen.append])
+    assert guards.run(engine, "k", Handler()) == "done"
+    assert guards.run(engine, "k", Handler()) == "done"
+    with pytest.raises(ZeroDivisionError):
+        guards.run(engine, "f", Handler(ZeroDivisionError()))
+    assert [decision.outcome for decision in seen] == ["executed", "replayed", "failed"]
+    assert "the dashboard is down" in caplog.text
+
+
+def test_an_observer_that_could_never_be_called_is_refused(guards, store):
+    """O3: one that is async is never awaited, and what is no function cannot be called."""
+
+    async def observe(_decision):
+        raise AssertionError
+
+    for observers, words in (([observe], "must not be async"), ([5], "5"), (5, "5")):
+        with pytest.raises(Misconfigured, match=rf"observers.*{words}"):
+            guards.engine(store, observers=observers)
+
+
+# --- the log ----------------------------------------------------------------------------------
+
+DECISION = Decision("executed", "7D3F-92AB-1C4E", "POST /orders", "caller", 1, "", 12)
+
+
+def test_a_log_line_says_what_happened_to_which_operation(caplog):
+    """O3, K5."""
+    caplog.set_level(logging.INFO, "coatcheck")
+    log_decision(DECISION)
+    log_decision(DECISION._replace(outcome="refused", attempt=0, code="key-reused"))
+    assert caplog.messages == [
+        "executed 7D3F-92AB-1C4E POST /orders attempt=1 12ms",
+        "refused 7D3F-92AB-1C4E POST /orders attempt=0 key-reused 12ms",
+    ]
+    assert [r.levelname for r in caplog.records] == ["INFO", "WARNING"]
+
+
+def test_a_log_line_carries_its_parts_for_structured_handlers(caplog):
+    """O3."""
+    caplog.set_level(logging.INFO, "coatcheck")
+    log_decision(DECISION)
+    (line,) = caplog.records
+    assert {name: getattr(line, name) for name in Decision._fields} == DECISION._asdict()
+
+
+def test_nothing_is_logged_below_the_level_that_was_set(caplog):
+    """O3."""
+    caplog.set_level(logging.ERROR, "coatcheck")
+    log_decision(DECISION)
+    assert caplog.records == []
+
+
+def test_each_decision_is_one_log_line_with_and_without_observers(guards, store, caplog):
+    """O3."""
+    caplog.set_level(logging.INFO, "coatcheck")
+    engine = guards.engine(store)
+    for _ in range(2):
+        guards.run(engine, "k", Handler(), scope="orders")
+    assert [line.outcome for line in caplog.records] == ["executed", "replayed"]
+
+
+SECRETS = ("key-that-is-secret", "argument-that-is-secret", "result-that-is-secret")
+
+
+def everything_that_can_happen(guards, engine, clock):
+    key, argument, result = SECRETS
+    guards.run(engine, key, Handler(result), argument)
+    guards.run(engine, key, Handler(result), argument)
+    guards.run(engine, key + "a", Handler(object), argument)
+    with pytest.raises(CoatcheckError):
+        guards.run(engine, key + "a", Handler(object), argument)
+    with pytest.raises(ZeroDivisionError):
+        guards.run(engine, key + "b", Handler(ZeroDivisionError()), argument)
+    with pytest.raises(CoatcheckError):
+        guards.run(engine, key, Handler(result), argument, 2)
+    with pytest.raises(SystemExit):
+        guards.run(engine, key + "c", Handler(SystemExit()), argument)
+    with pytest.raises(KeyBusy):
+        guards.run(engine, key + "c", Handler(), argument, policy=Policy(in_flight="409"))
+    clock.pass_s(LEASE_S)
+    with pytest.raises(OutcomeUnknown):
+        guards.run(engine, key + "c", Handler(), argument, policy=Policy(recovery="manual"))
+    clock.pass_s(90_000)
+    guards.run(engine, key, Handler(result), argument)
+    engine.attempts.heartbeat.store.troubles = ["down"]
+    with pytest.raises(StoreUnavailable):
+        guards.run(engine, key + "d", Handler(result), argument)
+
+
+def test_no_key_argument_or_result_is_ever_logged_or_reported(guards, engine, clock, seen, caplog):
+    """O3, X3: references are enough to find an operation, and say nothing."""
+    caplog.set_level(logging.DEBUG)
+    everything_that_can_happen(guards, engine, clock)
+    assert len(caplog.records) >= 8
+    said = [line.getMessage() + repr(vars(line)) for line in caplog.records]
+    said += [repr(decision) for decision in seen]
+    assert [text for text in said for secret in SECRETS if secret in text] == []
+    outcomes = [decision.code or decision.outcome for decision in seen]
+    assert outcomes == [
+        *("executed", "replayed", "executed", "result-unavailable", "failed", "key-reused"),
+        *("in-progress", "outcome-unknown", "executed", "store-unavailable"),
+    ]
+
+
+def test_keys_in_refusals_are_shortened(guards, engine):
+    """O3: a refusal reaches logs of others, too."""
+    guards.run(engine, SECRETS[0], Handler())
+    with pytest.raises(CoatcheckError) as refused:
+        guards.run(engine, SECRETS[0], Handler(), 1)
+    assert SECRETS[0] not in str(refused.value)
+    assert SECRETS[0][:8] in str(refused.value)
+
+
+# --- events -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def events():
+    return []
+
+
+@pytest.fixture
+def heard(guards, store, clock, events):
+    """An engine with a listener; it sweeps and recovers only when a test makes it."""
+    return guards.engine(store, Policy(wait="20s", patience=0), **listening(clock, events))
+
+
+def listening(clock, events):
+    return {
+        "listeners": [events.append],
+        "clock": clock,
+        "sweep_every_s": None,
+        "recover_every_s": None,
+    }
+
+
+def kinds(events):
+    return [type(event) for event in events]
+
+
+def test_each_change_of_a_claim_is_one_event(guards, heard, events, store):
+    """O3: a failure, the next attempt, and a replay, which changes nothing."""
+    with pytest.raises(ZeroDivisionError):
+        guards.run(heard, "k", Handler(ZeroDivisionError()), scope="orders")
+    guards.run(heard, "k", Handler(), scope="orders")
+    guards.run(heard, "k", Handler(), scope="orders")
+    what = reference_of(store.record.id), "orders", ""
+    assert events == [Claimed(*what, 1), Released(*what, 1), Claimed(*what, 2), Completed(*what, 2)]
+
+
+def test_an_outcome_that_is_not_known_is_an_event(guards, heard, events):
+    """O3, L6."""
+    with pytest.raises(ZeroDivisionError):
+        guards.run(heard, "k", Handler(ZeroDivisionError()), policy=Policy(recovery="manual"))
+    assert kinds(events) == [Claimed, InDoubt]
+
+
+def test_a_write_whose_acknowledgement_was_lost_is_one_event(guards, heard, events, store):
+    """O3, L2: it is written twice, and happens once."""
+    store.troubles = ["deaf", "", "deaf"]
+    guards.run(heard, "k", Handler())
+    assert kinds(events) == [Claimed, Completed]
+
+
+def test_a_completion_that_the_heartbeat_writes_is_an_event_too(guards, heard, events, store):
+    """O3, D2."""
+    store.troubles = ["", "down"]
+    with pytest.raises(StoreUnavailable):
+        guards.run(heard, "k", Handler())
+    eventually(lambda: kinds(events) == [Claimed, Completed])
+
+
+def test_a_duplicate_that_waits_is_an_event_with_its_duration(guards, heard, events, store, clock):
+    """O3, L3."""
+    handler = held_up()
+    calls = [guards.beside(heard, "k", handler, scope="orders")]
+    wait_for(handler.is_running)
+    calls.append(guards.beside(heard, "k", handler, scope="orders"))
+    eventually(lambda: heard.attempts.waiters.count(store.record.id) == 1)
+    clock.pass_s(1.5)
+    handler.may_end.set()
+    assert [call.result() for call in calls] == ["done", "done"]
+    (waited,) = [event for event in events if isinstance(event, Waited)]
+    assert waited == Waited(reference_of(store.record.id), "orders", "", 1, 1_500)
+    assert set(kinds(events)) == {Claimed, Completed, Waited}
+
+
+def test_a_renewal_is_an_event(guards, heard, events, clock):
+    """O3, L5."""
+    handler = held_up()
+    call = guards.beside(heard, "k", handler)
+    wait_for(handler.is_running)
+    heard.attempts.heartbeat.tick()  # none is due yet
+    clock.pass_s(LEASE_S / 2)
+    heard.attempts.heartbeat.tick()
+    handler.may_end.set()
+    call.result()
+    assert kinds(events) == [Claimed, Renewed, Completed]
+
+
+def test_a_claim_that_was_taken_over_is_an_event(guards, heard, events, store, clock):
+    """O3, L5: in the process that lost it, once."""
+    handler = held_up()
+    call = guards.beside(heard, "k", handler, scope="orders")
+    wait_for(handler.is_running)
+    clock.pass_s(LEASE_S + 1)
+    other = guards.engine(store, clock=clock, sweep_every_s=None)
+    assert guards.run(other, "k", Handler("theirs"), scope="orders") == "theirs"
+    for _ in range(2):
+        heard.attempts.heartbeat.tick()
+    handler.may_end.set()
+    assert call.result() == "theirs"
+    what = reference_of(store.record.id), "orders", ""
+    assert events == [Claimed(*what, 1), Lost(*what, 1)]
+
+
+ANSWERS = {
+    "completed": (Happened(value="done"), Completed),
+    "released": (DidNotHappen(), Released),
+    "in doubt": (Unknown(), InDoubt),
+}
+
+
+@pytest.mark.parametrize("outcome", ANSWERS)
+def test_a_recovery_is_an_event_with_its_outcome(guards, heard, events, clock, outcome):
+    """O3, L6: and so is what it wrote."""
+    answer, ends = ANSWERS[outcome]
+    policy = Policy(recovery="reconcile", reconcile=lambda _: answer)
+    with pytest.raises(SystemExit):
+        guards.run(heard, "k", Handler(SystemExit()), scope="orders", policy=policy)
+    clock.pass_s(LEASE_S + 1)
+    heard.recovery.round()
+    assert kinds(events) == [Claimed, ends, Recovered]
+    assert events[-1] == Recovered(events[0].reference, "orders", "", 1, outcome)
+
+
+def test_a_registered_function_that_runs_again_is_an_event(guards, heard, events, clock):
+    """O3, L6."""
+    handler = Handler(SystemExit())
+    registered = heard.register("ship", guards.flavoured(handler))
+    with pytest.raises(SystemExit):
+        guards.done(registered.run("k", {"order": 1}))
+    clock.pass_s(LEASE_S + 1)
+    handler.result = "done"
+    heard.recovery.round()
+    assert kinds(events) == [Claimed, Claimed, Completed, Recovered]
+    assert (events[-1].label, events[-1].outcome) == ("ship", "run again")
+
+
+def test_a_sweep_is_an_event_with_the_number_of_its_records(guards, store, clock, events):
+    """O3, T3: one that deleted nothing is none."""
+    options = listening(clock, events) | {"sweep_every_s": 60}
+    engine = guards.engine(store, Policy(window="1h", margin=0), **options)
+    for number in range(3):
+        guards.run(engine, f"k{number}", Handler())
+    events.clear()
+    for _ in range(3):
+        clock.pass_s(3_600)
+        engine.attempts.heartbeat.tick()
+        eventually(lambda: not engine.sweeper.is_sweeping())
+    assert events == [Swept(3)]
+
+
+def test_a_listener_that_fails_does_no_harm(guards, store, events, caplog):
+    """O3: neither to the operation nor to the other listeners."""
+
+    def broken(_event):
+        raise RuntimeError("the dashboard is down")
+
+    engine = guards.engine(store, listeners=[broken, events.append])
+    assert guards.run(engine, "k", Handler()) == "done"
+    assert kinds(events) == [Claimed, Completed]
+    assert "a listener failed" in caplog.text
+
+
+def test_a_listener_that_could_never_be_called_is_refused(guards, store):
+    """O3: one that is async is never awaited, and what is no function cannot be called."""
+
+    async def listen(_event):
+        raise AssertionError
+
+    for listeners, words in (([listen], "must not be async"), ([5], "5"), (5, "5")):
+        with pytest.raises(Misconfigured, match=rf"listeners.*{words}"):
+            guards.engine(store, listeners=listeners)
+
+
+def test_events_contain_no_key_argument_or_result(guards, heard, clock, events):
+    """O3, X3."""
+    everything_that_can_happen(guards, heard, clock)
+    assert len(events) >= 8
+    assert [event for event in events for secret in SECRETS if secret in repr(event)] == []

@@ -1,0 +1,81 @@
+"""What these pages show is what runs: every block of code is part of an example (V2)."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGES = (
+    "recovery.md",
+    *(f"howto/{name}.md" for name in ("steps", "crash", "in-doubt", "polling", "own-store")),
+)
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+# What each prints, and so what a reader may expect of it.
+PRINTED = {
+    "payments": """\
+/cards 500 201
+/transfers 500 201
+/orders 500 201
+/terminals 500 409 outcome-unknown
+/terminals receipt 17
+charges: 1 1 1 1 shipped: 1
+""",
+    "in_doubt": """\
+<Operation … 'charges' attempt 1> [{'about to charge': '41'}]
+<Operation … 'charges' attempt 1> [{'about to charge': '42'}]
+<Operation … 'charges' attempt 1> [{'about to charge': '43'}]
+41 charge 7
+42 charged for 42
+43 charged for 43, by hand
+""",
+    "steps": """\
+first attempt: the provider did not answer
+second attempt: {'order': '42', 'charged': '30 from the card'}
+charged 1 time, shipped 1 time
+""",
+    "own_store": """\
+placed
+order 42
+order 42
+""",
+    "crash": """\
+the process ended with -9
+the retry returned: done
+charged 2 times
+""",
+}
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_an_example_prints_what_it_promises(name, tmp_path):
+    """L5, L6, L7: money moves once, wherever that was promised."""
+    command = [sys.executable, str(ROOT / "examples" / f"{name}.py")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    printed = "".join(f"{line.rstrip()}\n" for line in done.stdout.splitlines())
+    printed = re.sub(r"\b\w{4}-\w{4}-\w{4}\b", "…", printed)  # references
+    assert printed == PRINTED[name]
+
+
+def lines_of(text):
+    """What is said in *text*, however far it stands to the right."""
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def is_within(block, lines):
+    starts = range(len(lines) - len(block) + 1)
+    return any(lines[start : start + len(block)] == block for start in starts)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_of_code_is_part_of_an_example(page):
+    text = (ROOT / "docs" / page).read_text()
+    blocks = [lines_of(block) for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)]
+    sources = [lines_of(path.read_text()) for path in EXAMPLES]
+    assert blocks
+    strangers = [block for block in blocks if not any(is_within(block, s) for s in sources)]
+    assert strangers == []

@@ -1,0 +1,76 @@
+"""The public names: sorted, importable, explained, and free of charge for whoever imports them."""
+
+import inspect
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import coatcheck
+
+PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+
+# 0.3 s of CPU: several times what it takes; more would mean that something heavy came along.
+IMPORT_CPU_S_MAX = 0.3
+
+IMPORT = """
+import sys, time
+before, started = set(sys.modules), time.process_time()
+import coatcheck
+print(time.process_time() - started)
+print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
+"""
+
+WITHOUT_FASTAPI = """
+import sys
+sys.modules["fastapi"] = sys.modules["starlette"] = None
+import coatcheck.server.asgi, coatcheck.server.wsgi, coatcheck.server.starlette
+try:
+    import coatcheck.server.fastapi
+except coatcheck.MissingExtra as error:
+    print(error)
+"""
+
+
+def output_of(program: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=30
+    )
+    return done.stdout
+
+
+def imported() -> tuple[float, set[str]]:
+    cpu_s, names = output_of(IMPORT).splitlines()
+    return float(cpu_s), set(names.split())
+
+
+def test_public_names_are_sorted_and_complete():
+    assert coatcheck.__all__ == sorted(coatcheck.__all__)
+    modules = {name for name, value in vars(coatcheck).items() if inspect.ismodule(value)}
+    public = {name for name in vars(coatcheck) if not name.startswith("_")} - modules
+    assert public - {"annotations"} == {n for n in coatcheck.__all__ if not n.startswith("_")}
+
+
+def test_every_public_name_is_explained():
+    named = {name: getattr(coatcheck, name) for name in coatcheck.__all__}
+    things = {n: v for n, v in named.items() if inspect.isclass(v) or inspect.isroutine(v)}
+    assert things
+    assert [name for name, value in things.items() if not inspect.getdoc(value)] == []
+
+
+def test_a_bare_import_brings_no_third_party_package():
+    _cpu_s, names = imported()
+    assert names - sys.stdlib_module_names == {"coatcheck"}
+
+
+def test_a_bare_import_is_quick():
+    assert min(imported()[0] for _ in range(3)) < IMPORT_CPU_S_MAX
+
+
+def test_a_door_without_its_package_names_the_extra():
+    assert "pip install 'coatcheck[fastapi]'" in output_of(WITHOUT_FASTAPI)
+
+
+def test_the_package_and_the_project_agree_on_the_version():
+    project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
+    assert coatcheck.__version__ == project["version"]

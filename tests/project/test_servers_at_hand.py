@@ -1,0 +1,25 @@
+"""Whoever needs servers gets them, or one clear line: the tests, and the benchmarks beside them."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+NO_SUCH = 'from tests.support import servers; servers.find_program("no-such-server", package="no-such-package")'
+
+
+def test_a_benchmark_says_what_is_not_installed_without_pytest():
+    hidden = f"import sys; sys.modules['pytest'] = None; {NO_SUCH}"
+    done = subprocess.run(
+        [sys.executable, "-c", hidden], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr == "no-such-server is not installed: apt-get install no-such-package\n"
+
+
+def test_every_target_that_starts_servers_installs_them_first():
+    makefile = (ROOT / "Makefile").read_text()
+    needs = dict(re.findall(r"^(test|test-faults|bench): (.*?) ##", makefile, re.MULTILINE))
+    assert sorted(needs) == ["bench", "test", "test-faults"]
+    assert [name for name, needed in needs.items() if "$(VENV)/.servers" not in needed] == []

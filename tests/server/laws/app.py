@@ -1,0 +1,71 @@
+"""The shop as a small application for real servers, in both flavours; its effects are on disk.
+
+    SHOP_DIRECTORY=… uvicorn tests.server.laws.app:asgi_app
+    SHOP_DIRECTORY=… gunicorn tests.server.laws.app:wsgi_app
+    SHOP_DIRECTORY=… python -m tests.support.servers.wsgi waitress 5 tests.server.laws.app:wsgi_app
+
+Everything that a test wants to see from outside is a file in the directory: `orders.db` is the
+store, `effects` has a line for each execution, and `/slow` waits for `release-<key>` to appear.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from hashlib import sha256
+from pathlib import Path
+
+from coatcheck.server.asgi import IdempotencyMiddleware as AsgiMiddleware
+from coatcheck.server.wsgi import IdempotencyMiddleware as WsgiMiddleware
+
+from .shop import JSON, WAIT_S_MAX, Call, Said, Shop, says
+
+DIRECTORY = Path(os.environ["SHOP_DIRECTORY"])
+STORE = f"sqlite:///{DIRECTORY}/orders.db"
+SAFE = ("GET", "HEAD")
+
+
+class ShopOnDisk(Shop):
+    """Writes each effect down before anything else happens."""
+
+    def handle(self, call: Call) -> Said:
+        if call.method not in SAFE:
+            key = call.operation.key if call.operation else "-"
+            # One small append is one write: whole lines, also from several processes.
+            with (DIRECTORY / "effects").open("a") as effects:
+                effects.write(f"{call.path} {key} {os.getpid()}\n")
+        return super().handle(call)
+
+
+def order(call: Call) -> Said:
+    answer = {"pid": os.getpid(), "at_ns": time.time_ns(), "sha256": sha256(call.body).hexdigest()}
+    return Said(
+        201, (JSON, ("Set-Cookie", "a=1"), ("Set-Cookie", "b=2")), [json.dumps(answer).encode()]
+    )
+
+
+def slow(call: Call) -> Said:
+    """Waits until the test says so: across processes, by a file."""
+    assert call.operation is not None
+    deadline = time.monotonic() + WAIT_S_MAX
+    while not (DIRECTORY / f"release-{call.operation.key}").exists():
+        assert time.monotonic() < deadline, "nobody released this"
+        time.sleep(0.005)
+    return order(call)
+
+
+shop = ShopOnDisk()
+shop.answers |= {
+    "/orders": order,
+    "/slow": slow,
+    "/nothing": says(204),
+    "/pid": lambda _call: Said(200, (JSON,), [str(os.getpid()).encode()]),
+}
+
+
+# Made when the server loads the application: under gunicorn --preload, before it forks.
+if os.environ["SHOP_FLAVOUR"] == "asgi":
+    asgi_app = AsgiMiddleware(shop.asgi, store=STORE)
+else:
+    wsgi_app = WsgiMiddleware(shop.wsgi, store=STORE)

@@ -1,0 +1,101 @@
+"""An `api` for every adapter on every store."""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coatcheck import Policy, open_store
+from coatcheck.stores import Store
+
+from .api import ADAPTERS, Api, Clock, Workers
+from .shop import Shop
+
+OpenApi = Callable[..., Api]
+
+MIDDLEWARE_SETTINGS = ("caller", "key")
+STORES = ("memory", "sqlite")
+
+
+@pytest.fixture(scope="session")
+def workers() -> Iterator[Workers]:
+    workers = Workers()
+    yield workers
+    workers.close()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+class NewStore:
+    """Opens the store of one law: each time the same one, with a connection of its own."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self.path = directory and directory / "laws.db"
+        self._memory = open_store("memory://")
+
+    def __call__(self, options: str = "") -> Store:
+        return open_store(f"sqlite:///{self.path}{options}") if self.path else self._memory
+
+
+@pytest.fixture(params=STORES)
+def new_store(request: pytest.FixtureRequest) -> Iterator[NewStore]:
+    if request.param == "memory":
+        yield NewStore(None)
+        return
+    # In memory where that is possible: what survives a power cut is for the laws of stores.
+    memory = Path("/dev/shm")
+    directory = tempfile.mkdtemp(prefix="coatcheck-http-", dir=memory if memory.is_dir() else None)
+    yield NewStore(Path(directory))
+    shutil.rmtree(directory)
+
+
+@pytest.fixture(params=ADAPTERS)
+def open_api(
+    request: pytest.FixtureRequest,
+    new_store: NewStore,
+    clock: Clock,
+    workers: Workers,
+) -> Iterator[OpenApi]:
+    """
+    Opens an api: `open_api(required=True, caller=…)`, with fields of a policy, arguments of the
+    middleware, `settings` for the engine, a `policy` as it is, or a `store` and a `shop` of one's
+    own. Several of them are several nodes on one store.
+    """
+    opened: list[Api] = []
+
+    def open_one(
+        *,
+        policy: Policy | str | None = None,
+        store: Store | None = None,
+        shop: Shop | None = None,
+        settings: dict[str, Any] | None = None,
+        **fields: Any,
+    ) -> Api:
+        middleware = {name: fields.pop(name) for name in MIDDLEWARE_SETTINGS if name in fields}
+        chosen = policy if policy is not None else Policy(**fields)
+        api = ADAPTERS[request.param](
+            store or new_store(),
+            shop or Shop(),
+            clock,
+            workers,
+            settings={"policy": chosen, "sweep_every_s": None, **(settings or {})},
+            middleware=middleware,
+        )
+        opened.append(api)
+        return api
+
+    yield open_one
+    for api in opened:
+        api.close()
+
+
+@pytest.fixture
+def api(open_api: OpenApi) -> Api:
+    """The default policy."""
+    return open_api()

@@ -1,0 +1,228 @@
+"""D2: when the store cannot be reached nothing executes, and nothing is claimed that is not so."""
+
+import sqlite3
+from contextlib import closing
+
+import pytest
+
+from coatcheck.core.record import COMPLETED, RUNNING, Swap
+from coatcheck.errors import StoreUnavailable
+
+from .api import Api, until
+from .conftest import OpenApi
+from .doubles import Faulty, LosesOne, unavailable
+from .shop import Gate, in_turn, raises, says
+
+
+@pytest.fixture
+def store(new_store) -> Faulty:
+    return Faulty(new_store())
+
+
+@pytest.fixture
+def api(open_api: OpenApi, store: Faulty) -> Api:
+    return open_api(store=store, patience=0)
+
+
+def is_claim(swap: Swap) -> bool:
+    return swap.record is not None and swap.record.state == RUNNING
+
+
+def is_completion(swap: Swap) -> bool:
+    return swap.record is not None and swap.record.state == COMPLETED
+
+
+def test_without_the_store_nothing_executes(api: Api, store: Faulty):
+    """D2: 503 with Retry-After, and the same key works when the store is back."""
+    store.is_down = True
+    refused = api.post()
+    assert (refused.status, refused.code) == (503, "store-unavailable")
+    assert refused.header("retry-after") == "1"
+    assert refused.problem["retry"] == "same-key"
+    assert "not run" in refused.problem["detail"]
+    assert api.shop.effects == []
+    store.is_down = False
+    assert api.post().status == 201
+    assert api.effects() == 1
+
+
+def test_a_store_that_is_down_from_the_start_is_refused_the_same_way(open_api, store: Faulty):
+    """D2: also where its clock is asked for the first time."""
+    store.is_down = True
+    api = open_api(store=store, settings={"clock": None})
+    refused = api.post()
+    assert (refused.status, refused.code) == (503, "store-unavailable")
+    store.is_down = False
+    assert api.post().status == 201
+
+
+def test_without_a_key_the_store_does_not_matter(api: Api, store: Faulty):
+    """D2, S3: what is not guarded works on."""
+    store.is_down = True
+    assert api.post(None).status == 201
+    assert api.send("GET", "/orders").status == 201
+
+
+def test_a_store_that_fails_at_the_completion_is_not_a_success(api: Api, store: Faulty):
+    """D2: a success that a retry would repeat must not be reported."""
+    store.before = lambda swaps: is_completion(swaps[0]) and unavailable(swaps)
+    refused = api.post()
+    assert (refused.status, refused.code) == (503, "store-unavailable")
+    assert refused.header("retry-after") == "1"
+    assert "not be recorded" in refused.problem["detail"]
+    assert refused.problem["reference"] == refused.reference
+    assert b"order" not in refused.body
+    assert api.effects() == 1
+
+
+def test_after_a_lost_completion_nothing_runs_twice(api: Api, store: Faulty):
+    """D2, L5: the heartbeat writes it when the store is back, and the retry is answered."""
+    store.before = lambda swaps: is_completion(swaps[0]) and unavailable(swaps)
+    assert api.post().status == 503
+    store.before = len
+    until(lambda: api.records()[0].state == COMPLETED)
+    assert api.post().status == 201
+    assert [call.operation.attempt for call in api.shop.effects] == [1]
+
+
+def test_a_client_may_be_told_the_truth_although_it_is_not_recorded_yet(open_api, store: Faulty):
+    """D2: by choice; and the end is written later."""
+    api = open_api(store=store, patience=0, unrecorded="answer")
+    store.before = lambda swaps: is_completion(swaps[0]) and unavailable(swaps)
+    first = api.post()
+    assert (first.status, first.is_replay) == (201, False)
+    store.before = len
+    until(lambda: api.records()[0].state == COMPLETED)
+    again = api.post()
+    assert again.is_replay
+    assert (again.body, api.effects()) == (first.body, 1)
+
+
+def test_a_blink_of_the_store_is_not_seen_by_the_client(open_api, store: Faulty):
+    """D2: the completion is tried again while its client waits."""
+    api = open_api(store=store)
+    blinks = [True, True]
+    store.before = lambda swaps: is_completion(swaps[0]) and blinks and unavailable(blinks.pop())
+    assert api.post().status == 201
+    assert (blinks, api.effects()) == ([], 1)
+
+
+def test_a_handlers_error_matters_more_than_the_stores(api: Api, store: Faulty):
+    """D2: what the server reports is the bug, not the store."""
+    api.shop.answers["/orders"] = raises(ValueError("a bug"))
+    store.before = lambda swaps: is_claim(swaps[0]) or unavailable(swaps)
+    assert isinstance(api.post().error, ValueError)
+
+
+@pytest.mark.parametrize("lost", [is_claim, is_completion])
+def test_a_write_whose_acknowledgement_was_lost_is_recognised(api: Api, store: Faulty, lost):
+    """D2: the engine meets its own record; the request succeeds and is executed once."""
+    store.after = ack = LosesOne(lost)
+    first = api.post()
+    assert ack.is_lost
+    assert (first.status, first.is_replay) == (201, False)
+    assert api.post().is_replay
+    assert api.effects() == 1
+
+
+def test_a_release_whose_acknowledgement_was_lost_is_recognised(api: Api, store: Faulty):
+    """D2, L4."""
+    api.shop.answers["/orders"] = in_turn(says(503), says(201, b"done"))
+    store.after = ack = LosesOne(lambda swap: not is_claim(swap))
+    assert api.post().status == 503
+    assert ack.is_lost
+    assert api.post().body == b"done"
+
+
+def test_a_lost_acknowledgement_and_then_an_outage_is_an_outage(api: Api, store: Faulty, clock):
+    """D2: whether the claim stands is unknown, so nothing executes; the lease clears it up."""
+
+    def cut(swaps) -> None:
+        LosesOne(is_claim)(swaps)
+
+    store.after = cut
+    refused = api.post()
+    assert (refused.status, refused.code) == (503, "store-unavailable")
+    assert api.shop.effects == []
+    store.after = len
+    clock.advance(61)
+    assert api.post().status == 201
+    assert api.effects() == 1
+
+
+def test_a_replay_from_memory_needs_no_store(api: Api, store: Faulty):
+    """D2: what is completed never changes."""
+    first = api.post()
+    store.is_down = True
+    again = api.post()
+    assert again.is_replay
+    assert again.body == first.body
+
+
+def test_a_duplicate_that_waits_when_the_store_goes_down_is_refused(api: Api, store: Faulty):
+    """D2: it cannot know what became of the first."""
+    api.claim("k-1", "/orders")
+    store.before = lambda swaps: setattr(store, "is_down", True)
+    refused = api.post("k-1")
+    assert (refused.status, refused.code) == (503, "store-unavailable")
+    assert api.shop.effects == []
+
+
+def test_a_renewal_that_fails_is_tried_again(api: Api, store: Faulty, clock):
+    """D2, L5: an outage shorter than the lease costs nothing."""
+    gate = api.shop.answers["/orders"] = Gate(says(201, b"done"))
+    first = api.start_post()
+    gate.wait_until_entered()
+    clock.advance(25)
+    store.is_down = True
+    with pytest.raises(Exception, match="down"):
+        api.engine.attempts.heartbeat.tick()
+    store.is_down = False
+    api.engine.attempts.heartbeat.tick()
+    assert api.records()[0].lease_until_ms == clock.now_ms + 60_000
+    gate.open()
+    assert first.result(20).body == b"done"
+
+
+@pytest.mark.parametrize("new_store", ["sqlite"], indirect=True)
+def test_a_file_that_somebody_else_has_locked_is_an_outage(open_api: OpenApi, new_store):
+    """D2: a real store that really cannot write."""
+    api = open_api(store=new_store("?busy_timeout=50ms"))
+    api.post("k-0")
+    with closing(sqlite3.connect(new_store.path, isolation_level=None)) as other:
+        other.execute("begin immediate")
+        refused = api.post("k-1")
+        other.execute("rollback")
+    assert (refused.status, refused.code) == (503, "store-unavailable")
+    assert api.effects() == 1
+    assert api.post("k-1").status == 201
+
+
+def refusing_ends(failure: Exception):
+    """A store that takes every claim, and then nothing more of it."""
+
+    def fail_to_complete(swaps):
+        if any(swap.expected for swap in swaps):
+            raise failure
+
+    return fail_to_complete
+
+
+def test_a_claim_whose_completion_failed_is_renewed_no_longer(api: Api, store: Faulty):
+    """L5, D2: a defect is not cured by waiting, and must not hold the key while we live."""
+    store.before = refusing_ends(ValueError("a defect"))
+    assert api.post().status == 500
+    assert api.effects() == 1
+    assert not api.engine.attempts.heartbeat.leases
+
+
+def test_a_claim_whose_completion_found_no_store_is_held_until_it_does(api: Api, store: Faulty):
+    """L5, D2: the work is done, and a retry waits here for its end."""
+    store.before = refusing_ends(StoreUnavailable("down"))
+    assert api.post().status == 503
+    (lease,) = api.engine.attempts.heartbeat.leases.values()
+    assert lease.pending.record.state == COMPLETED
+    store.before = len
+    until(lambda: not api.engine.attempts.heartbeat.leases)
+    assert api.post().is_replay
+    assert api.effects() == 1

@@ -1,0 +1,663 @@
+"""A route's policy beside the route: FastAPI and Starlette."""
+
+from __future__ import annotations  # the annotations below are text, as in many applications
+
+import asyncio
+import sqlite3
+from contextlib import closing
+from typing import Any
+
+import pytest
+from fastapi import APIRouter, Depends, FastAPI, Request
+from pydantic import BaseModel
+from starlette.applications import Starlette
+from starlette.endpoints import HTTPEndpoint
+from starlette.responses import PlainTextResponse
+from starlette.routing import Host, Mount, Route, Router
+
+from coatcheck import AsyncEngine, DidNotHappen, Misconfigured, Operation, Policy
+from coatcheck.server import starlette as on_starlette
+from coatcheck.server.fastapi import CurrentOperation, IdempotencyMiddleware, idempotent
+from tests.server.laws.api import ORDER, AsgiExchange, Response, with_key
+
+
+class Charge(BaseModel):
+    amount: int
+
+
+class Shop:
+    """A FastAPI application, what its routes did, and a way to send requests."""
+
+    def __init__(self, engine: AsyncEngine | None) -> None:
+        self.app = FastAPI()
+        self.seen: list[Any] = []
+        if engine is not None:
+            self.app.add_middleware(IdempotencyMiddleware, engine=engine)
+
+    def send(
+        self,
+        method: str,
+        path: str,
+        key: str | None = "k-1",
+        body: bytes = b'{"amount": 1}',
+        headers=(),
+    ) -> Response:
+        exchange = AsgiExchange(method, path, with_key(key, headers), body)
+        return asyncio.run(exchange.run(self.app))
+
+    def post(self, path: str, key: str | None = "k-1", **rest: Any) -> Response:
+        return self.send("POST", path, key, **rest)
+
+
+@pytest.fixture
+def engine():
+    engine = AsyncEngine("memory://")
+    yield engine
+    asyncio.run(engine.close())
+
+
+@pytest.fixture
+def shop(engine: AsyncEngine) -> Shop:
+    return Shop(engine)
+
+
+# --- the spelling of the design -------------------------------------------------------------
+
+
+def test_a_route_has_its_policy_beside_it(shop: Shop):
+    """S3, K3: required here, and optional there."""
+
+    @shop.app.post("/charges", status_code=201)
+    @idempotent(required=True, window="72h")
+    async def charge(body: Charge, operation: CurrentOperation) -> dict[str, Any]:
+        shop.seen.append((body.amount, operation.key, operation.attempt))
+        return {"reference": operation.reference}
+
+    @shop.app.post("/notes")
+    async def note() -> str:
+        return "noted"
+
+    assert shop.post("/charges", None).code == "key-missing"
+    assert shop.post("/notes", None).status == 200
+    first, again = shop.post("/charges"), shop.post("/charges")
+    assert first.status == 201
+    assert first.body == again.body == b'{"reference":"%b"}' % first.reference.encode()
+    assert again.is_replay
+    assert shop.seen == [(1, "k-1", 1)]
+
+
+def test_the_window_of_a_route_is_its_own(shop: Shop, engine: AsyncEngine):
+    """T1, S3."""
+
+    @shop.app.post("/short")
+    @idempotent(window="2h")
+    async def short() -> str:
+        return "short"
+
+    @shop.app.post("/long")
+    async def long() -> str:
+        return "long"
+
+    shop.post("/short")
+    shop.post("/long")
+    windows = {}
+    for record in asyncio.run(engine.store.find(query())).records:
+        windows[record.label] = (record.window_until_ms - record.created_ms) // 3_600_000
+    assert windows == {"POST /short": 2, "POST /long": 24}
+
+
+def query():
+    from coatcheck.stores import Query
+
+    return Query()
+
+
+@pytest.mark.parametrize("kind", ["async", "sync"])
+def test_sync_and_async_endpoints_know_their_operation(shop: Shop, kind: str):
+    """K5: a sync endpoint runs in a thread of the framework's."""
+
+    async def on_the_loop(operation: CurrentOperation) -> str:
+        shop.seen.append(operation.derive("charge"))
+        return operation.reference
+
+    def in_a_thread(operation: CurrentOperation) -> str:
+        shop.seen.append(operation.derive("charge"))
+        return operation.reference
+
+    endpoint = on_the_loop if kind == "async" else in_a_thread
+    shop.app.post("/charges")(idempotent(required=True)(endpoint))
+    first, again = shop.post("/charges"), shop.post("/charges")
+    assert first.body == again.body == b'"%b"' % first.reference.encode()
+    assert len(shop.seen) == 1
+
+
+def test_dependencies_know_the_operation_too(shop: Shop):
+    """K5: also those that are sync."""
+    from coatcheck import current_operation
+
+    def reference() -> str:
+        return current_operation().reference
+
+    @shop.app.post("/charges")
+    @idempotent(required=True)
+    async def charge(found: str = Depends(reference)) -> str:
+        return found
+
+    first = shop.post("/charges")
+    assert first.body == b'"%b"' % first.reference.encode()
+
+
+def test_a_route_that_asks_for_its_operation_says_what_is_missing(shop: Shop):
+    """K3: where the request brought no key and none was required."""
+
+    @shop.app.post("/charges")
+    @idempotent()
+    async def charge(operation: CurrentOperation) -> str:
+        return operation.reference
+
+    failed = error_of(shop, "/charges", key=None)
+    assert "required" in str(failed)
+    assert shop.post("/charges").status == 200
+
+
+def error_of(shop: Shop, path: str, key: str | None = "k-1") -> Exception:
+    with pytest.raises(Misconfigured) as caught:
+        shop.post(path, key)
+    return caught.value
+
+
+def test_a_mark_without_changes_is_a_mark(shop: Shop):
+    """S3: `@idempotent()` on the only marked route of an application."""
+
+    @shop.app.post("/charges")
+    @idempotent()
+    async def charge() -> str:
+        shop.seen.append(1)
+        return "ok"
+
+    shop.post("/charges")
+    assert shop.post("/charges").is_replay
+    assert shop.seen == [1]
+
+
+# --- which routes ---------------------------------------------------------------------------
+
+
+def test_a_route_can_be_taken_out(shop: Shop):
+    """S3: `methods=()`."""
+
+    @shop.app.post("/events")
+    @idempotent(methods=())
+    async def event() -> str:
+        shop.seen.append(1)
+        return "ok"
+
+    assert shop.post("/events").all("idempotency-reference") == []
+    shop.post("/events")
+    assert shop.seen == [1, 1]
+
+
+@pytest.mark.parametrize("method", ["PUT", "DELETE", "PATCH"])
+def test_a_route_with_any_unsafe_method_can_be_put_in(shop: Shop, method: str):
+    """S3: whatever the middleware's own methods are; other routes keep theirs."""
+
+    @shop.app.api_route("/in", methods=[method])
+    @idempotent()
+    async def put_in() -> str:
+        shop.seen.append("in")
+        return "ok"
+
+    @shop.app.api_route("/out", methods=["PUT"])
+    async def left_out() -> str:
+        shop.seen.append("out")
+        return "ok"
+
+    for path, used in (("/in", method), ("/out", "PUT")):
+        shop.send(used, path)
+        shop.send(used, path)
+    assert shop.seen == ["in", "out", "out"]
+
+
+def test_a_marked_route_serves_its_safe_methods_as_well(shop: Shop):
+    """S3: and before any other request came."""
+
+    @shop.app.api_route("/charges", methods=["GET", "POST"])
+    @idempotent(required=True)
+    async def charges(request: Request) -> str:
+        shop.seen.append(request.method)
+        return request.method
+
+    assert shop.send("GET", "/charges", None).body == b'"GET"'
+    assert shop.send("POST", "/charges", None).status == 400
+    assert shop.send("POST", "/charges").body == b'"POST"'
+    assert shop.seen == ["GET", "POST"]
+
+
+def test_a_template_is_one_route_and_its_paths_are_several_requests(shop: Shop):
+    """S1, F1: the same key on another path of one route is a client's mistake, and is seen."""
+
+    @shop.app.post("/orders/{number}/pay")
+    @idempotent()
+    async def pay(number: int) -> int:
+        shop.seen.append(number)
+        return number
+
+    assert shop.post("/orders/1/pay").body == b"1"
+    assert shop.post("/orders/1/pay").is_replay
+    assert shop.post("/orders/2/pay").code == "key-reused"
+    assert shop.post("/orders/2/pay", "k-2").body == b"2"
+    assert shop.seen == [1, 2]
+
+
+def test_the_record_is_labelled_with_the_template(shop: Shop, engine: AsyncEngine):
+    """K5: so that operators see routes, not paths."""
+
+    @shop.app.post("/orders/{number}/pay")
+    @idempotent()
+    async def pay(number: int) -> int:
+        return number
+
+    shop.post("/orders/1/pay")
+    (record,) = asyncio.run(engine.store.find(query())).records
+    assert record.label == "POST /orders/{number}/pay"
+
+
+def test_routers_with_prefixes_keep_the_marks_of_their_routes(shop: Shop):
+    """S3: also a router in a router."""
+    inner, outer = APIRouter(prefix="/inner"), APIRouter(prefix="/outer")
+
+    @inner.post("/charges/{number}")
+    @idempotent(required=True)
+    async def charge(number: int) -> int:
+        shop.seen.append(number)
+        return number
+
+    outer.include_router(inner)
+    shop.app.include_router(outer, prefix="/api")
+    path = "/api/outer/inner/charges/7"
+    assert shop.post(path, None).code == "key-missing"
+    assert shop.post(path).body == b"7"
+    assert shop.post(path).is_replay
+    assert shop.seen == [7]
+
+
+@pytest.mark.parametrize("kind", ["fastapi", "starlette"])
+def test_mounted_applications_keep_the_marks_of_their_routes(shop: Shop, kind: str):
+    """S3."""
+
+    @idempotent(required=True)
+    async def charge(request: Request) -> PlainTextResponse:
+        shop.seen.append(request.url.path)
+        return PlainTextResponse("ok")
+
+    if kind == "fastapi":
+        below: Any = FastAPI()
+        below.post("/charges/{number}")(charge)
+    else:
+        below = Starlette(routes=[Route("/charges/{number}", charge, methods=["POST"])])
+    shop.app.mount("/below", below)
+    assert shop.post("/below/charges/1", None).code == "key-missing"
+    assert shop.post("/below/charges/1").status == 200
+    assert shop.post("/below/charges/1").is_replay
+    assert shop.post("/below/charges/2").code == "key-reused"
+    assert len(shop.seen) == 1
+
+
+def test_a_mounted_application_can_have_a_middleware_of_its_own(engine: AsyncEngine):
+    """S3: it guards what is below it, under its own marks."""
+    outer, shop = FastAPI(), Shop(engine)
+
+    @shop.app.post("/charges")
+    @idempotent(required=True)
+    async def charge() -> str:
+        shop.seen.append(1)
+        return "ok"
+
+    @outer.post("/charges")
+    async def other() -> str:
+        return "unguarded"
+
+    outer.mount("/below", shop.app)
+    shop.app = outer
+    assert shop.post("/below/charges", None).code == "key-missing"
+    shop.post("/below/charges")
+    assert shop.post("/below/charges").is_replay
+    assert not shop.post("/charges").is_replay
+    assert shop.seen == [1]
+
+
+def test_hosts_are_told_apart(engine: AsyncEngine):
+    """S3: one path, two hosts, two policies."""
+    calls: list[str] = []
+
+    @on_starlette.idempotent(required=True)
+    async def strict(request: Request) -> PlainTextResponse:
+        return PlainTextResponse("strict")
+
+    async def lax(request: Request) -> PlainTextResponse:
+        calls.append("lax")
+        return PlainTextResponse("lax")
+
+    app = Starlette(
+        routes=[
+            Host("pay.example", Router([Route("/", strict, methods=["POST"])])),
+            Mount("/", Router([Route("/", lax, methods=["POST"])])),
+        ]
+    )
+    app.add_middleware(on_starlette.IdempotencyMiddleware, engine=engine)
+    shop = Shop(None)
+    shop.app = app
+    for _ in range(2):
+        assert shop.post("/", None, headers=[("Host", "notes.example")]).body == b"lax"
+        assert shop.post("/", None, headers=[("Host", "pay.example")]).code == "key-missing"
+    assert shop.post("/", headers=[("Host", "pay.example")]).body == b"strict"
+
+
+def test_routes_that_are_added_later_are_found(shop: Shop):
+    """S3: an application may grow after its first request."""
+
+    @shop.app.post("/first")
+    async def first() -> str:
+        return "ok"
+
+    shop.post("/first")
+
+    @shop.app.post("/second")
+    @idempotent(required=True)
+    async def second() -> str:
+        return "ok"
+
+    assert shop.post("/second", None).code == "key-missing"
+
+
+def test_a_method_that_the_route_does_not_have_is_refused_as_always(shop: Shop):
+    """S3: 405 and 404 come from the application."""
+
+    @shop.app.get("/charges")
+    async def charges() -> str:
+        return "ok"
+
+    @shop.app.post("/marked")
+    @idempotent(required=True)
+    async def marked() -> str:
+        return "ok"
+
+    assert shop.post("/charges").status == 405
+    assert shop.post("/nowhere").status == 404
+    assert shop.post("/nowhere").is_replay
+
+
+def test_the_middleware_around_the_application_finds_the_marks(engine: AsyncEngine):
+    """S3: `IdempotencyMiddleware(app, …)`, as for any ASGI application."""
+    shop = Shop(None)
+
+    @shop.app.post("/charges")
+    @idempotent(required=True)
+    async def charge() -> str:
+        shop.seen.append(1)
+        return "ok"
+
+    shop.app = IdempotencyMiddleware(shop.app, engine=engine)
+    assert shop.post("/charges", None).code == "key-missing"
+    shop.post("/charges")
+    assert shop.post("/charges").is_replay
+    assert shop.seen == [1]
+
+
+# --- mistakes -------------------------------------------------------------------------------
+
+
+def test_a_mark_without_a_middleware_is_an_error_that_helps():
+    """S3: it protects nothing, and must not look as if it did."""
+    shop = Shop(None)
+
+    @shop.app.post("/charges")
+    @idempotent(required=True)
+    async def charge() -> str:
+        raise AssertionError("unguarded")
+
+    assert "add_middleware(IdempotencyMiddleware" in str(error_of(shop, "/charges"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"requierd": True},
+        {"window": "soon"},
+        {"keep": "some"},
+        {"mismatch": 418},
+        {"window": "1s"},
+        {"recovery": "hope"},
+        {"recovery": "reconcile"},
+        {"mode": "hope"},
+        {"methods": {"GET"}},
+        {"ignore": "/sent_at"},
+    ],
+    ids=str,
+)
+def test_a_nonsensical_policy_is_refused_where_it_is_written(changes: dict[str, Any]):
+    """S3: when the module is imported, not when the first request comes."""
+    with pytest.raises(Misconfigured):
+        idempotent(**changes)
+
+
+def test_a_route_cannot_have_a_status_path_that_nobody_serves():
+    """S3, L3: its clients would be sent to an address that does not exist."""
+    with pytest.raises(Misconfigured, match=r"status_path .*=Policy\(status_path='/how-far/'\)"):
+        idempotent(in_flight="202", status_path="/how-far/")
+
+
+def test_a_route_sends_its_clients_to_the_status_path_of_the_middleware():
+    """L3."""
+    engine = AsyncEngine("memory://", Policy(status_path="/how-far/"))
+    shop = Shop(engine)
+
+    @shop.app.post("/reports", status_code=201)
+    @idempotent(in_flight="202")
+    async def write(operation: CurrentOperation) -> str:
+        await operation.accept()
+        return "written"
+
+    address = shop.post("/reports").header("location")
+    assert address is not None
+    assert address.startswith("/how-far/")
+    assert shop.send("GET", address).header("idempotency-reference") is not None
+    asyncio.run(engine.close())
+
+
+def test_a_reconcile_function_is_enough_to_say_reconcile(engine: AsyncEngine):
+    """L5: the two knobs belong together."""
+    shop = Shop(engine)
+
+    @shop.app.post("/charges")
+    @idempotent(reconcile=lambda operation: DidNotHappen())
+    async def charge() -> str:
+        return "ok"
+
+    assert shop.post("/charges").status == 200
+
+
+def test_a_route_can_choose_another_recovery_than_the_application():
+    """L5: also a simpler one."""
+    policy = Policy(recovery="reconcile", reconcile=lambda operation: DidNotHappen())
+    engine = AsyncEngine("memory://", policy)
+    shop = Shop(engine)
+
+    @shop.app.post("/charges")
+    @idempotent(recovery="retry")
+    async def charge() -> str:
+        return "ok"
+
+    assert shop.post("/charges").status == 200
+    asyncio.run(engine.close())
+
+
+# --- the rest of the framework --------------------------------------------------------------
+
+
+def test_a_body_that_does_not_validate_is_remembered_as_refused(shop: Shop):
+    """L4: 422 of the framework is the handler's answer; the client takes a new key."""
+
+    @shop.app.post("/charges")
+    @idempotent()
+    async def charge(body: Charge) -> int:
+        shop.seen.append(1)
+        return body.amount
+
+    first = shop.post("/charges", body=b'{"amount": "x"}')
+    again = shop.post("/charges", body=b'{"amount": "x"}')
+    assert first.status == again.status == 422
+    assert again.is_replay
+    assert shop.post("/charges", body=b'{"amount": 1}').code == "key-reused"
+
+
+def test_the_openapi_document_shows_the_endpoint_as_it_is(shop: Shop):
+    """S3: the mark changes nothing of the signature."""
+
+    @shop.app.post("/charges")
+    @idempotent()
+    async def charge(body: Charge, operation: CurrentOperation, dry: bool = False) -> int:
+        """Charge a card."""
+        return 1
+
+    described = shop.app.openapi()["paths"]["/charges"]["post"]
+    assert described["description"] == "Charge a card."
+    assert [parameter["name"] for parameter in described["parameters"]] == ["dry"]
+    assert described["requestBody"]["required"] is True
+
+
+def test_starlettes_endpoints_are_marked_in_the_same_way(engine: AsyncEngine):
+    """S3, K5: the operation is in the scope."""
+
+    @on_starlette.idempotent(required=True)
+    async def charge(request: Request) -> PlainTextResponse:
+        operation: Operation = request.scope["coatcheck.operation"]
+        assert on_starlette.current_operation() is operation
+        return PlainTextResponse(operation.reference)
+
+    app = Starlette(routes=[Route("/charges", charge, methods=["POST"])])
+    app.add_middleware(on_starlette.IdempotencyMiddleware, engine=engine)
+    shop = Shop(None)
+    shop.app = app
+    first = shop.post("/charges", body=ORDER)
+    assert first.body == first.reference.encode()
+    assert shop.post("/charges", body=ORDER).is_replay
+
+
+def test_the_store_can_be_named_where_the_middleware_is_added(tmp_path):
+    """D1, L2: the one line of the design, and a second process finds what the first has done."""
+    calls: list[int] = []
+    for _process in range(2):
+        shop = Shop(None)
+        shop.app.add_middleware(IdempotencyMiddleware, store=f"sqlite:///{tmp_path}/orders.db")
+
+        @shop.app.post("/orders", status_code=201)
+        async def order(body: Charge) -> int:
+            calls.append(body.amount)
+            return len(calls)
+
+        assert shop.post("/orders", body=b'{"amount": 3}').body == b"1"
+        stack = shop.app.middleware_stack
+        while not isinstance(stack, IdempotencyMiddleware):
+            stack = stack.app
+        asyncio.run(stack.engine.close())
+    assert calls == [3]
+
+
+def test_routes_that_were_replaced_are_looked_through_again(engine: AsyncEngine):
+    """K3: as a framework does that loads its routes anew, also where they are as many."""
+
+    async def plain(request: Request) -> PlainTextResponse:
+        return PlainTextResponse("charged")
+
+    app = Starlette(routes=[Route("/charges", plain, methods=["POST"])])
+    app.add_middleware(IdempotencyMiddleware, engine=engine)
+    shop = Shop(None)
+    shop.app = app  # type: ignore[assignment]  # as good as any
+    assert shop.post("/charges", None).status == 200
+    marked = on_starlette.idempotent(required=True)(plain)
+    app.router.routes = [Route("/charges", marked, methods=["POST"])]
+    assert shop.post("/charges", None).code == "key-missing"
+
+
+def test_a_mark_above_the_route_is_told_of(shop: Shop):
+    """K3, S3: the framework has the function without it, so nothing of it would be guarded."""
+
+    @idempotent(required=True)
+    @shop.app.post("/charges")
+    async def charge() -> None:
+        shop.seen.append("charged")
+
+    shop.post("/charges", None)
+    assert shop.seen == []
+
+
+def test_a_class_is_marked_as_a_whole_or_refused(engine: AsyncEngine):
+    """S3: what it must not become is a function that answers 405."""
+
+    class Charges(HTTPEndpoint):
+        async def post(self, _request: Request) -> PlainTextResponse:
+            return PlainTextResponse("charged")
+
+    try:
+        marked = on_starlette.idempotent(required=True)(Charges)
+    except Misconfigured:
+        return
+    app = Starlette(routes=[Route("/charges", marked)])
+    app.add_middleware(IdempotencyMiddleware, engine=engine)
+    shop = Shop(None)
+    shop.app = app  # type: ignore[assignment]  # as good as any
+    assert shop.post("/charges").body == b"charged"
+    assert shop.post("/charges", None).code == "key-missing"
+
+
+def test_a_guarded_application_can_be_mounted(engine: AsyncEngine):
+    """S3, K3: the marks are those of the application inside, whoever is around it."""
+    inner = FastAPI()
+
+    @inner.post("/charges")
+    @idempotent(required=True)
+    async def charge() -> str:
+        return "charged"
+
+    shop = Shop(None)
+    shop.app.mount("/inner", IdempotencyMiddleware(inner, engine=engine))
+    assert shop.post("/inner/charges", None).code == "key-missing"
+    assert shop.post("/inner/charges").status == 200
+    assert shop.post("/inner/charges").is_replay
+
+
+# --- sessions that commit after their yield ---------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_session_of_the_functions_scope_commits_before_its_response_is_recorded(tmp_path, fails):
+    """L2: as the how-to says; on the file that the store is in, and where the commit fails."""
+    path = tmp_path / "shop.db"
+    with closing(sqlite3.connect(path)) as made, made:
+        made.execute("create table orders (item text)")
+    commits = []
+
+    async def session():
+        with closing(sqlite3.connect(path, check_same_thread=False)) as connection:
+            yield connection
+            commits.append(1)
+            if fails and len(commits) == 1:
+                raise ZeroDivisionError
+            connection.commit()
+
+    depends = Depends(session, scope="function")
+    shop = Shop(AsyncEngine(f"sqlite:///{path}"))
+
+    @shop.app.post("/orders", status_code=201)
+    async def order(connection: Any = depends) -> int:
+        connection.execute("insert into orders values ('coat')")
+        return len(commits)
+
+    if fails:
+        with pytest.raises(ZeroDivisionError):
+            shop.send("POST", "/orders")
+    first, again = (shop.send("POST", "/orders") for _ in range(2))
+    assert (first.status, again.status, again.is_replay) == (201, 201, True)
+    with closing(sqlite3.connect(path)) as made:
+        assert made.execute("select count(*) from orders").fetchone() == (1,)

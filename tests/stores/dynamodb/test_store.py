@@ -1,0 +1,735 @@
+"""What only DynamoDB has: one request per swap, items, the table, its limits."""
+
+import asyncio
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coatcheck import AsyncEngine, Engine, KeyRing
+from coatcheck.cli import main
+from coatcheck.core.record import GONE, RUNNING, Record, Swap, completed, is_same_write, renewed
+from coatcheck.errors import Misconfigured, ResultUnavailable, StoreUnavailable
+from coatcheck.stores import (
+    AsyncStore,
+    Batcher,
+    Query,
+    migrate_store,
+    open_async_store,
+    open_store,
+)
+from coatcheck.stores.dynamodb import items
+from coatcheck.stores.dynamodb import store as module
+from coatcheck.stores.dynamodb.store import DynamoStore
+from coatcheck.stores.dynamodb.table import clock_ms
+from coatcheck.stores.encryption import EncryptedStore
+from tests.stores.dynamodb.scenes import (
+    LARGE,
+    NOW_MS,
+    TIMEOUT_S,
+    claim_of,
+    claimed,
+    claims,
+    client_of,
+    completed_with,
+    fresh_url,
+    on,
+    refused,
+    requests_of,
+    swap,
+    without_pauses,
+)
+from tests.support.batches import call_apart
+from tests.support.servers.dynamodb import dynamodb
+
+
+@pytest.fixture
+def store() -> Iterator[DynamoStore]:
+    with closing(DynamoStore.from_url(fresh_url())) as store:
+        yield store
+
+
+def beside(store: DynamoStore) -> closing[DynamoStore]:
+    """Another node on the same table."""
+    return closing(DynamoStore(store.config))
+
+
+def raw(store: DynamoStore, operation: str, **parameters: Any) -> dict[str, Any]:
+    return store._client.call(operation, **parameters)
+
+
+# --------------------------------------------------------------------------------------- requests
+
+
+def test_a_claim_and_a_completion_are_one_request_each_even_if_they_conflict(store):
+    """L1: DynamoDB bills requests, and a refused write returns the current item."""
+    claim = claim_of(1)
+    answer = completed(claim, b"201")
+    with requests_of(store) as sent:
+        assert swap(store, claim.id, 0, claim) is None
+        assert swap(store, claim.id, 0, claim._replace(nonce=9)) == claim
+        assert swap(store, claim.id, claim.version, answer) is None
+        assert swap(store, claim.id, claim.version, answer) == answer
+        assert swap(store, claim.id, claim.version, None) == answer
+        assert swap(store, claim.id, answer.version, None) is None
+        assert swap(store, claim.id, answer.version, None) == GONE
+        assert swap(store, claim.id, claim.version, answer) == GONE
+    assert sent == ["PutItem"] * 4 + ["DeleteItem"] * 3 + ["PutItem"]
+
+
+def test_a_guarded_call_is_two_writes_and_a_retry_is_one():
+    """L1: through the engine, after it has read the clock."""
+    url = fresh_url()
+    with Engine(url) as engine, Engine(url) as another:
+        assert isinstance(engine.store, DynamoStore)
+        assert isinstance(another.store, DynamoStore)
+        engine.ensure_started()
+        another.ensure_started()
+        with requests_of(engine.store) as sent:
+            assert engine.run("key", lambda: "done", scope="s") == "done"
+        assert sent == ["PutItem", "PutItem"]
+        with requests_of(another.store) as sent:
+            assert another.run("key", lambda: "again", scope="s") == "done"
+        assert sent == ["PutItem"]
+
+
+def test_a_batch_is_sent_by_a_few_threads_and_a_single_swap_by_its_caller():
+    """L1: as many at a time as the URL says, and no more."""
+    at_once, most = [0], [0]
+    threads: set[str] = set()
+    mutex = threading.Lock()
+
+    def enter(**_: Any) -> None:
+        with mutex:
+            threads.add(threading.current_thread().name)
+            at_once[0] += 1
+            most[0] = max(most[0], at_once[0])
+
+    def leave(**_: Any) -> None:
+        with mutex:
+            at_once[0] -= 1
+
+    with closing(DynamoStore.from_url(fresh_url() + "&concurrency=3")) as store:
+        on(store, "before-send.dynamodb", enter)
+        on(store, "after-call.dynamodb", leave)
+        claimed(store)
+        assert threads == {threading.current_thread().name}
+        claims = [claim_of(number) for number in range(2, 32)]
+        assert store.swap([Swap(c.id, 0, c) for c in claims]) == [None] * 30
+    assert 2 <= most[0] <= 3
+    assert len(threads) == 4
+
+
+def test_swaps_that_got_a_thread_are_written_when_no_more_threads_start(store, monkeypatch):
+    """L1, D2: each swap has its own outcome; the others can be retried."""
+    start = threading.Thread.start
+    allowed = iter(range(2))
+    are_missed = threading.Event()
+
+    def start_two(thread: threading.Thread) -> None:
+        if next(allowed, None) is None:
+            are_missed.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def keep_busy(**_: Any) -> None:
+        assert are_missed.wait(TIMEOUT_S)
+
+    on(store, "before-send.dynamodb", keep_busy)
+    monkeypatch.setattr(threading.Thread, "start", start_two)
+    _, errors = call_apart(store.swap, claims(0, 6))
+    monkeypatch.undo()
+    assert [error is None for error in errors] == [True] * 2 + [False] * 4
+    assert {str(error).partition(": ")[2] for error in errors[2:]} == {"can't start new thread"}
+    results, errors = call_apart(store.swap, claims(0, 6))
+    assert not any(errors)
+    assert results[:2] == [claim_of(0), claim_of(1)]
+
+
+def test_records_are_read_by_the_hundred_and_unprocessed_keys_are_requested_again(store):
+    """L2: a waiter sees the newest write, however many records are read at once."""
+    asked = claims(0, 120)
+    store.swap(asked)
+    held_back = [3, 100]  # the first time some, the second time all
+
+    def hold_back(parsed: dict[str, Any], **_: Any) -> None:
+        if held_back:
+            kept = parsed["Responses"][store.config.table]
+            some = [kept.pop() for _ in range(min(held_back.pop(0), len(kept)))]
+            left = {"Keys": [{"id": item["id"]} for item in some]}
+            parsed["UnprocessedKeys"] = {store.config.table: left}
+
+    on(store, "after-call.dynamodb.BatchGetItem", hold_back)
+    records = [swap.record for swap in asked]
+    with requests_of(store) as sent:
+        ids = [swap.id for swap in asked]
+        assert store.get([*ids, ids[0]]) == [*records, records[0]]
+    assert sent == ["BatchGetItem"] * 4
+
+
+def test_reads_of_a_throttled_table_are_retried_for_a_while(store, monkeypatch):
+    """D2: after the timeout it is an outage."""
+    claim = claimed(store)
+
+    def hold_back(parsed: dict[str, Any], **_: Any) -> None:
+        parsed["Responses"] = {}
+        parsed["UnprocessedKeys"] = {store.config.table: {"Keys": [{"id": {"B": claim.id}}]}}
+
+    pauses = without_pauses(monkeypatch)
+    on(store, "after-call.dynamodb.BatchGetItem", hold_back)
+    with pytest.raises(StoreUnavailable, match="throttled while reading"):
+        store.get([claim.id])
+    assert len(pauses) > 3
+    assert max(pauses) <= 1
+    assert sum(pauses) <= store.config.timeout_s + 1
+
+
+def test_a_claim_that_conflicts_with_a_record_that_disappeared_is_retried(store):
+    """L1: a caller that gets no conflicting record must have the claim."""
+    lost = ["ConditionalCheckFailedException"] * 2
+    on(
+        store,
+        "before-send.dynamodb",
+        lambda **_: refused(400, lost.pop()) if lost else None,
+    )
+    claim = claimed(store)
+    assert not lost
+    assert store.get([claim.id]) == [claim]
+    lost += ["ConditionalCheckFailedException"] * 1_000
+    with pytest.raises(StoreUnavailable, match="disappeared each time"):
+        claimed(store, 2)
+
+
+# ------------------------------------------------------------------------------------------ items
+
+TEXTS = st.text(st.characters(exclude_categories=()), max_size=30)
+BLOBS = (
+    st.none() | st.binary(max_size=40) | st.binary(min_size=1, max_size=9).map(lambda b: b * 999)
+)
+
+
+@given(st.tuples(TEXTS, TEXTS, TEXTS), BLOBS, BLOBS, st.integers(0, 2**63 - 1))
+def test_a_record_is_read_back_unchanged_from_its_item(people, progress, response, number):
+    """D1: NUL, lone surrogates, None, empty values, large numbers."""
+    record = claim_of(1)._replace(nonce=number, progress=progress, response=response)
+    record = record._replace(label=people[0], scope=people[1], key=people[2])
+    assert items.record_of(items.item_of(record, compact=False)) == record
+    small = record._replace(label="", scope="", key="")
+    assert items.record_of(items.item_of(record, compact=True)) == small
+
+
+def test_texts_that_are_not_valid_unicode_are_stored_and_found(store):
+    """O1, S1: over the network, too."""
+    key = "before\x00after \ud800 \udfff"
+    record = claim_of(1)._replace(key=key, label="\udc80", scope="\x00")
+    assert swap(store, record.id, 0, record) is None
+    claimed(store, 2)
+    assert store.find(Query(key=key, label="\udc80")).records == [record]
+    assert store.find(Query(key="\udc80")).records == []
+
+
+def test_a_compact_store_keeps_only_digests():
+    """S1: not even empty attributes."""
+    with closing(DynamoStore.from_url(fresh_url() + "&compact=1")) as store:
+        record = claim_of(1)._replace(label="POST /orders", scope="ann", key="order-1")
+        assert swap(store, record.id, 0, record) is None
+        (item,) = raw(store, "scan")["Items"]
+        assert not {"label", "scope", "key", "progress", "response"} & set(item)
+
+
+def test_dynamodb_may_delete_a_record_only_when_a_sweep_may(store):
+    """T1, T3: never before its expiry, within a lease, or before the clock has passed its version."""
+    ended = claim_of(1)._replace(expires_ms=NOW_MS + 1, lease_until_ms=0, version=5)
+    for record, expires_s in [
+        (ended, NOW_MS // 1_000 + 1),
+        (ended._replace(expires_ms=NOW_MS), NOW_MS // 1_000),
+        (ended._replace(lease_until_ms=NOW_MS + 60_001), NOW_MS // 1_000 + 61),
+        (ended._replace(version=NOW_MS + 2_000), NOW_MS // 1_000 + 3),
+    ]:
+        assert swap(store, record.id, 0, record) is None
+        item = raw(store, "get_item", Key={"id": {"B": record.id}})["Item"]
+        assert item["expires_s"] == {"N": str(expires_s)}
+        assert swap(store, record.id, record.version, None) is None
+    expiry = raw(store, "describe_time_to_live")["TimeToLiveDescription"]
+    assert expiry == {"TimeToLiveStatus": "ENABLED", "AttributeName": "expires_s"}
+
+
+# ------------------------------------------------------------------------------------------- size
+
+
+def test_a_response_over_400_kb_reaches_its_caller_and_executes_only_once():
+    """L12: a retry on another node gets ResultUnavailable."""
+    url, runs = fresh_url(), []
+    result = os.urandom(LARGE).hex()
+
+    def work() -> str:
+        runs.append(1)
+        return result
+
+    with Engine(url) as engine, Engine(url) as another:
+        assert engine.run("key", work, scope="s") == result
+        with pytest.raises(ResultUnavailable):
+            another.run("key", work, scope="s")
+    assert runs == [1]
+
+
+@pytest.mark.parametrize("estimated_bytes_max", [items.ITEM_BYTES_MAX, 10**9])
+def test_a_writer_recognises_its_own_record_without_the_response(
+    store, caplog, monkeypatch, estimated_bytes_max
+):
+    """L12: after a lost acknowledgement, and if DynamoDB counts the size other than we do."""
+    monkeypatch.setattr(items, "ITEM_BYTES_MAX", estimated_bytes_max)
+    answer = completed_with(store, os.urandom(LARGE))
+    assert store.get([answer.id]) == [answer._replace(response=None)]
+    assert "not kept" in caplog.text
+    again = swap(store, answer.id, answer.version - 1, answer)
+    assert again is not None
+    assert is_same_write(again, answer)
+    other = answer._replace(nonce=99)
+    assert swap(store, answer.id, answer.version - 1, other) == answer._replace(response=None)
+
+
+@pytest.mark.parametrize("rest", ["", "&compact=1"])
+def test_a_writer_recognises_its_own_record_although_it_is_encrypted_again(rest):
+    """L12, X1: no two ciphertexts are equal, and the progress is encrypted, too."""
+    with closing(
+        EncryptedStore(DynamoStore.from_url(fresh_url() + rest), KeyRing({"k": b"k" * 32}))
+    ) as store:
+        claim = claim_of(1)._replace(progress=b"noted")
+        answer = completed(claim, os.urandom(LARGE))
+        assert store.swap([Swap(claim.id, 0, claim)]) == [None]
+        assert store.swap([Swap(claim.id, claim.version, answer)]) == [None]
+        (again,) = store.swap([Swap(claim.id, claim.version, answer)])
+        assert again is not None
+        assert is_same_write(again, answer)
+        (standing,) = store.swap([Swap(claim.id, claim.version, answer._replace(nonce=99))])
+        assert standing is not None
+        assert (standing.nonce, standing.response) == (answer.nonce, None)
+
+
+def test_a_response_that_just_fits_is_kept(store):
+    """L2: DynamoDB accepts what we estimate to fit."""
+    small = items.size_of(items.item_of(completed(claim_of(1), b"x"), compact=False))
+    answer = completed_with(store, os.urandom(items.ITEM_BYTES_MAX - small))
+    assert store.get([answer.id]) == [answer]
+
+
+def test_a_large_response_that_can_be_compressed_is_kept():
+    """L2: pages and lists of a megabyte are ordinary responses."""
+    url = fresh_url()
+    with Engine(url) as engine, Engine(url) as another:
+        result = [{"number": n, "name": "coat"} for n in range(40_000)]
+        assert engine.run("key", lambda: result, scope="s") == result
+        assert another.run("key", lambda: None, scope="s") == result
+
+
+def test_notes_that_do_not_fit_fail_alone(store):
+    """L7: they cannot be left out, but no other swap of the batch fails."""
+    batcher = Batcher(store)
+    large = claim_of(1)._replace(progress=os.urandom(LARGE))
+    with ThreadPoolExecutor(8) as threads:
+        claims = [Swap(claim_of(n).id, 0, claim_of(n)) for n in range(2, 9)]
+        good = [threads.submit(batcher.swap, claim) for claim in claims]
+        bad = threads.submit(batcher.swap, Swap(large.id, 0, large))
+        assert [future.exception(TIMEOUT_S) for future in good] == [None] * 7
+        with pytest.raises(ValueError, match="400 kB"):
+            bad.result(TIMEOUT_S)
+    assert store.get([large.id]) == [None]
+    with pytest.raises(ValueError, match="400 kB"):
+        swap(store, large.id, 0, completed(large, b"small"))
+
+
+# --------------------------------------------------------------------------------- scans
+
+
+@pytest.fixture
+def pages(store) -> list[Record]:
+    """Records that fill three pages of a scan, in id order."""
+    noise = os.urandom(290_000)
+    records = [claim_of(number)._replace(response=noise) for number in range(9)]
+    assert store.swap([Swap(record.id, 0, record) for record in records]) == [None] * 9
+    return sorted(records)
+
+
+def test_operators_get_records_in_order_from_a_table_of_many_pages(store, pages):
+    """O1: of records that are not on the page, only ids are transferred."""
+    sizes: list[int] = []
+
+    def weigh(http_response: Any, **_: Any) -> None:
+        sizes.append(len(http_response.content))
+
+    on(store, "after-call.dynamodb.Scan", weigh)
+    page = store.find(Query(limit=2, after_id=pages[2].id))
+    assert page.records == pages[3:5]
+    assert page.next_after_id == pages[4].id
+    assert len(sizes) > 1
+    assert max(sizes) < 1_000
+
+
+def test_a_page_leaves_out_records_that_changed_since_the_scan(store):
+    """O1: an operator does not see an operation as running that has just ended."""
+    first, second = claimed(store, 1), claimed(store, 2)
+    with beside(store) as another:
+        end = Swap(first.id, first.version, completed(first, b"201"))
+        on(store, "after-call.dynamodb.Scan", lambda **_: another.swap([end]) and None)
+        assert store.find(Query(state=RUNNING)).records == [second]
+
+
+def test_a_sweep_scans_a_part_of_the_table_and_the_next_one_continues_there(
+    store, pages, monkeypatch
+):
+    """T3: the cost does not grow with the table."""
+    monkeypatch.setattr(module, "_SWEEP_PAGES", 1)
+    taken, over_ms = 0, max(record.expires_ms for record in pages)
+    with requests_of(store) as sent:
+        for _ in range(8):
+            taken += (some := store.sweep(over_ms))
+            assert some < len(pages)
+    assert taken == len(pages)
+    assert sent.count("Scan") == 8
+    assert store.find(Query()).records == []
+
+
+def test_the_command_sweeps_the_whole_of_a_table_of_many_pages(store, pages, monkeypatch, capsys):
+    """T3, O1: a page without expired records is not the end."""
+    monkeypatch.setattr(module, "_SWEEP_PAGES", 1)
+    monkeypatch.setattr(module.os, "urandom", lambda _size: pages[0].id)
+    now_ms = store.now_ms()
+    last = [pages[-1]._replace(version=1, lease_until_ms=0, expires_ms=now_ms - 1)]
+    last.append(last[0]._replace(id=claim_of(10).id))
+    assert swap(store, pages[-1].id, pages[-1].version, None) is None
+    assert store.swap([Swap(record.id, 0, record) for record in last]) == [None, None]
+    url = f"dynamodb://{store.config.table}?{dynamodb().place}"
+    assert main(["sweep", "--store", url, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"swept": 2}
+    assert store.find(Query()).records == pages[:-1]
+
+
+def test_a_sweep_does_not_delete_a_record_that_changed_since_the_scan(store):
+    """L5, T3: a renewed claim has another version."""
+    claim = claimed(store)
+    longer = renewed(claim, claim.expires_ms + 60_000)
+    with beside(store) as another:
+        renewal = Swap(claim.id, claim.version, longer)
+        on(store, "after-call.dynamodb.Scan", lambda **_: another.swap([renewal]) and None)
+        assert store.sweep(claim.expires_ms) == 0
+    assert store.get([claim.id]) == [longer]
+
+
+# ------------------------------------------------------------------------------------- the table
+
+
+def test_several_nodes_create_the_table_at_the_same_time():
+    """D4: one creates it, all use it."""
+    url = fresh_url()
+    with ThreadPoolExecutor(6) as threads:
+        stores = list(threads.map(DynamoStore.from_url, [url] * 6))
+    claim = claimed(stores[0])
+    for store in stores:
+        assert store.get([claim.id]) == [claim]
+        store.close()
+
+
+def test_without_create_no_table_is_created():
+    """D4: explicit in production."""
+    url = fresh_url()
+    with pytest.raises(Misconfigured, match="there is no table"):
+        open_store(url, create=False)
+    with closing(DynamoStore.from_url(url)) as store:
+        claim = claimed(store)
+    with closing(open_store(url, create=False)) as looking:
+        assert looking.get([claim.id]) == [claim]
+
+
+def make_table(store: DynamoStore, name: str, **changes: Any) -> str:
+    """Create a table as another application would; return its URL."""
+    settings: dict[str, Any] = {
+        "KeySchema": [{"AttributeName": "id", "KeyType": "HASH"}],
+        "AttributeDefinitions": [{"AttributeName": "id", "AttributeType": "B"}],
+        "BillingMode": "PAY_PER_REQUEST",
+    }
+    store._client.send("create_table", TableName=name, **{**settings, **changes})
+    return f"dynamodb://{name}?{dynamodb().place}"
+
+
+def test_a_table_with_another_key_is_refused(store):
+    """D4: the data of another application is not overwritten."""
+    text_id = [{"AttributeName": "id", "AttributeType": "S"}]
+    url = make_table(store, "somebody_elses", AttributeDefinitions=text_id)
+    with pytest.raises(
+        Misconfigured, match=r"was not created by coatcheck: its key is id \(S, HASH\)"
+    ):
+        open_store(url)
+    for only_look in (True, False):
+        with pytest.raises(Misconfigured, match="was not created by coatcheck: its key is id"):
+            migrate_store(url, only_look=only_look)
+
+
+def test_a_table_without_a_time_to_live_causes_a_warning(store, caplog):
+    """D3: in the log at the start, and from the doctor, which also checks the capacity."""
+    assert {finding.level for finding in store.check()} == {"ok"}
+    provisioned = {"ReadCapacityUnits": 9, "WriteCapacityUnits": 10}
+    url = make_table(store, "by_hand", BillingMode="PROVISIONED", ProvisionedThroughput=provisioned)
+    with closing(open_store(url)) as by_hand:
+        warnings = [f.message for f in by_hand.check() if f.level == "warning"]
+    assert "no time to live on expires_s" in caplog.text
+    assert "no time to live on expires_s" in warnings[0]
+    assert "about 5 new keys a second" in warnings[1]
+
+
+def test_a_global_table_causes_a_warning_unless_it_is_strongly_consistent(store):
+    """D3, L1: two regions could claim one key at the same time."""
+    changes: dict[str, Any] = {"Replicas": [{"RegionName": "us-east-1"}]}
+    on(
+        store,
+        "after-call.dynamodb.DescribeTable",
+        lambda parsed, **_: parsed["Table"].update(changes),
+    )
+    assert any("two regions" in finding.message for finding in store.check())
+    changes["MultiRegionConsistency"] = "STRONG"
+    assert not any("two regions" in finding.message for finding in store.check())
+
+
+@pytest.mark.parametrize("operation", ["PutItem", "DeleteItem", "BatchGetItem", "Scan"])
+def test_the_doctor_tries_every_operation_that_needs_a_permission(store, operation):
+    """D3, O1: a role that may describe the table may not be allowed to use it."""
+    kept = claimed(store)
+    assert not [finding for finding in store.check() if finding.level == "error"]
+    why = f"not authorized to perform: dynamodb:{operation}"
+    on(
+        store,
+        f"before-send.dynamodb.{operation}",
+        lambda **_: refused(400, "AccessDeniedException", why),
+    )
+    (error,) = [finding.message for finding in store.check() if finding.level == "error"]
+    assert error.startswith(operation)
+    assert why in error
+    with beside(store) as other:
+        assert other.find(Query()).records == [kept], "the doctor has changed nothing"
+
+
+def test_the_doctor_reports_a_table_that_was_deleted(store):
+    """D3: and a claim fails with the same reason, and is not ambiguous."""
+    raw(store, "delete_table")
+    assert [finding.level for finding in store.check()] == ["error"]
+    with pytest.raises(StoreUnavailable, match="no such table") as caught:
+        claimed(store)
+    assert not caught.value.is_ambiguous
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *(
+            "dynamodb://",
+            "dynamodb:///orders",
+            "dynamodb://a/b",
+            "dynamodb://ab",
+            "dynamodb://a b c",
+        ),
+        *("dynamodb://orders?color=red", "dynamodb://orders?compact=yes", "dynamodb://orders#x"),
+        *("dynamodb://orders?timeout=soon", "dynamodb://orders?timeout=0s"),
+        *("dynamodb://orders?concurrency=0", "dynamodb://orders?concurrency=many"),
+        *("dynamodb://orders?region=", "dynamodb://orders?endpoint=localhost:8000"),
+        "dynamodb://orders?endpoint=http://",
+    ],
+)
+def test_a_wrong_url_is_refused_with_a_message_that_helps(url):
+    """D1: found at the start, never during a request."""
+    with pytest.raises(Misconfigured, match="dynamodb"):
+        open_store(url)
+
+
+def test_a_missing_region_or_missing_credentials_are_reported(monkeypatch, tmp_path):
+    """D1: an endpoint on this machine needs no credentials, any other does."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(Misconfigured, match="no AWS credentials"):
+        open_store("dynamodb://orders?region=eu-west-1")
+    with pytest.raises(Misconfigured, match="region"):
+        open_store("dynamodb://orders?endpoint=http://127.0.0.1:1")
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    with pytest.raises(Misconfigured, match="nobody"):
+        open_store("dynamodb://orders?region=eu-west-1")
+
+
+# ------------------------------------------------------------------------------------- the clock
+
+
+def test_the_clock_is_this_machines_within_the_second_of_the_server(store, monkeypatch):
+    """T1: to the second it is the server's, which all nodes share."""
+    header = {"date": "Fri, 15 Jan 2027 08:00:00 GMT"}  # NOW_MS
+    assert clock_ms(NOW_MS + 500, NOW_MS + 510, header) == NOW_MS + 510
+    assert clock_ms(NOW_MS + 990, NOW_MS + 1_020, header) == NOW_MS + 1_020
+    assert clock_ms(NOW_MS - 7_200_000, NOW_MS - 7_199_990, header) == NOW_MS
+    assert clock_ms(NOW_MS + 60_000, NOW_MS + 60_010, header) == NOW_MS + 1_009
+    assert clock_ms(1, 2, {}) == 2
+    true_ms = time.time_ns() // 1_000_000
+    monkeypatch.setattr(module, "_local_ms", lambda: true_ms + 3_600_000)
+    assert abs(store.now_ms() - true_ms) < TIMEOUT_S * 1_000
+
+
+# -------------------------------------------------------------------------------------- threads
+
+
+def test_a_closed_store_has_no_threads_and_refuses_calls(store):
+    """D2: single swaps and batches."""
+    store.swap(claims(0, 9))
+    store.close()
+    store.close()
+    assert not any("coatcheck-dynamodb" in thread.name for thread in threading.enumerate())
+    for count_of_swaps in (1, 2):
+        with pytest.raises(StoreUnavailable, match="closed"):
+            store.swap([Swap(b"%d" % n, 1, None) for n in range(count_of_swaps)])
+
+
+def test_a_forked_child_has_its_own_client_and_threads(store):
+    """D2: gunicorn forks after it has loaded the application, which may have used the store."""
+    before = [claim_of(number) for number in range(9)]
+    store.swap([Swap(claim.id, 0, claim) for claim in before])
+    client = client_of(store)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            children = [Swap(c.id, c.version, completed(c, b"child")) for c in before[1:]]
+            is_own = client_of(store) is not client
+            code = 0 if is_own and store.swap(children) == [None] * 8 else 2
+            store.close()
+        finally:
+            os._exit(code)
+    assert store.get([before[0].id]) == [before[0]]
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    ended = [completed(claim, b"child") for claim in before[1:]]
+    assert store.swap([Swap(c.id, 0, c) for c in before]) == [before[0], *ended]
+    assert client_of(store) is client
+
+
+# ------------------------------------------------------------------------------------ event loops
+
+
+def hold_back(store: AsyncStore, number: int) -> threading.Event:
+    """Delay the request about claim *number* until the event is set."""
+    gate = threading.Event()
+    name = f"order-{number}".encode()
+
+    def hold(request: Any, **_: Any) -> None:
+        if name in request.body:
+            assert gate.wait(TIMEOUT_S)
+
+    assert isinstance(store.blocking, DynamoStore)
+    on(store.blocking, "before-send.dynamodb", hold)
+    return gate
+
+
+def test_the_slowest_request_of_an_event_loop_delays_no_other():
+    """L1: there is no bulk write, so each swap is a request that ends on its own."""
+
+    async def main() -> None:
+        store = open_async_store(fresh_url())
+        gate = hold_back(store, 0)
+        first, *others = [asyncio.ensure_future(store.swap([claim])) for claim in claims(0, 20)]
+        try:
+            async with asyncio.timeout(TIMEOUT_S / 2):
+                assert await asyncio.gather(*others) == [[None]] * 19
+                assert await store.swap(claims(20, 1)) == [None]
+            assert not first.done()
+        finally:
+            gate.set()
+        assert await first == [None]
+        await store.close()
+
+    asyncio.run(main())
+
+
+def test_an_event_loop_has_no_more_requests_in_flight_than_the_url_allows():
+    """L1: single swaps and those of one call."""
+    in_flight, most = [0], [0]
+    mutex = threading.Lock()
+
+    def enter(**_: Any) -> None:
+        with mutex:
+            in_flight[0] += 1
+            most[0] = max(most[0], in_flight[0])
+
+    def leave(**_: Any) -> None:
+        with mutex:
+            in_flight[0] -= 1
+
+    async def main() -> None:
+        store = open_async_store(fresh_url() + "&concurrency=3")
+        assert isinstance(store.blocking, DynamoStore)
+        on(store.blocking, "before-send.dynamodb", enter)
+        on(store.blocking, "after-call.dynamodb", leave)
+        calls = [store.swap([claim]) for claim in claims(0, 30)]
+        calls.append(store.swap(claims(30, 30)))
+        assert await asyncio.gather(*calls) == [[None]] * 30 + [[None] * 30]
+        await store.close()
+
+    asyncio.run(main())
+    assert 2 <= most[0] <= 3
+
+
+def test_a_response_over_400_kb_on_an_event_loop_executes_only_once():
+    """L12: its caller gets it, and a retry on another node gets ResultUnavailable."""
+    url, runs = fresh_url(), []
+    result = os.urandom(LARGE).hex()
+
+    async def work() -> str:
+        runs.append(1)
+        return result
+
+    async def main() -> None:
+        async with AsyncEngine(url) as engine, AsyncEngine(url) as another:
+            assert await engine.run("key", work, scope="s") == result
+            with pytest.raises(ResultUnavailable):
+                await another.run("key", work, scope="s")
+
+    asyncio.run(main())
+    assert runs == [1]
+
+
+def test_notes_that_do_not_fit_fail_alone_on_an_event_loop():
+    """L7: other callers, and the other swaps of the same call, are not affected."""
+    large = claim_of(0)._replace(progress=os.urandom(LARGE))
+    bad = Swap(large.id, 0, large)
+
+    async def main() -> None:
+        store = open_async_store(fresh_url())
+        calls = [store.swap([claim]) for claim in (bad, *claims(1, 8))]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(outcomes[0], ValueError)
+        assert outcomes[1:] == [[None]] * 8
+        with pytest.raises((ValueError, StoreUnavailable), match="400 kB"):
+            await store.swap([bad, *claims(10, 2)])
+        assert await store.get([large.id, claim_of(10).id]) == [None, claim_of(10)]
+        await store.close()
+
+    asyncio.run(main())
+
+
+def test_one_store_serves_many_event_loops_in_turn_and_at_the_same_time():
+    """L1: each loop gets its own results."""
+    store = open_async_store(fresh_url())
+
+    async def main(start: int) -> None:
+        for claim in claims(start, 5):
+            assert await store.swap([claim]) == [None]
+        assert await store.get([claim_of(start).id]) == [claim_of(start)]
+
+    for start in range(0, 20, 5):
+        asyncio.run(main(start))
+    with ThreadPoolExecutor(6) as threads:
+        for done in [threads.submit(asyncio.run, main(start)) for start in range(100, 130, 5)]:
+            done.result(TIMEOUT_S)
+    asyncio.run(store.close())

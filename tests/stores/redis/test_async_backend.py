@@ -1,0 +1,363 @@
+"""What is particular to Redis on an event loop; `test_store.py` has its faults, both ways."""
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, closing
+
+import pytest
+import uvloop
+
+from coatcheck.core.record import completed
+from coatcheck.errors import StoreUnavailable
+from coatcheck.stores import open_store
+from coatcheck.stores.contract import HasAsyncBackend
+from coatcheck.stores.redis.async_backend import RedisBackend
+from tests.stores.laws.records import claim_of, id_of
+from tests.stores.redis.scenes import change, claim, claims, fake, sign_oneself
+from tests.support.servers import free_port, until
+from tests.support.servers.redis import Redis, redis_server
+
+# 30 s: nothing here takes a tenth of it, also on a busy machine.
+TIMEOUT_S = 30
+LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(params=LOOPS.values(), ids=LOOPS)
+def new_loop(request) -> Callable[[], asyncio.AbstractEventLoop]:
+    return request.param
+
+
+@pytest.fixture
+def run(new_loop) -> Iterator[Callable[[Awaitable[None]], None]]:
+    """Run a coroutine on an event loop of either kind."""
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+
+        def run(story: Awaitable[None]) -> None:
+            async def limited() -> None:
+                async with asyncio.timeout(TIMEOUT_S):
+                    await story
+
+            runner.run(limited())
+
+        yield run
+
+
+@pytest.fixture
+def server() -> Iterator[Redis]:
+    """A server of the test's own, to freeze and to stop."""
+    server = Redis()
+    yield server
+    server.kill(signal.SIGCONT)
+    server.remove()
+
+
+@asynccontextmanager
+async def backend_of(url: str) -> AsyncIterator[RedisBackend]:
+    """A backend of the running loop, closed at the end."""
+    with closing(open_store(url)) as store:
+        assert isinstance(store, HasAsyncBackend)
+        backend = store.async_backend()
+        assert isinstance(backend, RedisBackend)
+        yield backend
+        await backend.close()
+
+
+async def some_turns() -> None:
+    """Let the loop send what is ready to be sent, and read what has arrived."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def connections(server: Redis) -> int:
+    return len(server.ask("CLIENT LIST").splitlines())
+
+
+def test_calls_at_the_same_time_get_their_own_answers(run, server: Redis):
+    """L1: and reads beside them."""
+    batches = [claims(start, 64) for start in range(0, 640, 64)]
+    ids = [record.id for batch in batches for record in batch]
+
+    async def story() -> None:
+        async with backend_of(server.url) as backend:
+            calls = [backend.swap([claim(record) for record in batch]) for batch in batches]
+            assert await asyncio.gather(*calls) == [[None] * 64] * 10
+            again = [backend.swap([claim(record)]) for record in batches[3]]
+            *conflicts, found = await asyncio.gather(*again, backend.get(ids))
+            assert conflicts == [[record] for record in batches[3]]
+            assert found == [record for batch in batches for record in batch]
+
+    run(story())
+
+
+def test_nothing_is_connected_before_the_first_call(run, server: Redis):
+    """L1: an application may open a store on a loop that it never uses."""
+
+    async def story() -> None:
+        async with backend_of(server.url) as backend:
+            before = connections(server)
+            await asyncio.sleep(0)
+            assert connections(server) == before
+            assert await backend.swap([claim(claim_of())]) == [None]
+            assert connections(server) == before + 1
+
+    run(story())
+
+
+def test_a_cancelled_call_discards_its_connection(run, server: Redis):
+    """D1: the write is applied, and the next call does not read its answer."""
+    first, second = claims(0, 2)
+
+    async def story() -> None:
+        async with backend_of(server.url) as backend:
+            assert await backend.swap([claim(claim_of(id_of(9)))]) == [None]
+            server.kill(signal.SIGSTOP)
+            call = asyncio.ensure_future(backend.swap([claim(first)]))
+            await some_turns()
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            server.kill(signal.SIGCONT)
+            assert await backend.get([second.id]) == [None]
+            assert await backend.swap([claim(second)]) == [None]
+            assert await backend.get([first.id, second.id]) == [first, second]
+
+    run(story())
+
+
+def test_a_blocked_loop_is_not_an_outage(run, server: Redis):
+    """D2: a handler may block the event loop for longer than an answer may take."""
+
+    async def story() -> None:
+        async with backend_of(f"{server.url}?timeout=200ms") as backend:
+            assert await backend.swap([claim(claim_of())]) == [None]
+            server.kill(signal.SIGSTOP)
+            call = asyncio.ensure_future(backend.swap([claim(claim_of(id_of(7)))]))
+            await some_turns()
+            over = time.monotonic() + 0.5
+            until(lambda: time.monotonic() > over)  # blocks the loop
+            server.kill(signal.SIGCONT)
+            assert await call == [None]
+
+    run(story())
+
+
+def test_a_lost_answer_is_ambiguous_and_the_repeated_write_finds_itself(run, server: Redis):
+    """D1, D2: the server closed the connection while a write was on its way."""
+    record = claim_of()
+    done = completed(record, b"201")
+
+    async def story() -> None:
+        async with backend_of(server.url) as backend:
+            assert await backend.swap([claim(record)]) == [None]
+            server.kill(signal.SIGSTOP)
+            call = asyncio.ensure_future(backend.swap([change(record, done)]))
+            await some_turns()
+            server.kill(signal.SIGKILL)
+            with pytest.raises(StoreUnavailable) as caught:
+                await call
+            assert caught.value.is_ambiguous
+            server.start()
+            assert await backend.swap([change(record, done)]) == [None]
+            assert await backend.swap([change(record, done)]) == [done]
+
+    run(story())
+
+
+def test_an_idle_connection_that_the_server_closed_is_replaced(run, server: Redis):
+    """D2: without an error."""
+    record = claim_of()
+
+    async def story() -> None:
+        async with backend_of(server.url) as backend:
+            assert await backend.swap([claim(record)]) == [None]
+            server.ask("CLIENT KILL", "TYPE", "normal", "SKIPME", "yes")
+            until(lambda: connections(server) == 1)  # that of this question
+            await some_turns()
+            assert await backend.swap([claim(record)]) == [record]
+
+    run(story())
+
+
+def test_a_reply_that_is_not_redis_is_an_ambiguous_error(run):
+    """D2: the next call uses a new connection."""
+    answers = iter([b"?\r\n", b"*0\r\n"])
+
+    async def story() -> None:
+        async with backend_of(url) as backend:
+            with pytest.raises(StoreUnavailable) as caught:
+                await backend.swap([claim(claim_of())])
+            assert caught.value.is_ambiguous
+            assert await backend.swap([claim(claim_of())]) == [None]
+
+    with fake(lambda: next(answers)) as url:
+        run(story())
+
+
+def test_a_second_reply_to_one_command_is_not_taken_for_the_next(run):
+    """D1: the connection on which it came is not used again."""
+    answers = iter([b"*0\r\n*1\r\n$0\r\n\r\n", b"*0\r\n"])
+
+    async def story() -> None:
+        async with backend_of(url) as backend:
+            assert await backend.swap([claim(claim_of())]) == [None]
+            assert await backend.swap([claim(claim_of())]) == [None]
+
+    with fake(lambda: next(answers)) as url:
+        run(story())
+
+
+@pytest.mark.parametrize("scheme", ["redis", "rediss"])
+def test_large_responses_arrive_whole(run, tmp_path, scheme):
+    """D1, X3: there and back, in plain and in TLS."""
+    sign_oneself(tmp_path)
+    files = {"tls_cert_file": f"{tmp_path}/cert.pem", "tls_key_file": f"{tmp_path}/key.pem"}
+    port = free_port()
+    server = Redis(tls_port=str(port), tls_auth_clients="no", **files)
+    url = f"rediss://localhost:{port}/0?tls_ca={tmp_path}/cert.pem"
+    records = [
+        completed(record, os.urandom(1_000_000 if number % 5 else 3))
+        for number, record in enumerate(claims(0, 30))
+    ]
+
+    async def story() -> None:
+        async with backend_of(url if scheme == "rediss" else server.url) as backend:
+            some, others = [claim(r) for r in records[:15]], [claim(r) for r in records[15:]]
+            both = await asyncio.gather(backend.swap(some), backend.swap(others))
+            assert both == [[None] * 15] * 2
+            assert await backend.get([record.id for record in records]) == records
+            assert await backend.swap(others) == records[15:]
+
+    try:
+        run(story())
+    finally:
+        server.remove()
+
+
+def test_a_closed_backend_refuses_calls(run):
+    """D2: and that is not ambiguous."""
+
+    async def story() -> None:
+        async with backend_of(redis_server().fresh_url()) as backend:
+            assert await backend.get([bytes(16)]) == [None]
+            await backend.close()
+            for call in (backend.swap([claim(claim_of())]), backend.get([bytes(16)])):
+                with pytest.raises(StoreUnavailable, match="the store is closed") as caught:
+                    await call
+                assert not caught.value.is_ambiguous
+
+    run(story())
+
+
+def test_one_store_serves_many_event_loops(new_loop, server: Redis):
+    """L1: one after the other and at the same time; a closed backend leaves no connection."""
+    store = open_store(server.url)
+    assert isinstance(store, HasAsyncBackend)
+    before = connections(server)
+    wrong: list[object] = []
+
+    async def story(start: int) -> None:
+        backend = store.async_backend()
+        for record in claims(start, 20):
+            assert await backend.swap([claim(record)]) == [None]
+        assert await backend.get([id_of(start)]) == claims(start, 1)
+        await backend.close()
+
+    def run(start: int) -> None:
+        try:
+            with asyncio.Runner(loop_factory=new_loop) as runner:
+                runner.run(story(start))
+        except BaseException as error:  # noqa: BLE001 - the assertion below shows it
+            wrong.append(error)
+
+    for start in range(0, 100, 20):
+        run(start)
+    threads = [threading.Thread(target=run, args=(start,)) for start in range(100, 200, 20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert wrong == []
+    until(lambda: connections(server) <= before)
+    store.close()
+    gc.collect()  # an unclosed connection would warn, and fail the test
+
+
+FORKED = """
+import asyncio, os, sys
+from coatcheck.core.record import RUNNING, Record, Swap
+from coatcheck.stores import open_async_store
+
+def swap(number):
+    id = number.to_bytes(16, "big")
+    return [Swap(id, 0, Record(id, 1, RUNNING, 1, id, 1, 1, 1, 1 << 43, 7, "", "", "", None, b""))]
+
+store = open_async_store(sys.argv[1])
+
+async def write(start):
+    for number in range(start, start + 300):
+        assert await store.swap(swap(number)) == [None]
+    assert await store.swap(swap(1)) != [None]
+
+async def main():
+    assert await store.swap(swap(1)) == [None]
+    assert await store.get([bytes(16)]) == [None]
+    child = os.fork()
+    if child == 0:
+        asyncio.run(write(1000))
+        asyncio.run(store.close())
+        os._exit(0)
+    await write(2000)
+    ended = await asyncio.to_thread(os.waitpid, child, 0)
+    assert os.waitstatus_to_exitcode(ended[1]) == 0
+    await write(3000)
+    await store.close()
+
+asyncio.run(main())
+print("done")
+"""
+
+
+def test_a_loop_that_forks_shares_no_connection_with_its_child():
+    """L1: neither process uses, closes or unregisters connections of the other."""
+    ran = subprocess.run(
+        [
+            *(sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED),
+            redis_server().fresh_url(),
+        ],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert ran.stderr == ""
+    assert (ran.returncode, ran.stdout) == (0, "done\n")
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # a closed loop leaves its sockets open
+def test_a_backend_of_a_closed_loop_can_be_closed_from_another(new_loop, server: Redis):
+    """L1: without waiting, and the server's connection is gone."""
+    with closing(open_store(server.url)) as store:
+        assert isinstance(store, HasAsyncBackend)
+        before = connections(server)
+
+        async def first() -> RedisBackend:
+            backend = store.async_backend()
+            assert isinstance(backend, RedisBackend)
+            assert await backend.swap([claim(claim_of())]) == [None]
+            return backend
+
+        loop = new_loop()
+        backend = loop.run_until_complete(first())
+        loop.close()
+        asyncio.run(backend.close())
+        del backend, loop
+        gc.collect()
+        until(lambda: connections(server) <= before)

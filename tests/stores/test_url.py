@@ -1,0 +1,144 @@
+"""URLs of all stores: what cannot be meant is refused with a sentence, and no password is told."""
+
+import traceback
+
+import pytest
+
+from coatcheck.errors import CoatcheckError, Misconfigured
+from coatcheck.stores import migrate_store, open_store
+from coatcheck.stores.url import shown
+
+OPENERS = [open_store, migrate_store]
+# The last letter but one stands for two others, one of them a stroke.
+MARKS = ("[", "]", "/", "?", "%", "@", "#", ":", "&", "=", "℀", "")
+PASSWORDS = [f"Kq7Zw{mark}9xVbT" for mark in MARKS]
+PLACES = [
+    "postgresql://ann:{}@127.0.0.1:1/db?timeout=1s",
+    "postgresql://ann:{}@127.0.0.1:99999/db",
+    "postgresql://ann:{}@127.0.0.1/db?nonsense=1",
+    "mysql://ann:{}@127.0.0.1:1/db?timeout=1s",
+    "mysql://ann:{}@127.0.0.1/db?nonsense=1",
+    "redis://ann:{}@127.0.0.1:1/0?timeout=1s",
+    "redis://:{}@127.0.0.1:port/0",
+    "redis://:{}@127.0.0.1/orders?nonsense=1",
+    "redis+sentinel://:{}@127.0.0.1:1/s?timeout=1s",
+    "redis+sentinel://:{}@127.0.0.1:1/",
+    "redis+cluster://:{}@127.0.0.1:1/3?timeout=1s",
+    "dynamodb://ann:{}@table?region=eu-west-1",
+    "sqlite://ann:{}@host/x.db",
+    "memory://ann:{}@x",
+    "nonsense://ann:{}@host/x",
+    "//ann:{}@host/x",
+    "ann:{}@host/x",
+]
+
+
+@pytest.mark.parametrize("opener", OPENERS)
+@pytest.mark.parametrize("password", PASSWORDS)
+@pytest.mark.parametrize("place", PLACES)
+def test_no_message_tells_a_piece_of_a_password(opener, place, password):
+    """X1, D1: however it is misspelt, also in what is printed of where the error came from."""
+    with pytest.raises(CoatcheckError) as caught:
+        opener(place.format(password))
+    messages = traceback.format_exception(caught.value)
+    told = "\n".join(line for text in messages for line in text.splitlines() if line[:1] != " ")
+    pieces = [password[start : start + 5] for start in range(len(password) - 4)]
+    assert [piece for piece in pieces if piece in told] == []
+
+
+def test_a_part_of_a_password_that_is_taken_for_something_else_is_not_told():
+    """X1: such as a host, or an option, however short it is."""
+    for url in (
+        "redis://:SEC?RET@127.0.0.1:6379/0",
+        "postgresql://ann:SEC?RET@127.0.0.1/db",
+        "postgresql://ann:SEC@RET@127.0.0.1:1/db",
+        "mysql://ann:SEC?RET@host/db",
+    ):
+        with pytest.raises(CoatcheckError, match="write '@' as %40") as caught:
+            open_store(url)
+        assert "RET" not in str(caught.value)
+
+
+def test_a_password_that_is_spelt_well_costs_nobody_a_message():
+    """D1: what is wrong is said, also where a word of it is the password."""
+    with pytest.raises(Misconfigured, match="nonsense"):
+        open_store("mysql://mysql:mysql@127.0.0.1/mysql?nonsense=1")
+    with pytest.raises(CoatcheckError) as caught:
+        open_store("postgresql://postgres:postgres@127.0.0.1:1/postgres?timeout=1s")
+    assert "%40" not in str(caught.value)
+
+
+def test_a_url_is_shown_without_login_and_options():
+    """X1."""
+    for url, text in {
+        "postgresql://ann:p@ss/w?rd@host:5432/db?password=x": "postgresql://…@host:5432/db",
+        "redis://host:6379/0?sentinel_password=x": "redis://host:6379/0",
+        "sqlite:////var/x.db": "sqlite:////var/x.db",
+        "ann:secret@host/db": "…@host/db",
+        "ann:secret@host://x": "…@host://x",
+        "nothing": "nothing",
+    }.items():
+        assert shown(url) == text
+
+
+def test_what_an_option_says_that_nobody_knows_is_not_told():
+    """X1: it may be a password, under a name that another driver has for it."""
+    for url in (
+        "mysql://host/db?password=Kq7Zw9xVbT",
+        "redis://host/0?password=Kq7Zw9xVbT",
+        "redis+sentinel://host/s/0?sentinel_pass=Kq7Zw9xVbT",
+        "dynamodb://abc?aws_secret_access_key=Kq7Zw9xVbT",
+        "sqlite:///x.db?key=Kq7Zw9xVbT",
+        "postgresql://host/db?pass=Kq7Zw9xVbT",
+    ):
+        with pytest.raises(Misconfigured) as caught:
+            open_store(url)
+        assert "Kq7Zw" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_port_that_is_none_is_not_told():
+    """X1: it may be a password whose host was forgotten."""
+    for url in ("redis://:Kq7Zw9xVbT/0", "redis://h:Kq7Zw9xVbT/0"):
+        with pytest.raises(Misconfigured, match="is not host:port") as caught:
+            open_store(url)
+        assert "Kq7Zw" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize("opener", OPENERS)
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("dynamodb://abc?region=eu-west-1&endpoint=http://127.0.0.1:99999", "endpoint="),
+        ("dynamodb://abc?region=eu-west-1&endpoint=http://[::1", "endpoint="),
+        ("dynamodb://abc?region=eu-west-1&timeout=99999999999d", "timeout.* longer than a day"),
+        ("redis://127.0.0.1:1/0?timeout=99999999999d", "timeout.* longer than a day"),
+        (f"redis://127.0.0.1:1/0?timeout={'9' * 400}d", "timeout"),
+        ("redis://127.0.0.1:1/0?timeout=25h", "timeout.* longer than a day"),
+        ("mysql://h/db?timeout=99999999999d", "timeout.* longer than a day"),
+        ("postgresql://h/db?timeout=99999999999d", "timeout.* longer than a day"),
+        ("postgresql://h/db?timeout=0s", "timeout=0s leaves no time"),
+        ("sqlite:///x.db?busy_timeout=99999999999d", "busy_timeout.* longer than a day"),
+        ("redis://a..b/0", "a..b/0 cannot be opened"),
+        (f"redis://{'a' * 70}/0", "cannot be opened"),
+        (f"redis://h/0?wait={'9' * 5_000}", "cannot be opened"),
+        ("mysql://h/db?ssl_ca=%00", "cannot be opened"),
+        ("postgresql://ann:\ud800@h/db", "…@h/db cannot be opened"),
+        ("sqlite:///a%00b", "names no file"),
+        ("sqlite:////tmp/\ud800.db", "names no file"),
+        ("memory://x", "takes no name and no options"),
+        ("memory://?a=b", "takes no name and no options"),
+        (5, "named by a URL"),
+        (None, "named by a URL"),
+        (b"sqlite:///x.db", "named by a URL"),
+    ],
+)
+def test_what_cannot_be_opened_is_a_sentence_and_no_traceback(opener, url, said):
+    """D1."""
+    with pytest.raises(Misconfigured, match=said):
+        opener(url)
+
+
+def test_memory_is_opened_under_its_name_alone():
+    """D1: also where it is said that it may be made."""
+    for url in ("memory://", "memory:", "memory://?create=1"):
+        open_store(url).close()
