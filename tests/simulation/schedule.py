@@ -81,7 +81,7 @@ def simulate(
     seed: int, *, kind: str | None = None, broken: Broken = SOUND, is_traced: bool = False
 ) -> Told:
     """Run the schedule that *seed* stands for; raises `Violation` where a promise is broken."""
-    random.seed(seed)  # what production draws of its own, for jitter
+    JITTER.uniform = random.Random(seed).uniform  # so that a seed repeats the jitter, too
     world = World(seed, is_traced=is_traced)
     drawn = world.random.choice(KINDS)
     schedule = Schedule(world, kind or drawn, broken)

@@ -16,6 +16,9 @@ from typing import Any
 
 logger = logging.getLogger("coatcheck")
 
+# Spreads pauses. Not the global generator: an application may seed it, and tests rely on its state.
+JITTER = random.SystemRandom()
+
 
 def start_daemon(name: str, target: Callable[..., object], *args: Any) -> threading.Thread | None:
     """Start a background thread; None, with an error in the log, if none can be started."""
@@ -62,7 +65,7 @@ class Schedule:
         if self.every_s is None or (self._due_ms is not None and now_ms < self._due_ms):
             return False
         is_first = self._due_ms is None
-        jitter = random.uniform(0.5, 1.5)  # noqa: S311 - no secret
+        jitter = JITTER.uniform(0.5, 1.5)
         self._due_ms = now_ms + round(1_000 * self.every_s * jitter)
         return not is_first
 

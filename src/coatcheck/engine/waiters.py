@@ -8,7 +8,6 @@ The number of waiters per key is bounded.
 from __future__ import annotations
 
 import asyncio
-import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -16,6 +15,7 @@ from typing import Any, Protocol, TypeAlias
 
 from coatcheck.core.lifecycle import Snapshot, WaitForChange
 from coatcheck.core.record import Record, is_lease_over
+from coatcheck.engine.periodic import JITTER
 
 # Called with the record that ended, or with None: read the store.
 Wake: TypeAlias = Callable[[Record | None], None]
@@ -156,5 +156,5 @@ def poll_pauses_s() -> Iterator[float]:
     """The pause before each poll: growing, bounded, and jittered so that waiters do not align."""
     pause_s = POLL_FIRST_S
     while True:
-        yield pause_s * random.uniform(0.8, 1.2)  # noqa: S311 - no secret
+        yield pause_s * JITTER.uniform(0.8, 1.2)
         pause_s = min(pause_s * POLL_GROWTH, POLL_LAST_S)

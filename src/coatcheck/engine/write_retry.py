@@ -7,13 +7,13 @@ for as long as its client can be kept waiting; then the heartbeat continues in t
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
 from typing import Any
 
 from coatcheck.core.flow import Effect
 from coatcheck.core.record import Swap
+from coatcheck.engine.periodic import JITTER
 from coatcheck.errors import StoreUnavailable
 
 PAUSE_FIRST_S = 0.05
@@ -55,7 +55,7 @@ class WriteRetry:
             return 0.0
         if self._left_s <= 0:
             return None
-        jitter = random.uniform(0.8, 1.2)  # noqa: S311 - no secret
+        jitter = JITTER.uniform(0.8, 1.2)
         pause_s = min(self._pause_s * jitter, self._left_s)
         self._left_s -= pause_s
         self._pause_s = min(self._pause_s * 2, PAUSE_LAST_S)
