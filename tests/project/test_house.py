@@ -18,6 +18,9 @@ TESTS = ROOT / "tests"
 
 LINE_COLUMNS_MAX = 100
 FUNCTION_LINES_MAX = 40
+# The path of every request may be one long, straight function; its first line says so.
+HOT_PATH = "hot path: straight on purpose"
+HOT_PATH_LINES_MAX = 80
 FILE_LINES_MAX = 600
 MODULES_IN_A_FOLDER_MAX = 25
 POSITIONAL_MAX = 5
@@ -143,7 +146,8 @@ def test_functions_fit_on_a_screen_and_take_few_parameters():
         for function in functions(path):
             body = function.body[1:] if ast.get_docstring(function) else function.body
             lines = (function.end_lineno or 0) - body[0].lineno + 1 if body else 0
-            if lines > FUNCTION_LINES_MAX:
+            is_hot = HOT_PATH in path.read_text().splitlines()[function.lineno - 1]
+            if lines > (HOT_PATH_LINES_MAX if is_hot else FUNCTION_LINES_MAX):
                 offences.append(at(path, function, f"{function.name}: {lines} lines"))
             positional = [*function.args.posonlyargs, *function.args.args]
             count = len([a for a in positional if a.arg not in ("self", "cls")])

@@ -17,7 +17,7 @@ from coatcheck.server import asgi_detach
 from coatcheck.server.asgi import IdempotencyMiddleware
 
 SERVERS = "RequestResponseCycle.run_asgi"
-OWN = "Exchange._serve_and_finish"
+OWN = "Exchange._run_and_pass_result"
 REQUEST = b"POST / HTTP/1.1\r\nHost: shop\r\nIdempotency-Key: %b\r\nConnection: close\r\n\r\n"
 
 

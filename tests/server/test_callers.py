@@ -5,7 +5,6 @@ from starlette.authentication import SimpleUser, UnauthenticatedUser
 
 from coatcheck import Engine, Misconfigured
 from coatcheck.server import callers
-from coatcheck.server.body import Body
 from coatcheck.server.guard import RequestGuard
 from coatcheck.server.request import Request
 
@@ -13,7 +12,7 @@ from coatcheck.server.request import Request
 def request(native=(), **headers: str) -> Request:
     """A request with these headers; `x_api_key` is X-API-Key."""
     fields = {n.replace("_", "-").encode(): v.encode("latin-1") for n, v in headers.items()}
-    return Request("POST", "/", b"", fields, Body(), dict(native))
+    return Request("POST", "/", b"", fields, b"", dict(native))
 
 
 # --- credentials ----------------------------------------------------------------------------

@@ -21,7 +21,6 @@ from starlette.routing import Host, Route
 from coatcheck import AsyncEngine, Engine, Misconfigured, Policy, current_operation
 from coatcheck.server import callers
 from coatcheck.server.asgi import IdempotencyMiddleware as Asgi
-from coatcheck.server.body import Body
 from coatcheck.server.request import fields_of
 from coatcheck.server.starlette import idempotent
 from coatcheck.server.wsgi import IdempotencyMiddleware as Wsgi
@@ -376,22 +375,20 @@ def test_a_large_body_needs_no_place_for_files(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("room_bytes", [0, 1_450_000, 2_000_000])
-def test_a_body_that_finds_no_room_on_the_disk_is_served_from_memory(room_bytes, caplog):
-    """X2: a full disk is no error of the client's, and none of ours."""
-    whole = bytes(range(256)) * 12_000
-    pieces = [whole[start : start + 100_000] for start in range(0, len(whole), 100_000)]
+def test_a_body_for_which_the_disk_has_no_room_is_refused_before_anything_runs(room_bytes, caplog):
+    """X2: a clear 503; a retry is served when there is room."""
+    client, served = flask_shop()
+    body = bytes(range(256)) * 12_000
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room_bytes, limits[1]))
     try:
-        body = Body()
-        for piece in pieces:
-            body.add(piece)
+        refused = client.post("/orders", headers=KEY, data=body)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert b"".join(body.chunks()) == body.bytes_or_chunks() == whole
-    assert body.size == len(whole)
-    assert caplog.text.count("stays in memory") == 1
-    body.close()
+    assert (refused.status_code, refused.headers["Retry-After"], served) == (503, "1", [])
+    assert "could not be kept in a temporary file" in refused.get_json()["detail"]
+    assert "its body could not be kept" in caplog.text
+    assert client.post("/orders", headers=KEY, data=body).status_code == 201
 
 
 def test_a_header_that_no_client_could_send_is_no_error():

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from coatcheck.core.lifecycle import Answer, Executed, Refuse, Replay
 from coatcheck.core.policy import Policy
 from coatcheck.core.record import IN_DOUBT, Record
+from coatcheck.engine.periodic import JITTER
 from coatcheck.operation import Operation
 
 from . import people, weather

@@ -251,7 +251,10 @@ def write_outcome(
     us in doubt because our lease had expired, overwrite that: we know the outcome.
     """
     while True:
-        record = ended(claim, outcome, is_fresh=is_fresh)
+        if outcome.kind is COMPLETE:
+            record = completed(claim, outcome.response)
+        else:
+            record = ended(claim, outcome, is_fresh=is_fresh)
         conflict: Record | None = yield Swap(claim.id, claim.version, record)
         if (
             conflict is None
@@ -392,7 +395,7 @@ def first_attempt(request: ClaimRequest, policy: Policy, current: Record, now_ms
     return new_record(
         (
             request.id,
-            next_version(current, now_ms),
+            max(current.version + 1, now_ms),  # as `next_version`, without a call
             RUNNING,
             1,
             request.fingerprint,

@@ -224,26 +224,12 @@ def renewed(claim: Record, lease_until_ms: int) -> Record:
 
 def completed(claim: Record, response: bytes | None) -> Record:
     """*claim* with its final answer; None where the answer is not kept."""
-    return _ended(claim, COMPLETED, response)
-
-
-def failed(claim: Record) -> Record:
-    """*claim* released: the next retry runs as the next attempt."""
-    return _ended(claim, FAILED, None)
-
-
-def in_doubt(claim: Record) -> Record:
-    """*claim* in doubt: an operator or a reconcile function must say what happened."""
-    return _ended(claim, IN_DOUBT, None)._replace(lease_until_ms=claim.lease_until_ms)
-
-
-def _ended(claim: Record, state: State, response: bytes | None) -> Record:
     assert claim.state in (RUNNING, IN_DOUBT)
     return new_record(
         (
             claim.id,
             claim.version + 1,
-            state,
+            COMPLETED,
             claim.attempt,
             claim.fingerprint,
             claim.created_ms,
@@ -258,3 +244,13 @@ def _ended(claim: Record, state: State, response: bytes | None) -> Record:
             response,
         )
     )
+
+
+def failed(claim: Record) -> Record:
+    """*claim* released: the next retry runs as the next attempt."""
+    return completed(claim, None)._replace(state=FAILED)
+
+
+def in_doubt(claim: Record) -> Record:
+    """*claim* in doubt: an operator or a reconcile function must say what happened."""
+    return completed(claim, None)._replace(state=IN_DOUBT, lease_until_ms=claim.lease_until_ms)

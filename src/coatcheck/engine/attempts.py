@@ -196,51 +196,35 @@ class Attempts:
         request: ClaimRequest,
         policy: Policy,
         transaction: OperationTransaction | None = None,
-        repeats: int = 0,
-    ) -> Flow[Operation | Replay | Refuse]:
+        *,
+        flow: Flow[Any] | None = None,
+    ) -> Flow[Any]:
         """
         Claim *request*: the operation to execute, or the answer that it has already.
 
-        *transaction*: for a policy in transaction mode. *repeats*: how often the database had the
-        handler run again before (`Repeat.repeats`).
+        *transaction*: for a policy in transaction mode. *flow*: runs in place of the lifecycle;
+        then what it returns is returned if it does not ask for the execution.
         """
-        if self.replay_cache.knows(request.id):
-            known = self.find_replay(request, policy)
-            if known is not None:
-                self.report(request, known)
-                return known
-        may_claim = policy.live_keys_max is None or self._is_within_quota(request, policy)
-        flow = (
-            lifecycle(request, policy, may_claim=may_claim)
-            if transaction is None
-            else transactional(request, policy, may_claim=may_claim)
-        )
-        started = yield from self.start(flow, request, policy, transaction)
-        if isinstance(started, Operation):
-            started.repeats = repeats
-        else:
-            assert not isinstance(started, Executed)
-            self.report(request, started)
-        return started
-
-    def start(
-        self,
-        flow: Flow[T],
-        request: ClaimRequest,
-        policy: Policy,
-        transaction: OperationTransaction | None = None,
-    ) -> Flow[Operation | T | Refuse]:
-        """Run *flow* until it asks for the execution: the operation; else what it returned."""
+        if flow is None:
+            if self.replay_cache.knows(request.id):
+                known = self.find_replay(request, policy)
+                if known is not None:
+                    return known
+            may_claim = policy.live_keys_max is None or self._is_within_quota(request, policy)
+            run = lifecycle if transaction is None else transactional
+            flow = run(request, policy, may_claim=may_claim)
         try:
-            step = yield from self.advance(flow, policy, transaction)
+            started = yield from self.advance(flow, policy, transaction)
         except OUTAGES as error:
             logger.error("refused, because the store is unavailable: %s", error)  # noqa: TRY400 - its trace says nothing more
             refusal = problem("store-unavailable", key=request.key, id=request.id, reason=NOT_RUN)
-            return Refuse(refusal, cause=error)
-        if not isinstance(step, Execute):
-            return step
+            started = Refuse(refusal, cause=error)
+        if type(started) is not Execute:
+            if isinstance(started, (Executed, Replay, Refuse)):
+                self.report(request, started)
+            return started
         operation = Operation(
-            step.claim,
+            started.claim,
             policy,
             self.secret,
             request=request,
@@ -253,24 +237,13 @@ class Attempts:
             self.heartbeat.start_renewing(operation)
         return operation
 
-    def complete(
-        self, operation: Operation, outcome: Outcome, *, status: int = 200
-    ) -> Flow[Executed | Replay | Refuse]:
+    def complete(self, operation: Operation, outcome: Outcome, *, status: int = 200) -> Flow[Any]:
         """
         End *operation* with *outcome*; the answer that its client gets.
 
-        In transaction mode it raises what the commit raised, or `Repeat`: then nothing is
-        committed.
+        *status*: of the response; one that refuses may take other steps than earlier attempts. In
+        transaction mode it raises what the commit raised, or `Repeat`: then nothing is committed.
         """
-        answer: Executed | Replay | Refuse = yield from self.finish(
-            operation, outcome, status=status
-        )
-        assert operation.request is not None
-        self.report(operation.request, answer)
-        return answer
-
-    def finish(self, operation: Operation, outcome: Outcome, *, status: int = 200) -> Flow[Any]:
-        """The same without the report: the flow's own answer, or `Refuse`."""
         flow, operation.flow = operation.flow, None
         assert flow is not None  # an operation ends once
         assert operation.request is not None
@@ -280,18 +253,21 @@ class Attempts:
         try:
             answer = yield from self.advance(flow, operation.policy, transaction, outcome)
         except OUTAGES as error:
-            return self._not_recorded(operation, error, transaction)
+            answer = self._not_recorded(operation, error, transaction)
         except Exception as error:
             if transaction is not None:
                 transaction.raise_if_repeatable(error, operation)
                 self.report(operation.request, None)
             raise
+        else:
+            if operation.has_notes and operation.is_in_doubt:
+                key, id = operation.key, operation.claim.id
+                answer = Refuse(problem("outcome-unknown", key=key, id=id))
         finally:
             # Only now: waiters of this process rely on it, and do not poll.
             self.heartbeat.stop_renewing(operation)
-        if operation.is_in_doubt:
-            key, id = operation.key, operation.claim.id
-            return Refuse(problem("outcome-unknown", key=key, id=id))
+        if isinstance(answer, (Executed, Replay, Refuse)):
+            self.report(operation.request, answer)
         return answer
 
     def fail(self, operation: Operation, error: BaseException) -> Flow[Replay | Refuse | None]:
@@ -457,13 +433,16 @@ class Attempts:
     # --- what this process knows ----------------------------------------------------------------
 
     def find_replay(self, request: ClaimRequest, policy: Policy) -> Replay | Refuse | None:
-        """The answer to *request* from memory, if its completed record is there."""
+        """The answer to *request* from memory, if its completed record is there; it is reported."""
         record = self.replay_cache.get(request.id)
         # After the window another engine may have begun a new generation: only the store knows.
         if record is None or record.window_until_ms <= request.now_ms:
             return None
         decided = verdict(record, request, policy, request.now_ms)
-        return decided if isinstance(decided, (Replay, Refuse)) else None
+        if not isinstance(decided, (Replay, Refuse)):
+            return None
+        self.report(request, decided)
+        return decided
 
     def _is_within_quota(self, request: ClaimRequest, policy: Policy) -> bool:
         assert policy.live_keys_max is not None
@@ -486,8 +465,11 @@ class Attempts:
         if conflict is not None and not is_same_write(conflict, record):
             # For our own attempt the stored state matters; for another one, whether it lives here.
             return conflict if conflict.nonce == record.nonce else self.current(conflict)
-        if record.state != RUNNING:
-            _remember(self.replay_cache, self.waiters, record)
+        if record.state != RUNNING:  # the attempt has ended
+            if record.response is not None:
+                self.replay_cache.put(record)
+            if self.waiters.waiting:
+                self.waiters.wake(record)
         elif 0 < swap.expected < record.created_ms:
             logger.warning(
                 "late retry: the window of %s was over, and it runs again", reference_of(record.id)
@@ -562,18 +544,13 @@ class Attempts:
         self.heartbeat.stop()
 
 
-def _remember(cache: ReplayCache, waiters: Waiters, record: Record) -> None:
-    """An attempt has ended: remember a final answer, and wake the waiters."""
-    if record.response is not None:
-        cache.put(record)
-    waiters.wake(record)
-
-
 def _written_later(
     cache: ReplayCache, waiters: Waiters, telemetry: Telemetry, record: Record
 ) -> None:
     """The heartbeat has written the end of an attempt."""
-    _remember(cache, waiters, record)
+    if record.response is not None:
+        cache.put(record)
+    waiters.wake(record)
     telemetry.happened(ENDS[record.state], record)
 
 

@@ -48,14 +48,14 @@ class DeferredWork:
         self._token = decoded
         self._response: Response | None = None
 
-    def begin(self) -> Flow[Operation | Answer | Refuse]:
+    def begin(self) -> Flow[Operation | Answer]:
         """Take the work: the operation to execute, or the answer that it has already."""
         current = (yield from self._attempts.read(self.id)).record
         request: ClaimRequest = self._attempts.request_for(current)._replace(id=self.id)
         flow = run_deferred(self._token, request, self.policy, current)
-        started = yield from self._attempts.start(flow, request, self.policy)
-        if not isinstance(started, Operation):
-            self._attempts.report(request, started)
+        started: Operation | Answer = yield from self._attempts.begin(
+            request, self.policy, flow=flow
+        )
         return started
 
     def outcome_of(self, operation: Operation, result: object) -> Outcome:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar, cast
 
+from coatcheck.core.call_fingerprint import fingerprint_of_call
 from coatcheck.core.callables import check_function
 from coatcheck.core.keep import Outcome
 from coatcheck.core.lifecycle import ClaimRequest, Executed, Refuse, Replay, Snapshot
@@ -17,8 +18,8 @@ from coatcheck.engine.base import EngineBase, policy_in_transaction
 from coatcheck.engine.deferred import DeferredWork, defer
 from coatcheck.engine.functions import (
     RegisteredFunction,
+    arguments_of,
     fingerprint_given,
-    fingerprint_of_partial,
     name_of,
     outcome_of_call,
     request_of_call,
@@ -149,19 +150,28 @@ class Engine(EngineBase):
         database: Database | None = None,
         repeats: int = 0,
     ) -> Operation | Replay | Refuse:
-        """Claim *request*: the operation to execute, or the answer that it has already."""
-        transaction = None
-        if policy.mode == "transaction":
-            transaction = OperationTransaction(
-                self.attempts, database or self.database(), ThreadAccess()
-            )
-        return self._runner.run(self.attempts.begin(request, policy, transaction, repeats))
+        """
+        Claim *request*: the operation to execute, or the answer that it has already.
+
+        *database*: for transaction mode, if not the engine's own. *repeats*: how often the database
+        had the handler run again before (`Repeat.repeats`).
+        """
+        if policy.mode != "transaction":
+            started = self._runner.run(self.attempts.begin(request, policy))
+        else:
+            database = database or self.database()
+            transaction = OperationTransaction(self.attempts, database, ThreadAccess())
+            started = self._runner.run(self.attempts.begin(request, policy, transaction))
+            if isinstance(started, Operation):
+                started.repeats = repeats
+        return cast("Operation | Replay | Refuse", started)
 
     def complete(
         self, operation: Operation, outcome: Outcome, *, status: int = 200
     ) -> Executed | Replay | Refuse:
         """End *operation* with *outcome*; the answer that its client gets."""
-        return self._runner.run(self.attempts.complete(operation, outcome, status=status))
+        answer = self._runner.run(self.attempts.complete(operation, outcome, status=status))
+        return cast("Executed | Replay | Refuse", answer)
 
     def fail(self, operation: Operation, error: BaseException) -> Replay | Refuse | None:
         """End *operation*, whose handler raised; the answer to give instead of the error."""
@@ -262,7 +272,7 @@ class Engine(EngineBase):
         if not self.is_started:
             self.ensure_started()
         policy = self.policy if policy is None else policy_of(policy)
-        fingerprint = fingerprint_of_partial(call)
+        fingerprint = fingerprint_of_call(*arguments_of(call))
         request = request_of_call(self.attempts, key, label, fingerprint, policy)
         repeats = 0
         while True:

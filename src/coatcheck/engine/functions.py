@@ -38,11 +38,6 @@ def request_of_call(
     return attempts.new_request(id, fingerprint, key=text, caller="", label=label)
 
 
-def fingerprint_of_partial(call: functools.partial[Any]) -> bytes:
-    """The fingerprint of the arguments of *call*."""
-    return fingerprint_of_call(*arguments_of(call))
-
-
 def fingerprint_given(value: object) -> bytes:
     """The fingerprint that the caller gave: 16 bytes as they are, else that of the value."""
     if isinstance(value, bytes) and len(value) == ID_BYTES:

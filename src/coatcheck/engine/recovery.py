@@ -94,9 +94,10 @@ class Recovery:
 
     def register_function(self, label: str, policy: Policy) -> None:
         """Functions that are guarded as *label* have this *policy*."""
-        label = label_of(label)
-        if policy.recovery != "retry" and self._functions.get(label) is not policy:
-            self._register(self._functions, label, policy)
+        if policy.recovery != "retry":
+            label = label_of(label)
+            if self._functions.get(label) is not policy:
+                self._register(self._functions, label, policy)
 
     def register_route(self, label: str, policy: Policy) -> None:
         """Requests of the route *label* ("POST /orders/{id}") have this *policy*."""

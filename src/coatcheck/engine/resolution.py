@@ -100,7 +100,7 @@ class ResolutionRequest:
         request = self._attempts.request_for(self._read.record)
         resolution = self._resolution("run again")
         flow = rerun(self._read, resolution, request, self._policy, abandoned=self._abandoned)
-        started: Any = yield from self._attempts.start(flow, request, self._policy)
+        started = yield from self._attempts.begin(request, self._policy, flow=flow)
         if isinstance(started, Refuse):
             raise started.cause or started.problem.error()
         if isinstance(started, Stands):
@@ -127,11 +127,9 @@ class ResolutionRequest:
     def finish_rerun(self, operation: Operation, outcome: Outcome, result: object) -> Flow[Any]:
         """Store the result of that attempt; what every retry gets from now on."""
         # 400: an operator may have it take other steps than the attempts before.
-        answer = yield from self._attempts.finish(operation, outcome, status=400)
-        assert operation.request is not None
+        answer = yield from self._attempts.complete(operation, outcome, status=400)
         if isinstance(answer, Stands):
             raise ClaimLost(f"{self._reference} was taken over while it ran; that attempt counts")
-        self._attempts.report(operation.request, answer)
         if isinstance(answer, Refuse):
             raise answer.cause or answer.problem.error()
         assert isinstance(answer, Executed)

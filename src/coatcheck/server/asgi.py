@@ -11,7 +11,6 @@ background tasks run after it, as usual.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 from coatcheck.core.policy import SAFE_METHODS, Policy
 from coatcheck.core.problem import Problem
@@ -19,6 +18,7 @@ from coatcheck.core.response import Response
 from coatcheck.engine import AsyncEngine
 from coatcheck.engine.attempts import OUTAGES
 from coatcheck.errors import Misconfigured
+from coatcheck.server.asgi_detach import may_be_cancelled
 from coatcheck.server.asgi_exchange import Exchange, finishing, respond
 from coatcheck.server.asgi_request import (
     App,
@@ -29,11 +29,11 @@ from coatcheck.server.asgi_request import (
     read,
     request_of,
 )
-from coatcheck.server.body import Body
+from coatcheck.server.body import LargeBody, close_body
 from coatcheck.server.callers import Caller
 from coatcheck.server.guard import NaturalKey, RequestGuard
 from coatcheck.server.polling import POLLING_METHODS, id_of
-from coatcheck.server.request import Request, fields_of, lines_of
+from coatcheck.server.request import Request, fields_of
 from coatcheck.server.responses import refused, store_unavailable
 from coatcheck.server.routes import NewRoutes, RoutePolicies
 from coatcheck.server.starlette_routes import StarletteRoutes
@@ -94,108 +94,92 @@ class IdempotencyMiddleware:
         self.guard = RequestGuard(self.engine, caller, key, is_by_host)
         self._status_path = self.engine.policy.status_path
 
-    async def __call__(self, asgi_scope: AsgiScope, receive: Receive, send: Send) -> None:
-        """Serve one connection; only requests with unsafe methods concern us."""
-        is_http = asgi_scope["type"] == "http"
+    async def __call__(  # noqa: C901 - hot path: straight on purpose
+        self, asgi_scope: AsgiScope, receive: Receive, send: Send
+    ) -> None:
+        """Serve one connection; only requests with unsafe methods are guarded."""
         # In capitals, because some servers pass on what Django takes for PATCH.
-        if is_http and (method := asgi_scope["method"].upper()) not in SAFE_METHODS:
-            policy, template = self._routes.lookup(asgi_scope, method)
-            if policy is not None:
-                fields = dict(asgi_scope["headers"])
-                if policy.key_name in fields or policy.required or self.guard.has_natural_keys:
-                    await self._guarded(
-                        asgi_scope, receive, send, fields=fields, policy=policy, template=template
-                    )
-                    return
-        elif is_http and self._status_path in asgi_scope["path"]:
-            await self._poll_or_pass(asgi_scope, receive, send)
+        method = asgi_scope["method"].upper() if asgi_scope["type"] == "http" else "GET"
+        if method in SAFE_METHODS:
+            await self._safe(asgi_scope, receive, send)
             return
-        else:
-            self._routes.let_pass(asgi_scope)
-            if asgi_scope["type"] == "lifespan":  # recover also if no request ever comes
-                self.engine.recovery.start(asyncio.get_running_loop())
-                receive = finishing(self, receive)
-        await self.app(asgi_scope, receive, send)
-
-    async def _guarded(
-        self,
-        asgi_scope: AsgiScope,
-        receive: Receive,
-        send: Send,
-        *,
-        fields: dict[bytes, bytes],
-        policy: Policy,
-        template: str | None,
-    ) -> None:
-        """Take the key and the whole body."""
+        policy, template = self._routes.lookup(asgi_scope, method)
         headers = asgi_scope["headers"]
-        values: Sequence[bytes] = (fields[policy.key_name],) if policy.key_name in fields else ()
-        if len(fields) != len(headers):  # a name was sent in several lines
-            values, fields = lines_of(policy.key_name, headers), fields_of(headers)
-        key = self.guard.key_of(values, policy)
-        if isinstance(key, Problem):
-            request = request_of(asgi_scope, fields, Body())
-            await respond(send, self.guard.refused(request, key, policy, template))
+        key_values = []
+        if policy is not None:
+            for name, value in headers:
+                if name == policy.key_name:
+                    key_values.append(value)
+        guard = self.guard
+        if policy is None or not (key_values or policy.required or guard.has_natural_keys):
+            await self.app(asgi_scope, receive, send)
             return
-        body = await read(fields, receive, policy)
-        if isinstance(body, Problem):
-            request = request_of(asgi_scope, fields, Body())
-            await respond(send, self.guard.refused(request, body, policy, template))
-        elif body is not None:  # else the client left before it had said everything
-            request = request_of(asgi_scope, fields, body)
-            await self._serve(request, receive, send, policy=policy, key=key, template=template)
 
-    async def _serve(
-        self,
-        request: Request,
-        receive: Receive,
-        send: Send,
-        *,
-        policy: Policy,
-        key: str | None,
-        template: str | None,
-    ) -> None:
-        """Answer from memory, or start an exchange."""
-        engine, guard = self.engine, self.guard
-        if key is None:
-            found = guard.natural_key_of(request, policy)
-            if not isinstance(found, str):
-                refusal = None if found is None else guard.refused(request, found, policy, template)
-                await self._pass_or_refuse(request, receive, send, refusal)
+        # Read the key and the whole body.
+        fields = dict(headers)
+        if len(fields) != len(headers):  # a name was sent in several lines
+            fields = fields_of(headers)
+        request = request_of(asgi_scope, fields, b"")
+        key: Problem | str | None = guard.key_of(key_values, policy)
+        if not isinstance(key, Problem):
+            body = await read(fields, receive, policy)
+            if body is None:  # the client left before it had sent everything
                 return
-            key = found
-        if not engine.is_started:
-            refusal = await self._start(request, policy, template)
-            if refusal is not None:
-                await self._pass_or_refuse(request, receive, send, refusal)
-                return
+            if isinstance(body, Problem):
+                key = body
+            else:
+                request.body = body
+                if key is None:
+                    key = guard.natural_key_of(request, policy)
+                if isinstance(key, str) and not self.engine.is_started:
+                    key = await self._start() or key
+        if not isinstance(key, str):
+            refusal = None if key is None else guard.refused(request, key, policy, template)
+            await self._pass_or_refuse(request, receive, send, refusal)
+            return
+
+        # A retry is answered from memory if possible.
         claim = (
             await asyncio.to_thread(guard.claim_request, request, policy, key, template)
-            if request.body.is_large  # reading it again takes long, and would block the loop
+            if isinstance(request.body, LargeBody)  # reading it again would block the loop
             else guard.claim_request(request, policy, key, template)
         )
-        if "coatcheck.operation" in request.native and guard.is_nested(request, claim):
+        if "coatcheck.operation" in asgi_scope and guard.is_nested(request, claim):
             await self._pass_or_refuse(request, receive, send, None)
             return
-        attempts = engine.attempts
-        known = (
-            attempts.find_replay(claim, policy) if attempts.replay_cache.knows(claim.id) else None
-        )
-        if known is None:
-            await Exchange(self, request, receive, send, claim=claim, policy=policy).serve()
+        attempts = self.engine.attempts
+        known = None
+        if attempts.replay_cache.knows(claim.id):
+            known = attempts.find_replay(claim, policy)
+        if known is not None:
+            if isinstance(request.body, LargeBody):
+                request.body.close()
+            await respond(send, guard.response_of(known, claim, policy, request))
             return
-        request.body.close()
-        attempts.report(claim, known)
-        await respond(send, guard.response_of(known, claim, policy, request))
 
-    async def _start(
-        self, request: Request, policy: Policy, template: str | None
-    ) -> Response | None:
+        exchange = Exchange(self, request, receive, send, claim=claim, policy=policy)
+        if may_be_cancelled():
+            await exchange.run_in_task()
+        else:
+            await exchange.run()
+
+    async def _safe(self, asgi_scope: AsgiScope, receive: Receive, send: Send) -> None:
+        """Pass on what is not guarded: safe methods, websockets, the lifespan."""
+        if asgi_scope["type"] == "http" and self._status_path in asgi_scope["path"]:
+            await self._poll_or_pass(asgi_scope, receive, send)
+            return
+        self._routes.let_pass(asgi_scope)
+        if asgi_scope["type"] == "lifespan":  # recover also if no request ever comes
+            self.engine.recovery.start(asyncio.get_running_loop())
+            receive = finishing(self, receive)
+        await self.app(asgi_scope, receive, send)
+
+    async def _start(self) -> Problem | None:
         """Read the store's clock before the first request; the refusal if that fails."""
         try:
             await self.engine.ensure_started()
         except OUTAGES as error:
-            return self.guard.refused(request, store_unavailable(error), policy, template)
+            return store_unavailable(error)
         return None
 
     async def _pass_or_refuse(
@@ -214,7 +198,7 @@ class IdempotencyMiddleware:
             else:
                 await respond(send, refusal)
         finally:
-            request.body.close()
+            close_body(request.body)
 
     async def _poll_or_pass(self, asgi_scope: AsgiScope, receive: Receive, send: Send) -> None:
         """Answer a client that polls for its operation; pass other requests on."""
@@ -225,7 +209,7 @@ class IdempotencyMiddleware:
         id = id_of(token) if is_asked else None
         response = None
         if id is not None:
-            request = request_of(asgi_scope, fields_of(asgi_scope["headers"]), Body())
+            request = request_of(asgi_scope, fields_of(asgi_scope["headers"]), b"")
             try:
                 await self.engine.ensure_started()
                 (record,) = await self.engine.store.get((id,))

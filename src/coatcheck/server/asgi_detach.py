@@ -28,13 +28,10 @@ _HARMLESS = frozenset(
         ("fastapi.applications", "FastAPI.__call__"),
         ("fastapi.telemetry._asgi", "ExceptionTelemetryMiddleware.__call__"),
         ("coatcheck.server.asgi", "IdempotencyMiddleware.__call__"),
-        ("coatcheck.server.asgi", "IdempotencyMiddleware._guarded"),
-        ("coatcheck.server.asgi", "IdempotencyMiddleware._serve"),
-        ("coatcheck.server.asgi_exchange", "Exchange.serve"),
     }
 )
-# Our own: `may_be_cancelled`, `Exchange.serve` and three functions of the middleware.
-_OUR_FRAMES = 5
+# Our own: `may_be_cancelled` and `IdempotencyMiddleware.__call__`.
+_OUR_FRAMES = 2
 
 # Whether a code object only awaits us, by its id: comparing code objects takes longer than
 # everything else here. The objects are kept, so that no other gets the same id.
@@ -43,7 +40,7 @@ _met: list[CodeType] = []
 
 
 def may_be_cancelled() -> bool:
-    """A caller of `Exchange.serve` may cancel it while the process lives on."""
+    """A caller of the middleware may cancel it while the process lives on."""
     # A frame, until there is none, which ends in an AttributeError.
     frame: Any = sys._getframe(_OUR_FRAMES)  # noqa: SLF001 - as `inspect` does it
     try:

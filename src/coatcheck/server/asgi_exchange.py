@@ -18,6 +18,7 @@ from http import HTTPStatus
 from typing import Any, Protocol
 
 from coatcheck.core.keep import Outcome
+from coatcheck.core.key import reference_of
 from coatcheck.core.lifecycle import ClaimRequest, Executed, Refuse, Replay
 from coatcheck.core.policy import Policy
 from coatcheck.core.problem import problem
@@ -32,21 +33,19 @@ from coatcheck.engine.outcomes import (
 )
 from coatcheck.engine.transactions import Repeat
 from coatcheck.operation import Operation, enter, leave
-from coatcheck.server.asgi_detach import may_be_cancelled
 from coatcheck.server.asgi_request import (
     App,
     BufferedReceive,
     Message,
     Receive,
     Send,
-    hide_short_cuts,
+    without_short_cuts,
 )
 from coatcheck.server.guard import RequestGuard
 from coatcheck.server.polling import preferred_wait, wait_left_s
 from coatcheck.server.request import Request
 from coatcheck.server.responses import (
     is_endless,
-    reference_header,
     refusal_passes,
     refused,
 )
@@ -119,29 +118,15 @@ class Exchange(BufferedReceive):
         self._over: asyncio.Event | None = None
         self._done: asyncio.Future[None] | None = None  # awaited in place of `task`
         self._timer: asyncio.TimerHandle | None = None
+        self.task = None
 
-    async def serve(self) -> None:
-        """Claim, execute, answer, whether or not the caller is cancelled meanwhile."""
-        if may_be_cancelled():
-            await self._serve_in_task()
-            return
-        try:
-            await self._serve()
-        except Exception:
-            if not self._is_accepted:
-                raise
-            logger.exception(FAILED_AFTERWARDS)
-        finally:
-            if self._request.body.whole is None:
-                self._request.body.close()
-
-    async def _serve_in_task(self) -> None:
-        """Serve in a task of its own: if the caller is cancelled, it goes on."""
+    async def run_in_task(self) -> None:
+        """Run in a task of its own: if the caller is cancelled, it goes on."""
         loop = asyncio.get_running_loop()
         # Awaited in the task's place, because a cancelled `await task` cancels the task.
         self._done = done = loop.create_future()
         RUNNING_EXCHANGES.add(self)  # before it begins, because it may end at once
-        self.task = loop.create_task(self._serve_and_finish(done))
+        self.task = loop.create_task(self._run_and_pass_result(done))
         try:
             await done
         except asyncio.CancelledError:
@@ -149,16 +134,15 @@ class Exchange(BufferedReceive):
                 self.task.cancel()
             raise
 
-    async def _serve_and_finish(self, done: asyncio.Future[None]) -> None:
-        """Serve, and pass the result to the caller, if it still waits."""
+    async def _run_and_pass_result(self, done: asyncio.Future[None]) -> None:
+        """Run, and pass the result to the caller, if it still waits."""
         error: BaseException | None = None
         try:
-            await self._serve()
+            await self.run()
         except BaseException as raised:  # noqa: BLE001 - passed on to the server, or logged
             error = raised
         RUNNING_EXCHANGES.discard(self)
         self.task = None
-        self._request.body.close()
         if error is None:
             if not done.done():
                 done.set_result(None)
@@ -169,66 +153,81 @@ class Exchange(BufferedReceive):
         else:
             done.set_exception(error)
 
-    async def _serve(self) -> None:
-        """Claim and execute; again, if the database asks for it and the policy allows it."""
-        engine, repeats = self.middleware.engine, 0
-        while True:
-            started = await engine.begin(self._claim, self._claim_policy, None, repeats)
-            if not isinstance(started, Operation):
-                await self._answer(started)
-                return
-            try:
-                await self._execute(started)
-            except Repeat as again:
-                repeats = again.repeats
-                self._chunks, self._failure, self._is_ended = None, None, False
-                self._messages = None  # the application reads the request from its beginning
-            else:
-                return
-
-    async def _execute(self, operation: Operation) -> None:
-        self._operation = operation
+    async def run(self) -> None:  # noqa: C901 - hot path: straight on purpose
+        """Claim, execute, answer; again, if the database asks for it and the policy allows it."""
+        middleware, asgi_scope, repeats = self.middleware, self._request.native, 0
         self._loop = asyncio.get_running_loop()
-        if self._policy.mode == "record":
-            operation.exchange = self
-        asgi_scope = self._request.native
-        asgi_scope["coatcheck.operation"] = operation
-        hide_short_cuts(asgi_scope)
-        entered = enter(operation)
         try:
-            if self._wait_s is not None:
-                await self._accept_later(self._wait_s)
-            await self.middleware.app(asgi_scope, self.receive, self._send)
-            if self._failure is not None:  # the framework did not let it through
-                raise self._failure
-            if not self._is_ended:
-                raise RuntimeError("the application ended without a complete response")
-        except BaseException as error:  # noqa: BLE001 - raised again, unless it is answered
-            await self._fail(operation, error)
+            while True:
+                started = await middleware.engine.begin(
+                    self._claim, self._claim_policy, None, repeats
+                )
+                if not isinstance(started, Operation):
+                    await self._answer(started)
+                    return
+                self._operation = operation = started
+                if self._policy.mode == "record":
+                    operation.exchange = self
+                asgi_scope["coatcheck.operation"] = operation
+                if asgi_scope.get("extensions"):
+                    asgi_scope["extensions"] = without_short_cuts(asgi_scope["extensions"])
+                entered = enter(operation)
+                try:
+                    if self._wait_s is not None:
+                        await self._accept_later(self._wait_s)
+                    await middleware.app(asgi_scope, self.receive, self._send)
+                    if self._failure is not None:  # the framework did not let it through
+                        raise self._failure
+                    if not self._is_ended:
+                        raise RuntimeError("the application ended without a complete response")
+                except BaseException as error:  # noqa: BLE001 - raised again, unless it is answered
+                    repeat = await self._fail(operation, error)
+                    if repeat is None:
+                        return
+                    repeats = repeat.repeats
+                    self._chunks, self._failure, self._is_ended = None, None, False
+                    self._messages = None  # the application reads the request from its beginning
+                else:
+                    return
+                finally:
+                    leave(entered)
+                    operation.exchange = None  # no client waits any more, and no cycle is left
+                    if self._timer is not None:
+                        self._timer.cancel()
+                        self._timer = None
         finally:
-            leave(entered)
-            operation.exchange = None  # the client does not wait any more, and no cycle is left
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
+            if not isinstance(self._body, bytes):
+                self._body.close()
 
-    async def _fail(self, operation: Operation, error: BaseException) -> None:
-        """Release the claim, if the application raised before it had answered; raises the error."""
-        if self._is_ended:
-            # What comes out of a framework may be another error than that of the commit.
-            if isinstance(self._failure, Repeat) and not self._is_over:
-                raise self._failure from error
-            raise error
-        self._is_ended = True
-        answer = await self.middleware.engine.fail(operation, error)
-        if answer is not None:
-            await self._answer(answer)
-            return
-        if not operation.is_in_doubt or not is_failure(error):
-            raise error
-        logger.error("operation %s is in doubt", operation.reference, exc_info=error)
-        unknown = problem("outcome-unknown", key=self._claim.key, id=self._claim.id)
-        await self._respond(refused(unknown, self._policy))
+    async def _fail(self, operation: Operation, error: BaseException) -> Repeat | None:
+        """
+        End an operation whose handler raised, or whose response could not be stored.
+
+        Returns `Repeat` if the handler is to run again, None if the client has its answer; raises
+        the error otherwise.
+        """
+        if isinstance(self._failure, Repeat) and not self._is_over:
+            return self._failure  # what comes out of a framework may be another error
+        if isinstance(error, Repeat):
+            return error
+        if not self._is_ended:
+            self._is_ended = True
+            try:
+                answer = await self.middleware.engine.fail(operation, error)
+            except Repeat as repeat:
+                return repeat
+            if answer is not None:
+                await self._answer(answer)
+                return None
+            if operation.is_in_doubt and is_failure(error):
+                logger.error("operation %s is in doubt", operation.reference, exc_info=error)
+                unknown = problem("outcome-unknown", key=self._claim.key, id=self._claim.id)
+                await self._respond(refused(unknown, self._policy))
+                return None
+        if self._is_accepted and self.task is None and isinstance(error, Exception):
+            logger.error(FAILED_AFTERWARDS, exc_info=error)
+            return None
+        raise error
 
     # --- what the application receives and sends ------------------------------------------------
 
@@ -279,9 +278,9 @@ class Exchange(BufferedReceive):
     async def _complete(
         self, response: Response, outcome: Outcome, *, more_body: bool = False
     ) -> None:
-        """Store the response, and only then send it."""
+        """Store the response, and only then send it; *more_body*: the rest is passed on."""
         self._is_ended = True
-        engine, operation = self.middleware.engine, self._operation
+        engine, operation, send = self.middleware.engine, self._operation, self._client_send
         if self._is_deferred and response.status < HTTPStatus.BAD_REQUEST:
             engine.attempts.report(self._claim, Executed(operation.claim))
             await self._respond(self._accepted())
@@ -293,28 +292,21 @@ class Exchange(BufferedReceive):
                 if not is_final or not refusal_passes(response, error):
                     self._failure = error
                     raise
-                await self._send_response(response)
-            else:
-                if isinstance(answer, Executed):
-                    await self._send_response(response, more_body=more_body)
-                else:
-                    await self._answer(answer)
+                answer = Executed(operation.claim)
+            if not isinstance(answer, Executed):  # another attempt has taken over
+                await self._answer(answer)
+            elif not self._is_accepted:
+                self._is_streaming = more_body
+                status, headers, body = response
+                reference = reference_of(self._claim.id).encode()
+                headers = [*headers, (self._policy.reference_name, reference)]
+                await send({"type": "http.response.start", "status": status, "headers": headers})
+                await send({"type": "http.response.body", "body": body, "more_body": more_body})
         self._is_over = True
         if self._over is not None:
             self._over.set()
 
     # --- what the client gets -------------------------------------------------------------------
-
-    async def _send_response(self, response: Response, *, more_body: bool = False) -> None:
-        """Send the application's response, unless the client got a 202."""
-        if self._is_accepted:
-            return
-        self._is_streaming = more_body
-        status, headers, body = response
-        headers = [*headers, reference_header(self._claim.id, self._policy)]
-        send = self._client_send
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body, "more_body": more_body})
 
     async def _answer(self, answer: Replay | Refuse) -> None:
         """Answer without the handler."""

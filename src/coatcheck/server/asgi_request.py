@@ -9,9 +9,14 @@ from typing import Any, TypeAlias
 
 from coatcheck.core.policy import Policy
 from coatcheck.core.problem import Problem
-from coatcheck.server.body import Body
+from coatcheck.server.body import (
+    MEMORY_BYTES_MAX,
+    Body,
+    BodyReader,
+    LargeBody,
+    body_too_large,
+)
 from coatcheck.server.request import Request, escaped
-from coatcheck.server.responses import body_too_large
 
 AsgiScope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
@@ -23,22 +28,25 @@ App: TypeAlias = Callable[[AsgiScope, Receive, Send], Awaitable[None]]
 async def read(
     fields: dict[bytes, bytes], receive: Receive, policy: Policy
 ) -> Body | Problem | None:
-    """The whole body; a problem if it is too large; None if the client left."""
+    """The whole body; the refusal if it is too large; None if the client left."""
     declared = fields.get(b"content-length", b"")
     if declared.isdigit() and int(declared[:20]) > policy.body_bytes_max:
         return body_too_large(policy)
     message = await receive()
-    body = Body(message.get("body", b""))
-    while body.size <= policy.body_bytes_max:
-        if message["type"] == "http.disconnect":
-            body.close()
-            return None
+    if message["type"] == "http.request" and not message.get("more_body", False):
+        whole: bytes = message.get("body", b"")
+        if len(whole) <= min(MEMORY_BYTES_MAX, policy.body_bytes_max):  # nearly always
+            return whole
+    reader = BodyReader(policy)
+    while message["type"] != "http.disconnect":
+        refusal = reader.add(message.get("body", b""))
+        if refusal is not None:
+            return refusal
         if not message.get("more_body", False):
-            return body
+            return reader.body()
         message = await receive()
-        body.add(message.get("body", b""))
-    body.close()
-    return body_too_large(policy)
+    reader.close()
+    return None
 
 
 def request_of(asgi_scope: AsgiScope, fields: dict[bytes, bytes], body: Body) -> Request:
@@ -66,12 +74,9 @@ _UNRESERVED = frozenset(string.ascii_letters + string.digits + "-._~")
 
 
 def _normal(escape: re.Match[str]) -> str:
-    """The one spelling of an *escape* in a path (RFC 3986 §6.2.2), as WSGI's is made by us."""
+    """The one spelling of an *escape* in a path (RFC 3986 §6.2.2), as `escaped` writes it."""
     character = chr(int(escape[0][1:], 16))
     return character if character in _UNRESERVED else escape[0].upper()
-
-
-_NO_MESSAGES: Iterator[tuple[bytes, bool]] = iter(())
 
 
 class BufferedReceive:
@@ -81,18 +86,17 @@ class BufferedReceive:
 
     def __init__(self, body: Body) -> None:
         self._body = body
-        self._messages: Iterator[tuple[bytes, bool]] | None = None
+        self._messages: Iterator[Message] | None = None  # None: nothing was received yet
 
     async def receive(self) -> Message:
         """The next piece of the body."""
         if self._messages is None:
-            whole = self._body.bytes_or_chunks() if self._body.whole is None else self._body.whole
-            if isinstance(whole, bytes):  # nearly always: one message has all of it
-                self._messages = _NO_MESSAGES
-                return {"type": "http.request", "body": whole, "more_body": False}
-            self._messages = self._body.messages()
-        for chunk, more_body in self._messages:
-            return {"type": "http.request", "body": chunk, "more_body": more_body}
+            if isinstance(self._body, bytes):
+                self._messages = iter(())
+                return {"type": "http.request", "body": self._body, "more_body": False}
+            self._messages = _messages_of(self._body)
+        for message in self._messages:
+            return message
         return await self._after()
 
     async def _after(self) -> Message:
@@ -113,12 +117,14 @@ class ForwardedReceive(BufferedReceive):
         return await self._receive()
 
 
-def hide_short_cuts(asgi_scope: AsgiScope) -> None:
-    """Hide extensions that let the application send its response past us, such as a file's path."""
-    extensions = asgi_scope.get("extensions")
-    if extensions:
-        asgi_scope["extensions"] = {
-            name: value
-            for name, value in extensions.items()
-            if not name.startswith("http.response.")
-        }
+def _messages_of(body: LargeBody) -> Iterator[Message]:
+    for chunk in body.chunks():
+        yield {"type": "http.request", "body": chunk, "more_body": True}
+    yield {"type": "http.request", "body": b"", "more_body": False}
+
+
+def without_short_cuts(extensions: MutableMapping[str, Any]) -> dict[str, Any]:
+    """*extensions* without those that send a response past us, such as a file's path."""
+    return {
+        name: value for name, value in extensions.items() if not name.startswith("http.response.")
+    }

@@ -10,7 +10,7 @@ not one caller.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 from uuid import UUID
 
@@ -38,6 +38,7 @@ CREDENTIALS = SHARED.union(
     cf-access-authenticated-user-email x-amzn-oidc-identity x-goog-authenticated-user-id
     x-goog-authenticated-user-email x-ms-client-principal-id""".split()
 )
+CREDENTIAL_NAMES = tuple(sorted(CREDENTIALS))
 
 
 def credential(request: Request) -> str | None:
@@ -50,9 +51,13 @@ def credential(request: Request) -> str | None:
     Two credentials never share a key. Where users' tokens are refreshed between retries, use
     `user` or a function of your own, or a retry with the new token is somebody else's request.
     """
-    found = sorted(CREDENTIALS.intersection(request.fields))
-    lines = (b"%b: %b\n" % (name, request.fields[name]) for name in found)
-    return b"".join(lines).decode("latin-1") or None
+    return credential_text((name, request.fields.get(name)) for name in CREDENTIAL_NAMES) or None
+
+
+def credential_text(headers: Iterable[tuple[bytes, bytes | None]]) -> str:
+    """Those of *headers* that were sent, as one text."""
+    lines = (b"%b: %b\n" % (name, value) for name, value in headers if value is not None)
+    return b"".join(lines).decode("latin-1")
 
 
 def api_key(header: str = "X-API-Key") -> Caller:

@@ -33,11 +33,12 @@ from coatcheck.engine.base import EngineBase
 from coatcheck.engine.functions import key_of_call
 from coatcheck.errors import Misconfigured
 from coatcheck.server.callers import (
+    CREDENTIAL_NAMES,
     CREDENTIALS,
     SHARED,
     Caller,
     client_certificate,
-    credential,
+    credential_text,
     user,
 )
 from coatcheck.server.polling import StatusRequest, accepted, status_of, token_of
@@ -67,11 +68,11 @@ class RequestGuard:
         self._engine = engine
         self._attempts = engine.attempts
         self._secret = engine.attempts.secret
-        self._is_by_host = is_by_host  # whether the application has routes for hosts
+        # Whether the application has routes for hosts: then the host is part of the caller.
+        self._is_by_host = is_by_host
         self._caller = caller
         self._key = key
         self.has_natural_keys = key is not None
-        self._anonymous = caller_digest("", secret=self._secret)
 
     def key_of(self, values: Sequence[bytes], policy: Policy) -> Key | Problem | None:
         """The key in the header's *values*; None if there is none and none is required."""
@@ -105,7 +106,7 @@ class RequestGuard:
         self, request: Request, policy: Policy, key: str, template: str | None
     ) -> ClaimRequest:
         """What to claim for *request*; *template* is its route's, if that is known."""
-        method, path, whole = request.method, request.path, request.body.whole
+        method, path, body = request.method, request.path, request.body
         caller, compared = self._caller_of(request)
         if policy.header_names:
             compared = [*compared, *((n, request.header(n)) for n in policy.header_names)]
@@ -119,7 +120,7 @@ class RequestGuard:
             path=path,
             query=request.query,
             content_type=request.fields.get(b"content-type", b""),
-            body=request.body.bytes_or_chunks() if whole is None else whole,
+            body=body if isinstance(body, bytes) else body.chunks(),
             ignore=policy.pointers,
             headers=compared,
             secret=self._secret,
@@ -156,7 +157,7 @@ class RequestGuard:
     ) -> Response:
         """The response for a request for which no handler ran."""
         if isinstance(answer, Replay):
-            return replayed(answer, claim, policy, request.header(b"accept-encoding"))
+            return replayed(answer, claim, policy, request.fields.get(b"accept-encoding", b""))
         # A transaction that is not committed has nothing to poll for yet.
         if policy.in_flight == "202" and policy.mode == "record" and answer.record is not None:
             return self.accepted(answer.record, policy, request)
@@ -200,25 +201,16 @@ class RequestGuard:
     def _caller_of(self, request: Request) -> tuple[str, list[tuple[bytes, bytes]]]:
         """Whose key it is, and which headers must be the same for a retry."""
         if self._caller is not None and (own := _text_of(self._caller(request))) is not None:
-            return caller_digest("own", own, *self._tenant(request), secret=self._secret), []
-        fields, native, who = request.fields, request.native, user(request)
-        certified = None
-        # Checked here: most servers set none of these, and a call takes longer.
-        if (
-            ("extensions" in native and "tls" in (native["extensions"] or ()))
-            or "SSL_CLIENT_S_DN" in native
-            or "SSL_CLIENT_CERT" in native
-        ):
-            certified = client_certificate(request)
-        if not (who or certified or self._is_by_host()) and CREDENTIALS.isdisjoint(fields):
-            caller = self._anonymous
-        else:
-            parts: tuple[str, ...] = ("credential", credential(request) or "")
-            if who is not None:
-                parts = (*parts, "user", who)
-            if certified is not None:
-                parts = (*parts, "certificate", certified)
-            caller = caller_digest(*parts, *self._tenant(request), secret=self._secret)
+            tenant = ("host", request.header(b"host").lower()) if self._is_by_host() else ()
+            return caller_digest("own", own, *tenant, secret=self._secret), []
+        fields, native = request.fields, request.native
+        who = user(request) if "user" in native or "REMOTE_USER" in native else None
+        certificate = None
+        if native.get("extensions") or "SSL_CLIENT_S_DN" in native or "SSL_CLIENT_CERT" in native:
+            certificate = client_certificate(request)
+        credentials = tuple(map(fields.get, CREDENTIAL_NAMES))
+        host = request.header(b"host").lower() if self._is_by_host() else None
+        caller = _default_caller(credentials, who, certificate, host, self._secret)
         # A cookie may hold a session, or an advertiser's timestamp. If it named the caller, a retry
         # with a new timestamp would run again; if it were ignored, one session could read another's
         # answer. So it is compared, and another cookie is refused. It is not compared if something
@@ -228,9 +220,28 @@ class RequestGuard:
             return caller, []
         return caller, [(b"cookie", cookie)]
 
-    def _tenant(self, request: Request) -> tuple[bytes | str, ...]:
-        """If the application has routes for hosts, the host is part of the caller."""
-        return ("host", request.header(b"host").lower()) if self._is_by_host() else ()
+
+# 256: the callers of some seconds. All that tells callers apart is among the arguments.
+@functools.lru_cache(maxsize=256)
+def _default_caller(
+    credentials: tuple[bytes | None, ...],
+    who: str | None,
+    certificate: str | None,
+    host: bytes | None,
+    secret: bytes,
+) -> str:
+    """The digest of a caller without a `caller=`; *credentials*: by `CREDENTIAL_NAMES`."""
+    sent = credential_text(zip(CREDENTIAL_NAMES, credentials, strict=True))
+    if not sent and who is None and certificate is None and host is None:
+        return caller_digest("", secret=secret)
+    parts: list[bytes | str] = ["credential", sent]
+    if who is not None:
+        parts += ["user", who]
+    if certificate is not None:
+        parts += ["certificate", certificate]
+    if host is not None:
+        parts += ["host", host]
+    return caller_digest(*parts, secret=secret)
 
 
 @functools.lru_cache(maxsize=256)  # 256: more declared routes than an API has

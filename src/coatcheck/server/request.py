@@ -12,7 +12,7 @@ from coatcheck.core.response import Headers
 from coatcheck.server.body import Body
 
 
-@dataclass(slots=True)  # not frozen, and no tuple: it is read a dozen times for each request
+@dataclass(slots=True)
 class Request:
     """
     One request, wholly read: what `caller=` and `key=` functions are called with.
@@ -22,7 +22,7 @@ class Request:
     """
 
     method: str
-    path: str  # percent-encoded, where the server tells, in one spelling
+    path: str  # percent-encoded, in one spelling
     query: bytes
     fields: Mapping[bytes, bytes]  # the headers, names in lower case; see `fields_of`
     body: Body
@@ -35,12 +35,13 @@ class Request:
 
     def json(self) -> Any:  # noqa: ANN401 - whatever the client sent
         """The body as JSON; raises ValueError if it is none."""
-        return json.loads(b"".join(self.body.chunks()))
+        body = self.body
+        return json.loads(body if isinstance(body, bytes) else b"".join(body.chunks()))
 
 
 def escaped(path: bytes) -> str:
-    """*path* as clients write it, of which the server tells only what it means."""
-    return quote(path, "/:@!$&'()*+,;=")  # RFC 3986 §3.3: what stands for itself
+    """The decoded *path*, percent-encoded as clients write it."""
+    return quote(path, "/:@!$&'()*+,;=")  # RFC 3986 §3.3: what needs no escape
 
 
 def fields_of(headers: Headers) -> dict[bytes, bytes]:

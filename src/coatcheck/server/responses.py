@@ -117,11 +117,6 @@ def has_length(response: Response) -> bool:
     return response.status in NO_CONTENT or bool(header_of(response.headers, b"content-length"))
 
 
-def body_too_large(policy: Policy) -> Problem:
-    """The refusal of a body over the limit."""
-    return problem("body-too-large", reason=f"at most {policy.body_bytes_max} bytes are taken")
-
-
 def is_endless(headers: Headers) -> bool:
     """Server-sent events: a response that is never whole, so it is passed on as it comes."""
     return header_of(headers, b"content-type").lower().startswith(b"text/event-stream")

@@ -19,7 +19,7 @@ from coatcheck.engine import Engine
 from coatcheck.engine.attempts import OUTAGES
 from coatcheck.errors import Misconfigured
 from coatcheck.operation import current_operation, enter
-from coatcheck.server.body import Body
+from coatcheck.server.body import close_body
 from coatcheck.server.callers import Caller
 from coatcheck.server.guard import NaturalKey, RequestGuard
 from coatcheck.server.polling import POLLING_METHODS, id_of
@@ -96,7 +96,7 @@ class IdempotencyMiddleware:
             return self.app(environ, start_response)
         if isinstance(key, Problem):
             drain(environ)
-            request = request_of(environ, Body())
+            request = request_of(environ, b"")
             return respond(start_response, self.guard.refused(request, key, policy, template))
         return self._guarded(environ, start_response, policy, key, template)
 
@@ -110,7 +110,7 @@ class IdempotencyMiddleware:
     ) -> Iterable[bytes]:
         body = read(environ, policy)
         if isinstance(body, Problem):
-            request = request_of(environ, Body())
+            request = request_of(environ, b"")
             return respond(start_response, self.guard.refused(request, body, policy, template))
         give(environ, body)
         returned: Iterable[bytes] = ()
@@ -119,7 +119,7 @@ class IdempotencyMiddleware:
             returned = self._serve(request, start_response, policy, key, template)
         finally:
             if not isinstance(returned, ResponseBody):  # else it closes the body at its end
-                body.close()
+                close_body(body)
         return returned
 
     def _serve(
@@ -170,7 +170,7 @@ class IdempotencyMiddleware:
                 (record,) = self.engine.store.get((id,))
             except OUTAGES as error:
                 return respond(start_response, refused(store_unavailable(error), policy))
-            response = self.guard.status(record, token, request_of(environ, Body()))
+            response = self.guard.status(record, token, request_of(environ, b""))
         if response is None:
             self._routes.let_pass(environ)
             return self.app(environ, start_response)

@@ -22,7 +22,7 @@ from coatcheck.engine.outcomes import logger, outcome_of_partial, outcome_of_res
 from coatcheck.engine.transactions import Repeat
 from coatcheck.errors import Misconfigured
 from coatcheck.operation import Operation, enter
-from coatcheck.server.body import Body
+from coatcheck.server.body import Body, close_body
 from coatcheck.server.guard import RequestGuard
 from coatcheck.server.polling import preferred_wait
 from coatcheck.server.request import Request
@@ -254,7 +254,7 @@ class ResponseBody:
         try:
             close(self._returned)
         finally:
-            self._request_body.close()
+            close_body(self._request_body)
 
 
 def close(returned: Iterable[bytes]) -> None:

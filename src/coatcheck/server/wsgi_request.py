@@ -10,9 +10,8 @@ from typing import Any, TypeAlias
 
 from coatcheck.core.policy import Policy
 from coatcheck.core.problem import Problem, problem
-from coatcheck.server.body import CHUNK_BYTES, Body
+from coatcheck.server.body import CHUNK_BYTES, Body, BodyReader, body_too_large
 from coatcheck.server.request import Request, escaped
-from coatcheck.server.responses import body_too_large
 
 Environ: TypeAlias = dict[str, Any]
 
@@ -36,23 +35,22 @@ def read(environ: Environ, policy: Policy) -> Body | Problem:
     left = _declared_bytes(environ)
     if left is not None and left > policy.body_bytes_max:
         return body_too_large(policy)
-    body = Body()
+    reader = BodyReader(policy)
     source = environ["wsgi.input"]
     while left is None or left > 0:
         chunk = source.read(CHUNK_BYTES if left is None else min(CHUNK_BYTES, left))
         if not chunk:
             break
-        body.add(chunk)
-        if body.size > policy.body_bytes_max:
-            body.close()
-            return body_too_large(policy)
+        refusal = reader.add(chunk)
+        if refusal is not None:
+            return refusal
         left = None if left is None else left - len(chunk)
     if left:
-        body.close()
+        reader.close()
         unknown = "the length of the body is not known: send a Content-Length"
         cut_off = "the body ended before its announced length"
         return problem("body-incomplete", reason=unknown if left == _UNKNOWN else cut_off)
-    return body
+    return reader.body()
 
 
 # 64 KiB: a small body is read to its end before a refusal, so that the connection can be kept.
@@ -69,9 +67,11 @@ def drain(environ: Environ) -> None:
 
 def give(environ: Environ, body: Body) -> None:
     """Put *body* where the input was that it was read from."""
-    whole = body.bytes_or_chunks()
-    environ["wsgi.input"] = io.BytesIO(whole) if isinstance(whole, bytes) else body.stream()
-    environ["CONTENT_LENGTH"] = str(body.size)
+    if isinstance(body, bytes):
+        environ["wsgi.input"], size = io.BytesIO(body), len(body)
+    else:
+        environ["wsgi.input"], size = body.stream(), body.size
+    environ["CONTENT_LENGTH"] = str(size)
     environ.pop("HTTP_TRANSFER_ENCODING", None)
 
 

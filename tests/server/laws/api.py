@@ -26,7 +26,6 @@ from coatcheck.core.lifecycle import ClaimRequest
 from coatcheck.core.record import Record
 from coatcheck.operation import Operation
 from coatcheck.server.asgi import IdempotencyMiddleware as AsgiMiddleware
-from coatcheck.server.body import Body
 from coatcheck.server.request import Request
 from coatcheck.server.wsgi import IdempotencyMiddleware as WsgiMiddleware
 from coatcheck.stores import Query, Store, ThreadedStore
@@ -207,7 +206,7 @@ class Api(ABC):
 
     def _request_of_post(self, key: str, path: str) -> Any:
         fields = {name.lower().encode(): value.encode() for name, value in with_key(key)}
-        request = Request("POST", path, b"", fields, Body(ORDER), {})
+        request = Request("POST", path, b"", fields, ORDER, {})
         policy = self.engine.policy
         return self.middleware.guard.claim_request(request, policy, key, None)
 
