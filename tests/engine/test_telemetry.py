@@ -327,15 +327,16 @@ def test_a_renewal_is_an_event(guards, heard, events, clock):
     assert kinds(events) == [Claimed, Renewed, Completed]
 
 
-def test_a_claim_that_was_taken_over_is_an_event(guards, heard, events, store, clock):
-    """O3, L5: in the process that lost it, once."""
+@pytest.mark.parametrize("ticks", [0, 2])
+def test_a_claim_that_was_taken_over_is_an_event(guards, heard, events, store, clock, ticks):
+    """O3, L5: in the process that lost it, once; also if it finds out when it completes."""
     handler = held_up()
     call = guards.beside(heard, "k", handler, scope="orders")
     wait_for(handler.is_running)
     clock.pass_s(LEASE_S + 1)
     other = guards.engine(store, clock=clock, sweep_every_s=None)
     assert guards.run(other, "k", Handler("theirs"), scope="orders") == "theirs"
-    for _ in range(2):
+    for _ in range(ticks):
         heard.attempts.heartbeat.tick()
     handler.may_end.set()
     assert call.result() == "theirs"

@@ -260,6 +260,8 @@ class Attempts:
                 self.report(operation.request, None)
             raise
         else:
+            if not isinstance(answer, Executed):
+                self.heartbeat.taken_over(operation)
             if operation.has_notes and operation.is_in_doubt:
                 key, id = operation.key, operation.claim.id
                 answer = Refuse(problem("outcome-unknown", key=key, id=id))
@@ -287,6 +289,8 @@ class Attempts:
             if is_failure(error):
                 outcome = outcome_of_error(operation, error)
                 answer = yield from self.advance(flow, operation.policy, transaction, outcome)
+                if answer is not None and not isinstance(answer, Executed):
+                    self.heartbeat.taken_over(operation)
             elif transaction is not None:
                 yield from transaction.abandon()
         except OUTAGES:

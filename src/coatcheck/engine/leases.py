@@ -98,6 +98,11 @@ class Heartbeat:
             if self._waiting and id in self._waiting:  # they were not woken with its completion
                 self._waiters.wake_to_read(id)
 
+    def taken_over(self, lease: Lease) -> None:
+        """Another attempt has taken *lease* over: its own completion found that out."""
+        if self.leases.get(lease.claim.id) is lease:  # else a renewal has found it out before
+            self._lose(lease)
+
     def schedule_completion(self, lease: Lease, completion: Swap) -> None:
         """Write the *completion* of *lease* as soon as the store is back."""
         self._pending.add(lease, completion)

@@ -1,11 +1,9 @@
-"""Callers: whose key it is, as a function of the request (S2).
+"""Callers: functions of the request that return whose key it is.
 
-Ready ones for credentials, certificates, the framework's user, a cookie and the client's address.
-Each gives a text that is digested before it goes anywhere, so none of them is ever stored in clear.
-Write your own as `def caller(request: Request) -> str`; the same person must give the same text
-with each retry, also after a token was refreshed. Bytes, as headers are, count as their text. None
-means that it does not know, as "" does: then the default counts, so that all who bring nothing are
-not one caller.
+There are functions for credentials, certificates, the framework's user, a cookie and the client's
+address. What they return is digested, so that it is never stored in clear. Your own is
+`def caller(request: Request) -> str`. It must return the same text for each retry of the same
+user, also after a token was refreshed. If it returns None or "", the default identifies the caller.
 """
 
 from __future__ import annotations
@@ -17,21 +15,21 @@ from uuid import UUID
 from coatcheck.errors import Misconfigured
 from coatcheck.server.request import Request
 
-# What `caller=` takes: a function of the request. None: it does not know, and the default counts.
+# What `caller=` takes. If it returns None, the default identifies the caller.
 Caller: TypeAlias = Callable[[Request], str | bytes | int | UUID | None]
 
 
-# Those of the headers below that may be an application's, and the same for all of its users: its
-# key, or the certificate that it, or a proxy, calls us with.
+# Those of the headers below that may identify an application and not one of its users: an API key,
+# or the certificate of the application or of a proxy.
 SHARED = frozenset(
     b"""x-api-key api-key apikey x-apikey client-cert x-forwarded-client-cert ssl-client-cert
     ssl-client-subject-dn x-amzn-mtls-clientcert x-amzn-mtls-clientcert-subject
     x-arr-clientcert""".split()
 )
-# The headers that credentials usually come in, and those in which a proxy that authenticates says
-# whom it has found. Some may be sent with every request and say nothing of the caller; then a retry
-# with another value is somebody else's, which is the safe mistake. What a proxy signs anew with
-# each request is not among them (Cf-Access-Jwt-Assertion, X-Amzn-Oidc-Data): every retry would run.
+# The headers that credentials usually come in, and those in which an authenticating proxy names the
+# user. If one of them changes between retries, the retry counts as another caller's, which is the
+# safe mistake. Headers that a proxy signs anew for each request are not among them
+# (Cf-Access-Jwt-Assertion, X-Amzn-Oidc-Data): every retry would run again.
 CREDENTIALS = SHARED.union(
     b"""authorization proxy-authorization x-auth-token x-access-token x-session-token
     x-forwarded-user x-auth-request-user x-remote-user remote-user
@@ -43,13 +41,13 @@ CREDENTIAL_NAMES = tuple(sorted(CREDENTIALS))
 
 def credential(request: Request) -> str | None:
     """
-    The credential that came with the request: `Authorization`, `X-API-Key` and their like.
+    The credentials of the request: `Authorization`, `X-API-Key` and similar headers.
 
-    And what a proxy in front says of whom it has authenticated, such as `X-Forwarded-User`. The
-    default, where there is one.
+    Also the user whom a proxy in front has authenticated, such as `X-Forwarded-User`. It is part of
+    the default.
 
-    Two credentials never share a key. Where users' tokens are refreshed between retries, use
-    `user` or a function of your own, or a retry with the new token is somebody else's request.
+    Two credentials never share a key. If tokens are refreshed between retries, use `user` or a
+    function of your own: a retry with the new token would count as another caller's request.
     """
     return credential_text((name, request.fields.get(name)) for name in CREDENTIAL_NAMES) or None
 
@@ -85,9 +83,9 @@ def user(request: Request) -> str | None:
     """
     The user that an authentication middleware in front of ours has found.
 
-    Starlette's `scope["user"]`, or WSGI's `REMOTE_USER`. Frameworks that find it later, as Django
-    and Flask-Login do, need a function of your own. For a request without a user the default
-    counts, so that two strangers are not one.
+    Starlette's `scope["user"]`, or WSGI's `REMOTE_USER`. Frameworks that find the user later, such
+    as Django and Flask-Login, need a function of your own. For a request without a user the default
+    identifies the caller.
     """
     found: Any = request.native.get("user") or request.native.get("REMOTE_USER")
     if found and isinstance(found, str):
@@ -105,10 +103,10 @@ def user(request: Request) -> str | None:
 
 def client_certificate(request: Request) -> str | None:
     """
-    Whose certificate the server has seen: ASGI's `tls` extension, or WSGI's `SSL_CLIENT_S_DN`.
+    The client's TLS certificate: ASGI's `tls` extension, or WSGI's `SSL_CLIENT_S_DN`.
 
-    By its name, which a renewed certificate keeps; else by the certificate itself. Part of the
-    default, too. A certificate that a proxy has seen comes in a header: see `credential`.
+    Its subject, which a renewed certificate keeps, or else the certificate itself. It is part of
+    the default. A proxy passes the certificate in a header: see `credential`.
     """
     native = request.native
     tls: Any = (native.get("extensions") or {}).get("tls")
@@ -118,7 +116,7 @@ def client_certificate(request: Request) -> str | None:
     else:
         verified = native.get("SSL_CLIENT_VERIFY")
         found = native.get("SSL_CLIENT_S_DN") or native.get("SSL_CLIENT_CERT")
-    # Where anybody's certificate is let in, the name in it may be anybody's.
+    # If the server accepts unverified certificates, the subject may be forged.
     return f"certificate {verified or 'SUCCESS'} {found}" if found else None
 
 
@@ -126,9 +124,9 @@ def client_address(*, proxies: int = 0) -> Caller:
     """
     The client's network address.
 
-    Behind *proxies* of your own, the address is the one that the outermost of them wrote into
-    `X-Forwarded-For`; with the wrong number a client can write any address it likes, and many
-    clients behind one gateway are one caller. Prefer a credential where there is one.
+    *proxies*: how many proxies of your own stand in front. The address is the one that the
+    outermost of them wrote into `X-Forwarded-For`. If the number is wrong, a client can forge its
+    address. All clients behind one gateway are one caller, so prefer a credential.
     """
     if proxies < 0:
         raise Misconfigured(f"proxies is {proxies}; it is how many of your own stand in front")

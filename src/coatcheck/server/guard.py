@@ -211,17 +211,18 @@ class RequestGuard:
         credentials = tuple(map(fields.get, CREDENTIAL_NAMES))
         host = request.header(b"host").lower() if self._is_by_host() else None
         caller = _default_caller(credentials, who, certificate, host, self._secret)
-        # A cookie may hold a session, or an advertiser's timestamp. If it named the caller, a retry
-        # with a new timestamp would run again; if it were ignored, one session could read another's
-        # answer. So it is compared, and another cookie is refused. It is not compared if something
-        # else identifies the user, which the API key of a whole application does not.
+        # A cookie may hold a session, or a timestamp of an analytics script. If it identified the
+        # caller, a retry with a new timestamp would run again. If it were ignored, one session could
+        # read another's answer. So it is compared, and a request with another cookie is refused. It
+        # is not compared if something else identifies the user, which an application's API key does
+        # not.
         cookie = fields.get(b"cookie")
         if not cookie or who is not None or not SHARED.issuperset(CREDENTIALS.intersection(fields)):
             return caller, []
         return caller, [(b"cookie", cookie)]
 
 
-# 256: the callers of some seconds. All that tells callers apart is among the arguments.
+# 256: the callers of some seconds. Everything that distinguishes callers is among the arguments.
 @functools.lru_cache(maxsize=256)
 def _default_caller(
     credentials: tuple[bytes | None, ...],

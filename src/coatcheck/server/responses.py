@@ -1,6 +1,6 @@
-"""Answers: what a client sees on the wire, for every answer that is not the handler's own.
+"""Responses: what a client gets if it is not the handler's own response.
 
-Both adapters send what is made here and nothing else, so that they say exactly the same.
+ASGI and WSGI send the same bytes, because both take them from here.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def refusal_passes(response: Response, error: Exception) -> bool:
     """
     *response* is the handler's own refusal, so that the failed commit changes nothing for it.
 
-    After a statement that failed PostgreSQL commits nothing, and a handler may have rolled back
-    before it refused. The client gets its refusal; it is not kept, and a retry runs again.
+    PostgreSQL commits nothing after a failed statement, and a handler may have rolled back before
+    it refused. The client gets the refusal, which is not kept: a retry runs again.
     """
     if response.status < HTTPStatus.BAD_REQUEST:
         return False
@@ -74,7 +74,7 @@ def replayed(
     reason = "its response is kept in a content coding that this request does not accept"
     try:
         response = make(blob, replay.record.id, accept_encoding, names)
-    except Unreadable as error:  # damaged at rest, and yet it says that the work was done
+    except Unreadable as error:  # its bytes are damaged, but the record is completed
         response, reason = None, str(error)
     if response is None:
         refusal = problem("result-unavailable", key=claim.key, id=claim.id, reason=reason)
@@ -98,12 +98,12 @@ def _replayed(
     return Response(response.status, tuple(headers), response.body)
 
 
-# Who retries once often retries again.
+# A client that retries once often retries again.
 _remembered = lru_cache(maxsize=REMEMBERED_MAX)(_replayed)
 
 
 def reference_header(id: bytes, policy: Policy) -> tuple[bytes, bytes]:
-    """The header that names the operation for people (K5)."""
+    """The header with the reference of the operation."""
     return policy.reference_name, reference_of(id).encode()
 
 
@@ -113,7 +113,7 @@ def header_of(headers: Headers, name: bytes) -> bytes:
 
 
 def has_length(response: Response) -> bool:
-    """The client can see where it ends: it has no content, or a length."""
+    """The client knows where *response* ends: it has no content, or a length."""
     return response.status in NO_CONTENT or bool(header_of(response.headers, b"content-length"))
 
 

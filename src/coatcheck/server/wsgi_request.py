@@ -1,7 +1,4 @@
-"""WSGI requests: read whole before the claim, and given to the application as if they were not.
-
-The request's side of `wsgi.py`; what is sent back is made there.
-"""
+"""WSGI requests: read whole before the claim, and then passed to the application as usual."""
 
 from __future__ import annotations
 
