@@ -328,7 +328,7 @@ def test_a_renewal_is_an_event(guards, heard, events, clock):
 
 
 @pytest.mark.parametrize("ticks", [0, 2])
-def test_a_claim_that_was_taken_over_is_an_event(guards, heard, events, store, clock, ticks):
+def test_a_claim_that_was_taken_over_is_an_event(guards, heard, events, store, clock, *, ticks):
     """O3, L5: in the process that lost it, once; also if it finds out when it completes."""
     handler = held_up()
     call = guards.beside(heard, "k", handler, scope="orders")

@@ -17,9 +17,9 @@ from coatcheck.server.asgi import IdempotencyMiddleware
 
 SOURCE = str(Path(coatcheck.__file__).parent)
 
-NEW_KEY_MAX = 55
+NEW_KEY_MAX = 56
 REPLAY_MAX = 34
-RUN_MAX = 52
+RUN_MAX = 53
 
 
 class Calls:

@@ -469,11 +469,8 @@ class Attempts:
         if conflict is not None and not is_same_write(conflict, record):
             # For our own attempt the stored state matters; for another one, whether it lives here.
             return conflict if conflict.nonce == record.nonce else self.current(conflict)
-        if record.state != RUNNING:  # the attempt has ended
-            if record.response is not None:
-                self.replay_cache.put(record)
-            if self.waiters.waiting:
-                self.waiters.wake(record)
+        if record.state != RUNNING:
+            _remember(self.replay_cache, self.waiters, record)
         elif 0 < swap.expected < record.created_ms:
             logger.warning(
                 "late retry: the window of %s was over, and it runs again", reference_of(record.id)
@@ -548,13 +545,19 @@ class Attempts:
         self.heartbeat.stop()
 
 
+def _remember(cache: ReplayCache, waiters: Waiters, record: Record) -> None:
+    """An attempt has ended: remember a final answer, and wake the waiters."""
+    if record.response is not None:
+        cache.put(record)
+    if waiters.waiting:
+        waiters.wake(record)
+
+
 def _written_later(
     cache: ReplayCache, waiters: Waiters, telemetry: Telemetry, record: Record
 ) -> None:
     """The heartbeat has written the end of an attempt."""
-    if record.response is not None:
-        cache.put(record)
-    waiters.wake(record)
+    _remember(cache, waiters, record)
     telemetry.happened(ENDS[record.state], record)
 
 

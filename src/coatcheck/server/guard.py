@@ -212,10 +212,10 @@ class RequestGuard:
         host = request.header(b"host").lower() if self._is_by_host() else None
         caller = _default_caller(credentials, who, certificate, host, self._secret)
         # A cookie may hold a session, or a timestamp of an analytics script. If it identified the
-        # caller, a retry with a new timestamp would run again. If it were ignored, one session could
-        # read another's answer. So it is compared, and a request with another cookie is refused. It
-        # is not compared if something else identifies the user, which an application's API key does
-        # not.
+        # caller, a retry with a new timestamp would run again. If it were ignored, one session
+        # could read another's answer. So it is compared, and a request with another cookie is
+        # refused. It is not compared if something else identifies the user, which an application's
+        # API key does not.
         cookie = fields.get(b"cookie")
         if not cookie or who is not None or not SHARED.issuperset(CREDENTIALS.intersection(fields)):
             return caller, []
