@@ -18,7 +18,7 @@ from coatcheck.server.asgi import IdempotencyMiddleware
 SOURCE = str(Path(coatcheck.__file__).parent)
 
 NEW_KEY_MAX = 56
-REPLAY_MAX = 34
+REPLAY_MAX = 35
 RUN_MAX = 53
 
 
