@@ -184,7 +184,15 @@ class Operation(Lease):
 
     __slots__ = (
         *("_problem", "_secret", "_step_writer", "_transaction", "exchange", "flow", "has_notes"),
-        *("is_resumable", "policy", "repeats", "request", "step_problem", "steps_asked"),
+        *(
+            "has_begun",
+            "is_resumable",
+            "policy",
+            "repeats",
+            "request",
+            "step_problem",
+            "steps_asked",
+        ),
         *("steps_done", "steps_running"),
     )
 
@@ -212,6 +220,7 @@ class Operation(Lease):
         self.flow = flow  # the lifecycle, suspended at the execution
         self.repeats = 0  # how often the database had the handler run again before
         self.exchange: Exchange | None = None  # set by HTTP doors while the client waits
+        self.has_begun = False  # set by endpoints that are marked `idempotent`
         # Whether this or an earlier attempt has noted anything, or called `resumable`: then the
         # handler's answer alone does not decide how the operation ends.
         self.has_notes = claim.progress is not None

@@ -8,7 +8,7 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.endpoints import HTTPEndpoint
@@ -495,11 +495,11 @@ def test_a_route_can_choose_another_recovery_than_the_application():
 # --- the rest of the framework --------------------------------------------------------------
 
 
-def test_a_body_that_does_not_validate_is_remembered_as_refused(shop: Shop):
-    """L4: 422 of the framework is the handler's answer; the client takes a new key."""
+def test_a_body_that_does_not_validate_does_not_use_up_its_key(shop: Shop):
+    """L4: the handler has not begun, so that a corrected body may follow with the same key."""
 
     @shop.app.post("/charges")
-    @idempotent()
+    @idempotent(recovery="manual")
     async def charge(body: Charge) -> int:
         shop.seen.append(1)
         return body.amount
@@ -507,8 +507,54 @@ def test_a_body_that_does_not_validate_is_remembered_as_refused(shop: Shop):
     first = shop.post("/charges", body=b'{"amount": "x"}')
     again = shop.post("/charges", body=b'{"amount": "x"}')
     assert first.status == again.status == 422
-    assert again.is_replay
-    assert shop.post("/charges", body=b'{"amount": 1}').code == "key-reused"
+    assert not again.is_replay
+    assert shop.post("/charges", body=b'{"amount": 1}').status == 200
+    assert shop.post("/charges", body=b'{"amount": 1}').is_replay
+    assert shop.post("/charges", body=b'{"amount": 2}').code == "key-reused"
+    assert shop.seen == [1]
+
+
+def test_a_dependency_that_refuses_does_not_use_up_the_key(shop: Shop):
+    """L4: a 404 of a dependency, which the handler's own 404 would be kept as."""
+    known: list[str] = []
+
+    def customer() -> str:
+        if not known:
+            raise HTTPException(404, "no such customer")
+        return known[0]
+
+    @shop.app.post("/charges")
+    @idempotent()
+    def charge(name: str = Depends(customer)) -> str:
+        shop.seen.append(1)
+        raise HTTPException(404, f"{name} has no card")
+
+    assert shop.post("/charges").status == 404
+    known.append("Ada")
+    assert shop.post("/charges").status == 404
+    assert shop.post("/charges").is_replay
+    assert shop.seen == [1]
+
+
+def test_an_answer_of_the_handler_itself_is_kept_where_its_mark_cannot_see_it(shop: Shop):
+    """L4: the mark above the route's own decorator, and an endpoint that is a class."""
+
+    @idempotent()
+    @shop.app.post("/charges")
+    async def charge() -> str:
+        shop.seen.append(1)
+        raise HTTPException(404)
+
+    @idempotent()
+    class Refunds(HTTPEndpoint):
+        async def post(self, request: Request) -> PlainTextResponse:
+            shop.seen.append(2)
+            return PlainTextResponse("no", 404)
+
+    shop.app.router.routes.append(Route("/refunds", Refunds))
+    for path in ("/charges", "/refunds"):
+        assert [shop.post(path).is_replay for _ in range(2)] == [False, True]
+    assert shop.seen == [1, 2]
 
 
 def test_the_openapi_document_shows_the_endpoint_as_it_is(shop: Shop):

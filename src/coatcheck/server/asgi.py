@@ -158,6 +158,7 @@ class IdempotencyMiddleware:
             return
 
         exchange = Exchange(self, request, receive, send, claim=claim, policy=policy)
+        exchange.is_marked = template is not None
         if may_be_cancelled():
             await exchange.run_in_task()
         else:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, Protocol
 
-from coatcheck.core.keep import Outcome
+from coatcheck.core.keep import Outcome, OutcomeKind
 from coatcheck.core.key import reference_of
 from coatcheck.core.lifecycle import ClaimRequest, Executed, Refuse, Replay
 from coatcheck.core.policy import Policy
@@ -49,6 +49,7 @@ from coatcheck.server.responses import (
     refusal_passes,
     refused,
 )
+from coatcheck.server.routes import is_refused_early
 
 # An event loop alone does not keep a task alive.
 RUNNING_EXCHANGES: set[Exchange] = set()
@@ -76,7 +77,7 @@ class Exchange(BufferedReceive):
         *("_chunks", "_claim", "_claim_policy", "_client_receive", "_client_send", "_done"),
         *("_failure", "_headers", "_is_accepted", "_is_deferred", "_is_ended", "_is_over"),
         *("_is_streaming", "_loop", "_operation", "_over", "_policy", "_request", "_size"),
-        *("_status", "_timer", "_wait_s", "middleware", "task"),
+        *("_status", "_timer", "_wait_s", "is_marked", "middleware", "task"),
     )
 
     _operation: Operation
@@ -119,6 +120,7 @@ class Exchange(BufferedReceive):
         self._done: asyncio.Future[None] | None = None  # awaited in place of `task`
         self._timer: asyncio.TimerHandle | None = None
         self.task = None
+        self.is_marked = False  # its route is marked `idempotent`
 
     async def run_in_task(self) -> None:
         """Run in a task of its own: if the caller is cancelled, it goes on."""
@@ -260,8 +262,13 @@ class Exchange(BufferedReceive):
             else:
                 body = b"".join((*self._chunks, chunk)) if self._chunks else chunk
                 response = Response(self._status, self._headers, body)
-                outcome_of = outcome_of_accepted if self._is_accepted else outcome_of_response
-                await self._complete(response, outcome_of(response, self._policy))
+                if self._is_accepted:
+                    outcome = outcome_of_accepted(response, self._policy)
+                elif self.is_marked and is_refused_early(response, self._operation):
+                    outcome = Outcome(OutcomeKind.REJECT)
+                else:
+                    outcome = outcome_of_response(response, self._policy)
+                await self._complete(response, outcome)
 
     async def _gather(self, chunk: bytes) -> None:
         """Keep a part of the response; if it cannot be kept, store that, and pass it on."""

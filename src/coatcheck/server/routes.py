@@ -13,16 +13,32 @@ import inspect
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
 from contextvars import ContextVar
+from http import HTTPStatus
 from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from coatcheck.core.policy import Policy, changed
+from coatcheck.core.response import Response
 from coatcheck.engine.settings import policy_of
 from coatcheck.errors import Misconfigured
+from coatcheck.operation import Operation, current_operation
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _MARK = "__coatcheck_policy__"
+
+
+class Mark(dict[str, Any]):
+    """
+    What `idempotent` has marked an endpoint with: changes of the middleware's policy.
+
+    *reports_begin*: the endpoint notes in the operation that it has begun.
+    """
+
+    def __init__(self, changes: Mapping[str, Any], *, reports_begin: bool) -> None:
+        super().__init__(changes)
+        self.reports_begin = reports_begin
+
 
 # The mark that a middleware found for the present request. An endpoint that runs under another
 # mark than its own was not found, and must not look as if it were guarded.
@@ -89,21 +105,26 @@ def idempotent(
         )
 
     def decorate(endpoint: Callable[P, T]) -> Callable[P, T]:
-        # The endpoint itself gets the mark, too: if this decorator stands above the route's own,
-        # the framework only knows the endpoint.
+        # The endpoint itself gets a mark, too: if this decorator stands above the route's own, the
+        # framework only knows the endpoint.
         with suppress(AttributeError):  # a bound method cannot have one
-            setattr(endpoint, _MARK, changes)
+            setattr(endpoint, _MARK, Mark(changes, reports_begin=False))
         if isinstance(endpoint, type):  # the framework calls it for each request, not we
             return endpoint
-        guarded = _checked(endpoint, changes)
-        setattr(guarded, _MARK, changes)
+        mark = Mark(changes, reports_begin=True)
+        guarded = _checked(endpoint, mark)
+        setattr(guarded, _MARK, mark)
         return guarded
 
     return decorate
 
 
-def _checked(endpoint: Callable[P, T], mark: Mapping[str, Any]) -> Callable[P, T]:
-    """*endpoint*, which refuses to run if no middleware guards it: a mark alone does nothing."""
+def _checked(endpoint: Callable[P, T], mark: Mark) -> Callable[P, T]:
+    """
+    *endpoint*, which notes that it has begun.
+
+    It refuses to run if no middleware guards it, because a mark alone does nothing.
+    """
 
     def check() -> None:
         found = _FOUND.get()
@@ -112,6 +133,9 @@ def _checked(endpoint: Callable[P, T], mark: Mapping[str, Any]) -> Callable[P, T
                 f"{endpoint.__qualname__} is marked @idempotent, but no IdempotencyMiddleware "
                 "guards it: app.add_middleware(IdempotencyMiddleware, store=...)"
             )
+        operation = current_operation()
+        if operation is not None:
+            operation.has_begun = True
 
     @functools.wraps(endpoint)
     async def guarded_async(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the endpoint's own
@@ -132,9 +156,9 @@ def _checked(endpoint: Callable[P, T], mark: Mapping[str, Any]) -> Callable[P, T
     return checked
 
 
-def mark_of(endpoint: object) -> Mapping[str, Any] | None:
-    """The changes that `idempotent` has marked *endpoint* with; None: it is not marked."""
-    mark: Mapping[str, Any] | None = getattr(endpoint, _MARK, None)
+def mark_of(endpoint: object) -> Mark | None:
+    """The mark of *endpoint*; None: it has none."""
+    mark: Mark | None = getattr(endpoint, _MARK, None)
     return mark
 
 
@@ -146,9 +170,21 @@ def policy_of_mark(policy: Policy, method: str, mark: Mapping[str, Any]) -> Poli
     return changed(policy, changes)
 
 
-def found(mark: Mapping[str, Any] | None) -> None:
+def found(mark: Mark | None) -> None:
     """Note the mark that was found for the present request."""
     _FOUND.set(mark)
+
+
+def is_refused_early(response: Response, operation: Operation) -> bool:
+    """
+    *response* refuses a request to a marked route before its handler began.
+
+    Then nothing has run, and the key may be used for a corrected request.
+    """
+    mark = _FOUND.get()
+    reports_begin = isinstance(mark, Mark) and mark.reports_begin
+    is_refusal = response.status >= HTTPStatus.BAD_REQUEST
+    return is_refusal and reports_begin and not operation.has_begun
 
 
 def found_unguarded() -> None:

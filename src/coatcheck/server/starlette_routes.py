@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 from coatcheck.core.policy import SAFE_METHODS, Policy
 from coatcheck.errors import Misconfigured
 from coatcheck.server.routes import (
-    found as note_found,
-)
-from coatcheck.server.routes import (
+    Mark,
     found_unguarded,
     mark_of,
     policy_of_mark,
+)
+from coatcheck.server.routes import (
+    found as note_found,
 )
 
 # Remembered matches; routes with parameters make many paths, so the memory is bounded.
@@ -32,7 +33,7 @@ class _Match(NamedTuple):
 
     policy: Policy | None
     template: str | None
-    mark: Mapping[str, Any] | None
+    mark: Mark | None
 
 
 class _Router(NamedTuple):

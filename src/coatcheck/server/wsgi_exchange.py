@@ -12,7 +12,7 @@ from http import HTTPStatus
 from types import TracebackType
 from typing import Protocol, TypeAlias
 
-from coatcheck.core.keep import Outcome
+from coatcheck.core.keep import Outcome, OutcomeKind
 from coatcheck.core.lifecycle import ClaimRequest, Executed, Refuse, Replay
 from coatcheck.core.policy import Policy
 from coatcheck.core.problem import problem
@@ -33,6 +33,7 @@ from coatcheck.server.responses import (
     refusal_passes,
     refused,
 )
+from coatcheck.server.routes import is_refused_early
 from coatcheck.server.wsgi_request import Environ, rewound
 
 ExcInfo: TypeAlias = (
@@ -77,6 +78,7 @@ class Exchange:
         self._size = 0
         self._is_streaming = False
         self._is_deferred = False  # a worker finds the answer
+        self.is_marked = False  # its route is marked `idempotent`
 
     def serve(self) -> Iterable[bytes]:
         """Claim, execute, answer; again, if the database asks for it and the policy allows it."""
@@ -157,6 +159,9 @@ class Exchange:
         """What the application has returned, and what that means for its claim."""
         body = b"".join(self._chunks)
         response = Response(int(self._status_line[:3]), self._lowered(), body)
+        assert self._operation is not None
+        if self.is_marked and is_refused_early(response, self._operation):
+            return response, Outcome(OutcomeKind.REJECT)
         outcome_of = outcome_of_response if is_whole else outcome_of_partial
         return response, outcome_of(response, self._policy)
 
