@@ -18,8 +18,7 @@ from coatcheck.core.lifecycle import (
 from coatcheck.core.policy import Policy
 from coatcheck.core.progress import Resolution
 from coatcheck.core.record import GONE, Record
-from coatcheck.core.recovery import recover
-from coatcheck.core.resolution import rerun, resolve
+from coatcheck.core.recovery import recover, rerun, resolve
 from coatcheck.core.steps import Run, StepPlan, missing_steps, take
 from coatcheck.errors import ClaimLost, Misconfigured, StepInDoubt
 

@@ -27,7 +27,7 @@ from coatcheck.core.record import (
     is_lease_over,
     legal_moves,
 )
-from coatcheck.core.resolution import Resolved
+from coatcheck.core.recovery import Resolved
 
 from .places import Kind
 from .rules import require

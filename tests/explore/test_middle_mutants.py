@@ -8,7 +8,7 @@ import pytest
 from coatcheck.core import deferred as hand_over
 from coatcheck.core import lifecycle as production
 from coatcheck.core import recovery as recovering
-from coatcheck.core import resolution as resolving
+from coatcheck.core import recovery as resolving
 from coatcheck.core import steps
 from coatcheck.core.keep import OutcomeKind
 from coatcheck.core.progress import progress_of
@@ -36,16 +36,18 @@ def runs_again_what_was_begun(monkeypatch):
         return None
         yield
 
-    monkeypatch.setattr(steps, "_outcome_of", careless)
+    monkeypatch.setattr(steps, "_known_result", careless)
 
 
 def goes_by_what_is_declared_now(monkeypatch):
-    told = steps._outcome_of
+    known_result = steps._known_result
 
     def forgetful(plan, known):
-        return (yield from told(plan, known)) if plan.at_most_once or plan.has_probe else None
+        return (
+            (yield from known_result(plan, known)) if plan.at_most_once or plan.has_probe else None
+        )
 
-    monkeypatch.setattr(steps, "_outcome_of", forgetful)
+    monkeypatch.setattr(steps, "_known_result", forgetful)
 
 
 def forgets_what_nobody_asked_for(monkeypatch):
@@ -55,8 +57,8 @@ def forgets_what_nobody_asked_for(monkeypatch):
 def forgets_what_could_not_be_kept(monkeypatch):
     finish = steps._finish
 
-    def forgetful(claim, done, told):
-        return (yield from finish(claim, done, steps._kept(done.name, told)))
+    def forgetful(claim, done, result):
+        return (yield from finish(claim, done, steps._storable(done.name, result)))
 
     monkeypatch.setattr(steps, "_finish", forgetful)
 
@@ -88,21 +90,21 @@ def takes_what_was_taken_before(monkeypatch):
 
 
 def decides_without_a_reason(monkeypatch):
-    monkeypatch.setattr(resolving, "_decided", lambda standing, *_args, **_frees: standing)
+    monkeypatch.setattr(resolving, "_with_resolution", lambda standing, *_args, **_frees: standing)
 
 
 def frees_nothing_for_a_person(monkeypatch):
-    decide = resolving._decided
+    decide = resolving._with_resolution
 
-    def stubborn(standing, resolution, **_frees):
-        return decide(standing, resolution, frees=False)
+    def stubborn(standing, resolution, **_may_run):
+        return decide(standing, resolution, may_run=False)
 
-    monkeypatch.setattr(resolving, "_decided", stubborn)
+    monkeypatch.setattr(resolving, "_with_resolution", stubborn)
 
 
 def decides_about_what_is_alive(monkeypatch):
     monkeypatch.setattr(
-        *(resolving, "is_undecided"),
+        *(resolving, "can_resolve"),
         lambda seen, **_abandoned: seen.record.state in (RUNNING, IN_DOUBT),
     )
 
