@@ -159,7 +159,7 @@ def test_an_error_releases_the_claim_or_leaves_it_in_doubt(policy, error, state)
 
 
 def test_the_error_of_the_handler_is_raised_even_if_the_store_is_down():
-    """D2, L4."""
+    """L4."""
     flow, _ = started()
     flow.send(None)
     flow.throw(ZeroDivisionError())

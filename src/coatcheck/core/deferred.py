@@ -50,13 +50,13 @@ class DeferredToken(NamedTuple):
     """Names a deferred claim: its operation, its generation and its attempt."""
 
     id: bytes
-    life: int  # the record's `created_ms`
+    generation: int  # the record's `created_ms`
     nonce: int
 
 
 def encode_token(token: DeferredToken, secret: bytes) -> str:
     """*token* as text for the queue: 64 characters, signed with *secret*."""
-    raw = token.id + token.life.to_bytes(8, "big") + token.nonce.to_bytes(8, "big")
+    raw = token.id + token.generation.to_bytes(8, "big") + token.nonce.to_bytes(8, "big")
     return base64.urlsafe_b64encode(raw + digested(_DOMAIN, secret, raw)).decode()
 
 
@@ -66,8 +66,10 @@ def decode_token(text: str, secret: bytes) -> DeferredToken | None:
         raw = base64.urlsafe_b64decode(text.encode())
     except ValueError:
         return None
-    life, nonce = raw[ID_BYTES : ID_BYTES + 8], raw[ID_BYTES + 8 : ID_BYTES + 16]
-    token = DeferredToken(raw[:ID_BYTES], int.from_bytes(life, "big"), int.from_bytes(nonce, "big"))
+    generation, nonce = raw[ID_BYTES : ID_BYTES + 8], raw[ID_BYTES + 8 : ID_BYTES + 16]
+    token = DeferredToken(
+        raw[:ID_BYTES], int.from_bytes(generation, "big"), int.from_bytes(nonce, "big")
+    )
     is_ours = hmac.compare_digest(encode_token(token, secret).encode(), text.encode())
     return token if is_ours else None
 
@@ -90,7 +92,7 @@ def run_deferred(
     """One delivery of *token* to a worker, from taking the claim to the answer."""
     now_ms = request.now_ms
     while True:
-        if current.created_ms != token.life or is_window_over(current, now_ms):
+        if current.created_ms != token.generation or is_window_over(current, now_ms):
             return Refuse(problem("key-expired", key=request.key, id=token.id))
         if not current.fingerprint:  # its handler refused the request after it had deferred it
             reason = "the request was refused after its work was deferred; nothing is left to do"

@@ -29,7 +29,7 @@ LABEL_CHARS_MAX = 200
 # One domain for each use, so that digests of two uses are never equal. At most 16 bytes each.
 _ID_DOMAIN = b"coatcheck-id"
 _CALLER_DOMAIN = b"coatcheck-caller"
-_LIFE_DOMAIN = b"coatcheck-life"
+_DERIVE_DOMAIN = b"coatcheck-life"
 _LABEL_DOMAIN = b"coatcheck-label"
 
 # The fixed bits of a UUID: four for the version, two for the variant.
@@ -75,11 +75,13 @@ def caller_digest(*parts: bytes | str, secret: bytes = b"") -> str:
     return digested(_CALLER_DOMAIN, secret, b"".join(framed)).hex()
 
 
-def derive(id: bytes, name: str, *, life: int, request: bytes = b"", secret: bytes = b"") -> str:
+def derive(
+    id: bytes, name: str, *, generation: int, request: bytes = b"", secret: bytes = b""
+) -> str:
     """
     The key to send downstream in step *name* of an operation: a UUID, the same in every attempt.
 
-    *life* is the record's `created_ms`. A key that is used again after its window is a new
+    *generation* is the record's `created_ms`. A key that is used again after its window is a new
     operation, and its downstream calls must be new as well: with the id alone, the provider
     would replay the charge of the generation before. *request* is the record's `fingerprint`:
     after a refusal before the handler, a corrected request may follow with the same key.
@@ -88,8 +90,8 @@ def derive(id: bytes, name: str, *, life: int, request: bytes = b"", secret: byt
     UUID, and older validators know only versions 1 to 5.
     """
     assert len(id) == ID_BYTES
-    of_life = digested(_LIFE_DOMAIN, secret, id + life.to_bytes(8, "big") + request)
-    named = sha1(of_life + name.encode("utf-8"), usedforsecurity=False)
+    namespace = digested(_DERIVE_DOMAIN, secret, id + generation.to_bytes(8, "big") + request)
+    named = sha1(namespace + name.encode("utf-8"), usedforsecurity=False)
     bits = int.from_bytes(named.digest()[:16], "big")
     text = f"{bits & ~_UUID_FIXED | _UUID_VERSION_5:032x}"
     return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
