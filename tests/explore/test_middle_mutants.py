@@ -14,9 +14,9 @@ from coatcheck.core.keep import OutcomeKind
 from coatcheck.core.progress import progress_of
 from coatcheck.core.record import IN_DOUBT, RUNNING, Swap, completed, failed
 
-from . import errands
-from .errands import reconciler
-from .middle import Budget, Errand, explored
+from . import parties
+from .middle import Budget, PartyScenario, explored
+from .parties import reconciler
 from .rules import Violation
 from .test_middle import (
     HANDING,
@@ -50,7 +50,7 @@ def goes_by_what_is_declared_now(monkeypatch):
     monkeypatch.setattr(steps, "_known_result", forgetful)
 
 
-def forgets_what_nobody_asked_for(monkeypatch):
+def forgets_steps_that_were_not_asked_for(monkeypatch):
     monkeypatch.setattr(steps, "_left", lambda _progress, _asked: [])
 
 
@@ -70,7 +70,7 @@ def runs_again_what_is_done(monkeypatch):
             yield from steps.Run(plan.name)
         return (yield from steps.take(claim, plan))
 
-    monkeypatch.setattr(errands, "take", forgetful)
+    monkeypatch.setattr(parties, "take", forgetful)
 
 
 def takes_over_without_what_was_written(monkeypatch):
@@ -81,23 +81,23 @@ def takes_over_without_what_was_written(monkeypatch):
 
 
 def takes_what_was_taken_before(monkeypatch):
-    def greedy(handed, request, policy, standing):
+    def greedy(handed, request, policy, current):
         return hand_over.run_deferred(
-            handed._replace(nonce=standing.nonce), request, policy, standing
+            handed._replace(nonce=current.nonce), request, policy, current
         )
 
-    monkeypatch.setattr(errands, "run_deferred", greedy)
+    monkeypatch.setattr(parties, "run_deferred", greedy)
 
 
 def decides_without_a_reason(monkeypatch):
-    monkeypatch.setattr(resolving, "_with_resolution", lambda standing, *_args, **_frees: standing)
+    monkeypatch.setattr(resolving, "_with_resolution", lambda current, *_args, **_may_run: current)
 
 
 def frees_nothing_for_a_person(monkeypatch):
     decide = resolving._with_resolution
 
-    def stubborn(standing, resolution, **_may_run):
-        return decide(standing, resolution, may_run=False)
+    def stubborn(current, resolution, **_may_run):
+        return decide(current, resolution, may_run=False)
 
     monkeypatch.setattr(resolving, "_with_resolution", stubborn)
 
@@ -110,7 +110,7 @@ def decides_about_what_is_alive(monkeypatch):
 
 
 def writes_over_what_a_person_decided(monkeypatch):
-    """A zombie believes that its own end counts."""
+    """A late attempt writes its own end over the decision."""
     write_outcome = production.write_outcome
 
     def stubborn(claim, outcome, **options):
@@ -129,7 +129,7 @@ def frees_in_the_background_what_is_in_doubt(monkeypatch):
             yield from Swap(seen.record.id, seen.record.version, failed(seen.record))
         return (yield from recovering.recover(seen, request, policy))
 
-    monkeypatch.setattr(errands, "recover", careless)
+    monkeypatch.setattr(parties, "recover", careless)
 
 
 FAILURE = Budget(failures=1)
@@ -144,7 +144,7 @@ MUTANTS = {
         *(RETRY, (STEPPING, STEPPING_PLAINLY), FAILURE),
         "what may happen at most once happens once",
     ),
-    forgets_what_nobody_asked_for: (
+    forgets_steps_that_were_not_asked_for: (
         *(RETRY, (STEPPING, PLAIN), FAILURE),
         "no doubt vanishes with an answer",
     ),
@@ -158,7 +158,7 @@ MUTANTS = {
     ),
     takes_over_without_what_was_written: (
         *(RETRY, (STEPPING,) * 2, FAILURE),
-        "what a step has returned stays",
+        "the result of a step stays",
     ),
     takes_what_was_taken_before: (
         *(RETRY, (HANDING, WORKER, WORKER), EXPIRY),
@@ -166,15 +166,15 @@ MUTANTS = {
     ),
     decides_without_a_reason: (
         *(MANUAL, (PLAIN, RESOLVER), FAILURE),
-        "no decision is without its author and its reason",
+        "every decision is stored with its author and its reason",
     ),
     frees_nothing_for_a_person: (
         *(RETRY, (STEPPING, STEPPING, RESOLVER), FAILURE),
-        "what a person says did not happen may be taken again",
+        "a step that did not happen may run again",
     ),
     decides_about_what_is_alive: (
         *(MANUAL, (PLAIN, RESOLVER), EXPIRY),
-        "nobody decides about what is alive",
+        "an operator does not decide about an attempt that lives",
     ),
     writes_over_what_a_person_decided: (
         *(MANUAL, (PLAIN, RESOLVER), EXPIRY),
@@ -182,7 +182,7 @@ MUTANTS = {
     ),
     frees_in_the_background_what_is_in_doubt: (
         *(MANUAL, (PLAIN, reconciler), FAILURE),
-        "only its executor ends an attempt, or a person",
+        "only its own client or an operator ends an attempt",
     ),
 }
 
@@ -191,7 +191,7 @@ MUTANTS = {
 def test_a_mistake_in_the_middle_is_caught(breaks, monkeypatch):
     """L5, L6, L7, L10: in every interleaving, so in the shortest as well."""
     kind, flows, budget, promise = MUTANTS[breaks]
-    explored(Errand(of(kind, *flows), budget))
+    explored(PartyScenario(of(kind, *flows), budget))
     breaks(monkeypatch)
     with pytest.raises(Violation, match=promise):
-        explored(Errand(of(kind, *flows), budget))
+        explored(PartyScenario(of(kind, *flows), budget))

@@ -90,8 +90,8 @@ def derive(
     UUID, and older validators know only versions 1 to 5.
     """
     assert len(id) == ID_BYTES
-    namespace = digested(_DERIVE_DOMAIN, secret, id + generation.to_bytes(8, "big") + request)
-    named = sha1(namespace + name.encode("utf-8"), usedforsecurity=False)
+    seed = digested(_DERIVE_DOMAIN, secret, id + generation.to_bytes(8, "big") + request)
+    named = sha1(seed + name.encode("utf-8"), usedforsecurity=False)
     bits = int.from_bytes(named.digest()[:16], "big")
     text = f"{bits & ~_UUID_FIXED | _UUID_VERSION_5:032x}"
     return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
