@@ -1,5 +1,5 @@
 """
-Everything coatcheck raises, in one tree.
+Every exception that coatcheck raises, in one tree.
 
 CoatcheckError                        never raised itself
 ├── Refused                           a guarded request was refused; see .problem
@@ -10,13 +10,13 @@ CoatcheckError                        never raised itself
 │   ├── OutcomeUnknown     409        an attempt did not finish; its outcome must be resolved
 │   ├── ResultUnavailable  409        the operation completed, but its result was not stored
 │   └── LimitExceeded      413, 429   over a limit: size, waiters or keys
-├── NotResolved                       there is no such operation to resolve; see .record
-├── NotCommitted                      an operation's transaction could not be committed
+├── NotResolved                       no operation in doubt was found to resolve; see .record
+├── NotCommitted                      the transaction of an operation could not be committed
 ├── ClaimLost                         the lease expired and another attempt took over
 ├── StepInDoubt                       an attempt ended inside a step that must not run twice
-├── StepsChanged                      a handler's steps differ from those of an earlier attempt
-├── Resumable                         raised by a handler: it may simply run again
-├── Uncertain                         raised by a handler: what it did is not known
+├── StepsChanged                      the steps of a handler differ from those of an earlier attempt
+├── Resumable                         raised by a handler: it may run again
+├── Uncertain                         raised by a handler: it does not know what it did
 ├── StoreUnavailable       503        the store is unreachable; the driver's error is __cause__
 ├── Unreadable                        a stored response cannot be decrypted with these keys
 ├── Misconfigured                     found at set-up, not during a request
@@ -95,7 +95,7 @@ class StoreUnavailable(CoatcheckError):
     The store is unreachable; the driver's own error is `__cause__`.
 
     *is_ambiguous*: a write was sent and may have been applied, but its answer was lost. The engine
-    then repeats the same swap, which is safe: see `stores/batching.py`.
+    then repeats the same swap, which is safe; see `stores/batching.py`.
     """
 
     def __init__(self, message: str, *, is_ambiguous: bool = False) -> None:
@@ -111,12 +111,12 @@ def _store_unavailable(text: str, is_ambiguous: bool) -> StoreUnavailable:  # no
 
 
 class Unreadable(CoatcheckError):
-    """A stored response is encrypted with an unknown key; the operation itself is completed."""
+    """Stored bytes cannot be read: they are damaged, or encrypted with a key this process lacks."""
 
 
 class NotResolved(CoatcheckError):
     """
-    A call to resolve an operation found none that is in doubt, and changed nothing.
+    `resolve` found no operation in doubt, and changed nothing.
 
     *record* is the current record; None if there is none, or more than one.
     """
@@ -133,7 +133,7 @@ class NotCommitted(CoatcheckError):
     """
     The transaction could not be committed, because of what the handler did with its connection.
 
-    It committed, rolled back or closed it, or left a statement running on it.
+    It committed, rolled back or closed the connection, or left a statement running on it.
     """
 
 
@@ -157,7 +157,7 @@ class StepInDoubt(CoatcheckError):
 
 class StepsChanged(CoatcheckError):
     """
-    The handler's steps differ from those of an earlier attempt: its code was changed in between.
+    The handler's steps differ from those of an earlier attempt: its code has changed since.
 
     *name* is the new step; None if the handler ended without asking for *expected*.
     """
@@ -165,8 +165,8 @@ class StepsChanged(CoatcheckError):
     def __init__(self, name: str | None, expected: str) -> None:
         found = "this attempt has ended" if name is None else f"the step {name!r} is new"
         super().__init__(
-            f"{found}, but an earlier attempt has taken {expected!r}, which this one has not asked "
-            "for: finish such operations with the code that began them, or resolve them"
+            f"{found}, but an earlier attempt ran the step {expected!r}, and this one did not ask "
+            "for it: let the code that began the operation finish it, or resolve it"
         )
         self.name = name
         self.expected = expected
@@ -177,9 +177,9 @@ class StepsChanged(CoatcheckError):
 
 class Resumable(CoatcheckError):
     """
-    Raised by a handler that has failed and knows that it may simply run again.
+    Raised by a handler that has failed and knows that it may run again.
 
-    The claim is released whatever the recovery policy says, and the next retry runs.
+    The claim is released under every recovery policy, and the next retry runs.
     """
 
 
@@ -187,13 +187,13 @@ class Uncertain(CoatcheckError):
     """
     Raised by a handler that does not know whether its effect took place: the opposite of Resumable.
 
-    The operation is in doubt, whatever the recovery policy says about failures: a call to another
-    service may have timed out after it was sent.
+    For example, a call to another service has timed out. The operation is in doubt under every
+    recovery policy.
     """
 
 
 class Misconfigured(CoatcheckError):
-    """Something is set up wrongly; found at start, not during a request."""
+    """A setting or an argument is wrong; where possible it is found at start, not in a request."""
 
 
 class MissingExtra(CoatcheckError, ImportError):

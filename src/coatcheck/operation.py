@@ -414,7 +414,9 @@ class Operation(Lease):
         """
         claim = self.claim
         generation, fingerprint = claim.created_ms, claim.fingerprint
-        return derive(claim.id, name, life=generation, request=fingerprint, secret=self._secret)
+        return derive(
+            claim.id, name, generation=generation, request=fingerprint, secret=self._secret
+        )
 
 
 def _lease_ms(lease: Duration) -> int:

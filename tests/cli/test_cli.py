@@ -428,7 +428,7 @@ def test_an_encrypted_operation_is_not_resolved_without_the_keys(records, capsys
     reference = records.put(1, state=IN_DOUBT, progress=bytes([SEALED]) + b"whatever")
     code, _out, err = resolved(capsys, records, reference, "--failed")
     assert (code, "give --keyring FILE" in err) == (2, True)
-    assert "sealed" in run_command(capsys, "lookup", reference, "--store", records.url)[1]
+    assert "encrypted" in run_command(capsys, "lookup", reference, "--store", records.url)[1]
 
 
 def test_an_encrypted_operation_is_resolved_with_the_keys(records, capsys, tmp_path):

@@ -1,6 +1,8 @@
-"""Facts: what operators may know of a record, and nothing of what its answers contain."""
+"""Descriptions for operators: everything of a record, except for responses and results."""
 
 import json
+
+import pytest
 
 from coatcheck.core.describe import facts_of, story_of, times_of
 from coatcheck.core.key import reference_of
@@ -11,8 +13,8 @@ from coatcheck.core.record import GONE, completed, failed, in_doubt, renewed
 from coatcheck.core.response import SEALED, Response, encode_response, encode_value
 
 NOW = 1_800_000_000_000
-TICKET = ClaimRequest(b"i" * 16, b"f" * 16, NOW, 7, "POST /orders", "caller", "the key")
-CLAIM = first_attempt(TICKET, Policy(), GONE, NOW)
+REQUEST = ClaimRequest(b"i" * 16, b"f" * 16, NOW, 7, "POST /orders", "caller", "the key")
+CLAIM = first_attempt(REQUEST, Policy(), GONE, NOW)
 SECRET = "of the customer"
 PROGRESS = (
     NOTHING.with_step(Step("charge", 1, encode_value(SECRET)))
@@ -22,10 +24,10 @@ PROGRESS = (
     .with_resolution(Resolution(NOW + 2_000, "run again", "ada", "the bank was away"))
     ._replace(report=Report(0.5, "half"))
 )
-TOLD = CLAIM._replace(progress=encoded(PROGRESS))
+WITH_PROGRESS = CLAIM._replace(progress=encoded(PROGRESS))
 
 
-def test_a_running_operation_is_told_with_its_lease():
+def test_a_running_operation_is_described_with_its_lease():
     """O1."""
     facts = facts_of(CLAIM, NOW)
     assert facts["reference"] == reference_of(CLAIM.id)
@@ -40,9 +42,9 @@ def test_a_running_operation_is_told_with_its_lease():
     assert list(story_of(CLAIM)) == []
 
 
-def test_what_was_written_down_is_told_and_what_steps_returned_is_not():
-    """O1, L6: all that a person needs to decide."""
-    facts = facts_of(in_doubt(TOLD), NOW)
+def test_progress_is_described_without_the_results_of_steps():
+    """O1, L6: all that an operator needs to decide."""
+    facts = facts_of(in_doubt(WITH_PROGRESS), NOW)
     assert facts["steps"] == [
         {"name": "charge", "attempt": 1, "is_done": True},
         {"name": "ship", "attempt": 2, "is_done": False},
@@ -61,7 +63,7 @@ def test_what_was_written_down_is_told_and_what_steps_returned_is_not():
         }
     ]
     assert SECRET not in json.dumps(facts)
-    assert list(story_of(TOLD)) == [
+    assert list(story_of(WITH_PROGRESS)) == [
         ("step", "charge: done by attempt 1"),
         ("step", "ship: begun by attempt 2"),
         ("note", "2027-01-15T08:00:00Z attempt 1: about to charge"),
@@ -70,25 +72,25 @@ def test_what_was_written_down_is_told_and_what_steps_returned_is_not():
     ]
 
 
-def test_what_is_in_doubt_is_told_with_when_it_may_have_happened():
-    """O1, L6: between the beginning of its last attempt and the end of that one's lease."""
-    later = TICKET._replace(now_ms=NOW + 90_000)
+def test_an_operation_in_doubt_is_described_with_the_time_in_which_it_may_have_happened():
+    """O1, L6: from the beginning of its last attempt to the end of that attempt's lease."""
+    later = REQUEST._replace(now_ms=NOW + 90_000)
     again = next_attempt(failed(CLAIM), later, Policy(), NOW + 90_000)
-    parked = in_doubt(renewed(renewed(again, NOW + 170_000), NOW + 190_000))
-    facts = facts_of(parked, NOW + 7_200_000)
+    doubt = in_doubt(renewed(renewed(again, NOW + 170_000), NOW + 190_000))
+    facts = facts_of(doubt, NOW + 7_200_000)
     assert (facts["attempt"], facts["created"]) == (2, "2027-01-15T08:00:00Z")
     assert facts["last_attempt"] == "2027-01-15T08:01:30Z"
     assert (facts["lease_until"], facts["is_lease_over"]) == ("2027-01-15T08:03:10Z", None)
     assert facts["window_until"] == "2027-01-16T08:00:00Z"
     assert facts["expires"] >= facts["window_until"]
-    assert times_of(parked) == (
+    assert times_of(doubt) == (
         "attempt 2 began 2027-01-15T08:01:30Z, lease until 2027-01-15T08:03:10Z, "
         "window until 2027-01-16T08:00:00Z"
     )
 
 
-def test_a_record_without_a_lease_is_told_without():
-    """O1: it has ended, or was parked by an older release."""
+def test_a_record_without_a_lease_is_described_without():
+    """O1: it has ended."""
     done = completed(CLAIM, None)
     assert facts_of(done, NOW)["lease_until"] is None
     assert facts_of(done, NOW)["last_attempt"] == "2027-01-15T08:00:00Z"
@@ -97,7 +99,7 @@ def test_a_record_without_a_lease_is_told_without():
     )
 
 
-def test_of_an_answer_only_its_outline_is_told():
+def test_only_status_and_size_of_a_response_are_described():
     """O3: no bodies."""
     response = encode_response(Response(201, [], SECRET.encode()))
     facts = facts_of(completed(CLAIM, response), NOW)
@@ -105,17 +107,14 @@ def test_of_an_answer_only_its_outline_is_told():
     assert SECRET not in json.dumps(facts)
 
 
-def test_what_is_sealed_is_told_to_be():
-    """X1."""
-    sealed = TOLD._replace(progress=bytes([SEALED]) + b"whatever")
-    facts = facts_of(sealed, NOW)
+@pytest.mark.parametrize(
+    ("progress", "reason"),
+    [(bytes([SEALED]) + b"whatever", "encrypted"), (b'{"steps":[["charge"', "damaged")],
+)
+def test_a_record_whose_progress_cannot_be_read_is_described_without(progress, reason):
+    """O3, X1: it must not spoil a listing."""
+    record = WITH_PROGRESS._replace(progress=progress)
+    facts = facts_of(record, NOW)
+    assert facts["reference"] == reference_of(record.id)
     assert (facts["steps"], facts["notes"], facts["resolutions"]) == (None, None, None)
-    assert list(story_of(sealed)) == [("notes", "sealed")]
-
-
-def test_what_is_damaged_is_told_to_be_and_hides_nothing_else():
-    """O3: one record that cannot be read is in the way of no list."""
-    damaged = TOLD._replace(progress=b'{"steps":[["charge"')
-    facts = facts_of(damaged, NOW)
-    assert (facts["reference"], facts["steps"]) == (reference_of(TOLD.id), None)
-    assert list(story_of(damaged)) == [("notes", "damaged")]
+    assert list(story_of(record)) == [("notes", reason)]

@@ -1,4 +1,4 @@
-"""Flows: driven the same way with and without `await`."""
+"""Flows: run in the same way with and without `await`."""
 
 import asyncio
 from dataclasses import dataclass
@@ -13,16 +13,11 @@ class Ask(Effect[int]):
     number: int
 
 
-def doubled():
-    first = yield from Ask(1)
-    try:
-        second = yield from Ask(-1)
-    except ValueError:
-        second = 100
-    return first + second
-
-
 def perform(effect):
+    if isinstance(effect, Sleep):
+        return f"slept {effect.seconds} s"
+    if isinstance(effect, Call):
+        return effect.function(*effect.args)
     if effect.number < 0:
         raise ValueError(effect.number)
     return effect.number * 2
@@ -32,63 +27,48 @@ async def perform_async(effect):
     return perform(effect)
 
 
-def test_a_flow_is_sent_results_and_thrown_errors():
-    assert run(doubled(), perform) == 102
+@pytest.fixture(params=["sync", "async"])
+def run_flow(request):
+    if request.param == "sync":
+        return lambda flow: run(flow, perform)
+    return lambda flow: asyncio.run(run_async(flow, perform_async))
 
 
-def test_an_async_driver_does_the_same():
-    assert asyncio.run(run_async(doubled(), perform_async)) == 102
+def doubled():
+    first = yield from Ask(1)
+    try:
+        second = yield from Ask(-1)
+    except ValueError:
+        second = 100
+    return first + second
 
 
-def unguarded():
-    yield from Ask(-1)
+def test_a_flow_receives_results_and_errors(run_flow):
+    assert run_flow(doubled()) == 102
 
 
-def test_an_error_that_a_flow_does_not_catch_reaches_its_driver():
+def test_an_error_that_a_flow_does_not_catch_reaches_its_runner(run_flow):
     with pytest.raises(ValueError, match="-1"):
-        run(unguarded(), perform)
-    with pytest.raises(ValueError, match="-1"):
-        asyncio.run(run_async(unguarded(), perform_async))
+        run_flow(flow_of(Ask(-1)))
 
 
-def pauses_and_calls():
-    assert (yield from Sleep(0.25)) is None
-    return (yield from Call(max, (1, 3, 2))), (yield from Call(dict))
+def flow_of(effect):
+    return (yield from effect)
 
 
-def performed(effect, slept):
-    if isinstance(effect, Sleep):
-        slept.append(effect.seconds)
-        return None
-    return effect.function(*effect.args)
-
-
-def test_a_flow_pauses_and_calls_functions_by_effects():
-    """The runner sleeps and calls: a flow only says for how long, what, and with which arguments."""
-    slept = []
-    assert run(pauses_and_calls(), lambda effect: performed(effect, slept)) == (3, {})
-    assert slept == [0.25]
-
-
-def test_an_async_runner_performs_the_same_pauses_and_calls():
-    slept = []
-
-    async def perform(effect):
-        return performed(effect, slept)
-
-    assert asyncio.run(run_async(pauses_and_calls(), perform)) == (3, {})
-    assert slept == [0.25]
+def test_a_flow_sleeps_and_calls_functions_by_effects(run_flow):
+    """It only describes for how long, what, and with which arguments."""
+    assert run_flow(flow_of(Sleep(0.25))) == "slept 0.25 s"
+    assert run_flow(flow_of(Call(max, (1, 3, 2)))) == 3
+    assert run_flow(flow_of(Call(dict))) == {}
 
 
 def failing_call():
-    def fail():
-        raise ValueError("no")
-
     try:
-        yield from Call(fail)
+        yield from Call(int, ("no",))
     except ValueError as error:
         return f"failed: {error}"
 
 
-def test_the_error_of_a_called_function_is_raised_in_the_flow():
-    assert run(failing_call(), lambda effect: performed(effect, [])) == "failed: no"
+def test_the_error_of_a_called_function_is_raised_in_the_flow(run_flow):
+    assert run_flow(failing_call()).startswith("failed: ")

@@ -56,11 +56,11 @@ def test_a_claim_is_made_of_nothing():
         (in_doubt(CLAIM), "mark in doubt"),
     ],
 )
-def test_a_holder_may_renew_complete_release_and_park(after, name):
+def test_an_attempt_may_renew_complete_release_or_doubt_its_claim(after, name):
     assert names(CLAIM, after) == [name]
 
 
-def test_nobody_takes_over_a_living_claim():
+def test_a_claim_is_taken_over_only_after_its_lease():
     """L5."""
     assert names(CLAIM, taken_over(CLAIM, 1_999), 1_999) == []
     assert names(CLAIM, taken_over(CLAIM, 2_000), 2_000) == ["take over"]
@@ -79,7 +79,8 @@ def test_a_key_is_free_when_its_window_is_over_and_swept_when_its_retention_is(e
     assert names(ended, None, 6_000) == ["sweep"]
 
 
-def test_what_is_completed_stays_so_until_its_window_is_over():
+def test_a_completed_record_stays_so_until_its_window_is_over():
+    """T1."""
     done = completed(CLAIM, b"r")
     assert names(done, taken_over(done, 4_999), 4_999) == []
     assert names(done, in_doubt(CLAIM)._replace(version=9_999)) == []
@@ -93,22 +94,17 @@ def test_a_claim_with_a_live_lease_is_neither_free_nor_swept():
     assert is_retention_over(long, 10_000)
 
 
-def test_what_is_in_doubt_remembers_how_long_its_claim_held():
-    """L6: whoever finds out what happened has to know when it may have."""
-    parked = in_doubt(CLAIM)
-    assert parked.lease_until_ms == CLAIM.lease_until_ms > 0
-    assert is_lease_over(parked, 0)
-    assert in_doubt(parked).lease_until_ms == CLAIM.lease_until_ms
-    assert completed(parked, b"").lease_until_ms == failed(parked).lease_until_ms == 0
-
-
-def test_an_ended_record_holds_no_lease():
-    assert completed(CLAIM, b"").lease_until_ms == 0
-    assert is_lease_over(failed(CLAIM), 0)
+def test_a_record_in_doubt_keeps_the_end_of_its_lease():
+    """L6: an operator must know when it may have happened."""
+    doubt = in_doubt(CLAIM)
+    assert doubt.lease_until_ms == CLAIM.lease_until_ms > 0
+    assert is_lease_over(doubt, 0)
+    assert in_doubt(doubt).lease_until_ms == CLAIM.lease_until_ms
+    assert completed(doubt, b"").lease_until_ms == failed(doubt).lease_until_ms == 0
 
 
 def test_a_new_attempt_exceeds_every_version_that_was():
-    """A swept key starts from the clock, which has passed all versions of the life before."""
+    """L5: after a sweep it starts from the clock, which has passed all versions before."""
     assert next_version(GONE, 1_700_000_000_000) == 1_700_000_000_000
     assert next_version(CLAIM._replace(version=2_000), 1_000) == 2_001
 
@@ -120,7 +116,7 @@ def test_an_attempt_knows_itself_by_its_nonce_while_it_runs():
 
 
 # One record in each state, and the moment at which nothing, its lease, window and retention are over.
-STANDING = {
+RECORDS = {
     None: None,
     RUNNING: CLAIM,
     COMPLETED: completed(CLAIM, b"r"),
@@ -138,7 +134,7 @@ def over_at(now_ms, state):
 
 
 def following(before, target, *, is_own):
-    """A record in the state *target* that follows *before*, by its own holder or another."""
+    """A record in the state *target* after *before*, by the same attempt or by another."""
     if target is None:
         return None
     grown = (before or CLAIM)._replace(version=9_000, state=target)
@@ -146,11 +142,11 @@ def following(before, target, *, is_own):
 
 
 @pytest.mark.parametrize("now_ms", MOMENTS)
-@pytest.mark.parametrize("target", STANDING)
-@pytest.mark.parametrize("source", STANDING)
+@pytest.mark.parametrize("target", RECORDS)
+@pytest.mark.parametrize("source", RECORDS)
 def test_the_legal_moves_are_those_of_the_table(source, target, now_ms):
-    """L5, T2, T3: whatever is not in the table is illegal, for the holder and for everybody."""
-    before = STANDING[source]
+    """L5, T2, T3: everything else is illegal, for the attempt itself and for others."""
+    before = RECORDS[source]
     for is_own in (True, False):
         expected = [
             move
@@ -166,7 +162,7 @@ def test_the_legal_moves_are_those_of_the_table(source, target, now_ms):
 
 
 def test_the_same_attempt_with_another_nonce_or_number_is_no_renewal():
-    """L10: with another nonce it was handed over, and that is for claims that are held."""
+    """L10: with another nonce, a worker has taken deferred work; that needs a running claim."""
     grown = renewed(CLAIM, 9_000)
     assert names(CLAIM, grown._replace(nonce=8)) == ["defer"]
     assert names(CLAIM, grown._replace(attempt=2)) == []
@@ -174,8 +170,8 @@ def test_the_same_attempt_with_another_nonce_or_number_is_no_renewal():
     assert names(failed(CLAIM), grown._replace(nonce=8, version=9_000)) == []
 
 
-def test_the_table_is_the_one_that_is_published():
-    """L5, T2, T3: the laws, the explorer and the docs are made from it, so nothing slips in."""
+def test_the_table_is_the_published_one():
+    """L5, T2, T3: the laws, the explorer and the docs are made from it."""
     assert [(m.name, m.source, m.target, m.when) for m in MOVES] == [
         ("claim", None, RUNNING, When.ALWAYS),
         ("renew", RUNNING, RUNNING, When.ALWAYS),
@@ -193,14 +189,8 @@ def test_the_table_is_the_one_that_is_published():
     ]
 
 
-def test_the_table_says_every_move_once():
-    assert len(set(MOVES)) == len(MOVES)
-    named = {(move.source, move.target, move.name) for move in MOVES}
-    assert len(named) == len(MOVES)
-
-
-def test_nothing_stands_where_a_record_is_gone():
-    """It is older than everything, free, swept, and belongs to nobody."""
+def test_a_record_that_is_gone_is_empty_free_and_older_than_all_others():
+    """T3."""
     assert GONE.version == GONE.nonce == GONE.attempt == 0
     assert (GONE.id, GONE.fingerprint, GONE.response, GONE.progress) == (b"", b"", None, None)
     assert (GONE.label, GONE.scope, GONE.key) == ("", "", "")
@@ -211,13 +201,14 @@ def test_nothing_stands_where_a_record_is_gone():
     assert is_retention_over(GONE, 1)
 
 
-def test_an_ended_record_is_held_by_nobody_whatever_its_lease_says():
-    """L5."""
+def test_a_record_that_has_ended_has_no_lease():
+    """L5: whatever its field says."""
+    assert completed(CLAIM, b"").lease_until_ms == 0
     assert is_lease_over(failed(CLAIM)._replace(lease_until_ms=9_999), 1_500)
 
 
 def test_a_record_is_not_swept_before_the_clock_has_passed_its_version():
-    """T3: or the next life, which starts from the clock, could be handed the same version."""
+    """T3: the next generation starts from the clock, and must not get the same version."""
     done = completed(CLAIM, b"r")._replace(version=7_000)
     assert not is_retention_over(done, 7_000)
     assert is_retention_over(done, 7_001)
@@ -225,14 +216,15 @@ def test_a_record_is_not_swept_before_the_clock_has_passed_its_version():
     assert names(done, None, 7_001) == ["sweep"]
 
 
-def test_a_write_is_recognised_also_in_a_store_that_drops_what_is_for_people():
-    """L5."""
+def test_a_write_is_recognised_in_a_store_that_drops_the_texts_for_operators():
+    """L1, L5."""
     assert is_same_write(CLAIM, CLAIM)
     assert is_same_write(CLAIM._replace(label="", scope="", key=""), CLAIM)
+    assert not is_same_write(completed(CLAIM, b"one"), completed(CLAIM, b"two"))
 
 
-def test_a_write_is_recognised_also_where_there_was_no_room_for_its_response():
-    """L12: by its version and its nonce; what it has noted may be sealed, each time anew."""
+def test_a_write_is_recognised_if_the_store_had_no_room_for_its_response():
+    """L12: by its version and its nonce; its progress may be encrypted, differently each time."""
     answer = completed(CLAIM, b"large")._replace(progress=b"sealed")
     kept = answer._replace(label="", scope="", key="", progress=b"sealed before", response=None)
     assert is_same_write_cut(kept, answer)
@@ -242,50 +234,32 @@ def test_a_write_is_recognised_also_where_there_was_no_room_for_its_response():
 
 
 @pytest.mark.parametrize("name", sorted(set(Record._fields) - {"label", "scope", "key"}))
-def test_a_write_that_differs_in_anything_else_is_not_ours(name):
+def test_a_write_that_differs_in_another_field_is_not_ours(name):
     """L5."""
     other = CLAIM._replace(**{name: b"other" if name in {"progress", "response"} else 77})
     assert not is_same_write(other, CLAIM)
 
 
-def test_every_state_has_a_name():
-    assert STATE_NAMES == {
-        RUNNING: "running",
-        COMPLETED: "completed",
-        FAILED: "failed",
-        IN_DOUBT: "in_doubt",
-    }
-
-
-def test_the_numbers_of_states_never_change():
+def test_the_numbers_and_names_of_states_never_change():
     """They are in databases."""
+    assert [STATE_NAMES[state] for state in (RUNNING, COMPLETED, FAILED, IN_DOUBT)] == [
+        *("running", "completed", "failed", "in_doubt"),
+    ]
     assert [RUNNING, COMPLETED, FAILED, IN_DOUBT] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("ended", [completed(CLAIM, b"r"), failed(CLAIM), in_doubt(CLAIM)])
-def test_ending_an_attempt_changes_its_state_and_nothing_of_its_life(ended):
+def test_the_end_of_an_attempt_changes_its_state_and_nothing_of_its_generation(ended):
     changed = {name for name in Record._fields if getattr(ended, name) != getattr(CLAIM, name)}
     assert changed <= {"version", "state", "lease_until_ms", "response"}
     assert ended.version == CLAIM.version + 1
 
 
-def test_renewing_changes_the_lease_and_nothing_else():
+def test_a_renewal_changes_the_lease_and_nothing_else():
     assert renewed(CLAIM, 9_000) == CLAIM._replace(version=1_001, lease_until_ms=9_000)
 
 
 @pytest.mark.parametrize("end", [failed, in_doubt, lambda claim: completed(claim, b"other")])
-def test_what_is_completed_cannot_be_ended_again(end):
+def test_a_completed_record_cannot_be_ended_again(end):
     with pytest.raises(AssertionError):
         end(completed(CLAIM, b"r"))
-
-
-def test_every_state_can_be_left():
-    left = {move.source for move in MOVES}
-    assert {RUNNING, COMPLETED, FAILED, IN_DOUBT, None} == left
-
-
-def test_a_write_is_recognised_even_by_a_store_that_keeps_no_labels():
-    """L1: who meets exactly what it wanted to write has written it."""
-    assert is_same_write(CLAIM._replace(label="", scope="", key=""), CLAIM)
-    assert not is_same_write(CLAIM._replace(nonce=8), CLAIM)
-    assert not is_same_write(completed(CLAIM, b"one"), completed(CLAIM, b"two"))

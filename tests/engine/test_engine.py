@@ -269,8 +269,8 @@ def test_what_a_partial_holds_is_compared_like_any_argument(guards, engine):
         ({"secret": 5}, "secret is a int; it is text or bytes"),
         ({"keyring": {}}, "keyring is a dict; it is a KeyRing"),
         ({"keyring": {"a": b"k" * 32}}, "keyring is a dict; it is a KeyRing"),
-        ({"clock": 5}, "clock= is a int; it is a function"),
-        ({"archive": 5}, "archive= is a int; it is a function"),
+        ({"clock": 5}, "clock= is a int; it must be a function"),
+        ({"archive": 5}, "archive= is a int; it must be a function"),
     ],
 )
 def test_a_nonsensical_setting_stops_a_deployment_and_no_request(guards, settings, sentence):
@@ -370,7 +370,7 @@ def test_bytes_are_a_key_as_their_text_is(guards, engine):
 
 def test_a_key_that_is_no_function_of_the_arguments_is_refused_where_it_is_written(guards, engine):
     """K4."""
-    with pytest.raises(Misconfigured, match="key= is a str; it is a function"):
+    with pytest.raises(Misconfigured, match="key= is a str; it must be a function"):
         engine.guard(key="number", scope="s")
 
 

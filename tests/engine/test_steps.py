@@ -148,7 +148,7 @@ def test_the_same_name_twice_is_a_mistake(guards, engine, shop):
 
 @pytest.mark.parametrize(
     ("result", "sentence"),
-    [(object(), "neither JSON nor bytes"), ("x" * 70_000, "are remembered")],
+    [(object(), "neither JSON nor bytes"), ("x" * 70_000, "can be stored")],
 )
 def test_a_result_that_cannot_be_remembered_is_refused(guards, engine, result, sentence):
     """L7: not forgotten in silence."""
@@ -173,7 +173,7 @@ def test_an_effect_is_not_repeated_because_its_result_cannot_be_kept(
 
     with pytest.raises(Misconfigured):
         guards.run(engine, "k", handle)
-    with pytest.raises(StepInDoubt, match="could not be kept"):
+    with pytest.raises(StepInDoubt, match="could not be stored"):
         guards.run(engine, "k", handle)
     with pytest.raises(OutcomeUnknown):
         guards.run(engine, "k", handle)
@@ -197,7 +197,7 @@ def test_an_effect_is_not_repeated_because_all_results_together_are_too_many(gua
             await current_operation().step(f"export-{number}", export, number)
 
     handler = handle_async if guards.is_async else handle
-    with pytest.raises(Misconfigured, match="262144 are kept"):
+    with pytest.raises(Misconfigured, match="262144 can be stored"):
         guards.done(engine.run("k", handler, scope="s"))
     with pytest.raises(StepInDoubt, match="export-3"):
         guards.done(engine.run("k", handler, scope="s"))
@@ -239,7 +239,7 @@ def test_a_handler_may_go_on_without_the_result(guards, engine, store):
     handler = handle_async if guards.is_async else handle
     assert guards.done(engine.run("k", handler, scope="s")) == "done"
     told = dict(story_of(store.record))
-    assert told["step"] == "export: done by attempt 1, its result was not kept"
+    assert told["step"] == "export: done by attempt 1, its result was not stored"
 
 
 @pytest.mark.parametrize("outcome", ["resolve", "rerun"])

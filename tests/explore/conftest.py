@@ -1,4 +1,4 @@
-"""The one fixture of the explorer: what it visits is counted, and told at the end of the run."""
+"""The fixture that explores; the number of states is reported at the end of the run."""
 
 import gc
 
@@ -10,10 +10,10 @@ from .world import Scenario
 
 @pytest.fixture
 def explored(request, record_property):
-    """Explore a scenario, say how much that was (`-s` shows it), and have it counted."""
+    """Explore a scenario, and print and record how many states it has."""
 
     def count(scenario: Scenario) -> Explored:
-        # Worlds are values and make no circles; to look for some takes a sixth of the time.
+        # Worlds have no reference cycles; to search for some takes a sixth of the time.
         gc.disable()
         try:
             seen = explore(scenario)

@@ -1,4 +1,4 @@
-"""The kinds of clients that take part."""
+"""The kinds of clients."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from coatcheck.core.policy import Policy
 from .places import Kind
 
 
-def kind(fingerprint: bytes = b"F" * 16, *, may_claim: bool = True, **knobs: Any) -> Kind:
-    """A client whose policy has these *knobs*."""
-    # The window and the margin only have to be longer than the lease, and tell lives apart.
-    return Kind(Policy(window="1h", margin="10m", **knobs), fingerprint, may_claim)
+def kind(fingerprint: bytes = b"F" * 16, *, may_claim: bool = True, **settings: Any) -> Kind:
+    """A client whose policy has these *settings*."""
+    # The window and the margin only have to be longer than the lease.
+    return Kind(Policy(window="1h", margin="10m", **settings), fingerprint, may_claim)
 
 
 RETRY = kind()

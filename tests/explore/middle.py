@@ -1,11 +1,10 @@
-"""The world of what happens in the middle: steps, work that is handed over, and people (L6, L7, L10).
+"""The world of steps, deferred work and operators (L6, L7, L10).
 
-One record, one queue, the ledger downstream, and everybody who may have a hand in it: clients whose
-handler takes steps or hands over, workers, people, the background reconciler. Each is a flow made
-of production's own (`lifecycle`, `take`, `offer`, `run_deferred`, `resolve`, `rerun`, `recover`); what a
-handler does between them is here. Nobody waits for anybody, so that worlds stay small. The
-adversary decides who moves, kills clients before or after an effect, makes effects fail, renews a
-claim, and lets leases run out.
+One record, one queue, the effects downstream, and the parties: clients whose handler takes steps or
+defers its work, workers, operators, the background recovery. Each runs production flows
+(`lifecycle`, `take`, `offer`, `run_deferred`, `resolve`, `rerun`, `recover`). No party waits, so
+that worlds stay small. The adversary chooses the party that moves, crashes parties before or after
+an effect, makes effects fail, renews a claim, and lets leases expire.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ from .places import Atlas, HandlerError, Kind, Place, Raised, ServeFlow
 
 NOW_MS = 1_000_000_000
 
-# What a step has returned of which nothing can be kept.
+# The result of a step that cannot be stored.
 UNKEPT = Misconfigured("neither JSON nor bytes")
 
 
 @dataclass(frozen=True, slots=True)
 class Now(Effect[int]):
-    """What time is it?"""
+    """Read the clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look(Effect[Snapshot]):
-    """What stands, and when."""
+    """Read the record and the clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask(Effect[Outcome]):
-    """Ask downstream what became of the attempt of *claim*, and of those before it."""
+    """Ask downstream what the attempt of *claim*, and those before it, did."""
 
     claim: Record
 
@@ -57,7 +56,7 @@ class Put(Effect[None]):
 
 @dataclass(frozen=True, slots=True)
 class Take(Effect[DeferredToken]):
-    """Be delivered what is on the queue; it stays there, to be delivered again."""
+    """Receive a token from the queue; it stays there, to be delivered again."""
 
 
 class Budget(NamedTuple):
@@ -67,24 +66,26 @@ class Budget(NamedTuple):
     failures: int = 0  # an effect that raises, and happened or not
     expiries: int = 0
     renewals: int = 0
-    unkept: int = 0  # an effect whose result is none that could be kept
-    deaf: int = 0  # a write that takes effect, and is made once more because nobody has heard of it
+    unkept: int = 0  # an effect whose result cannot be stored
+    unacknowledged: int = (
+        0  # a write takes effect, but its acknowledgement is lost, so it is repeated
+    )
 
 
 class Party(NamedTuple):
-    """One of those who take part: what it does, and which kind of client it is."""
+    """One participant: its flow, and which kind of client it is."""
 
     flow: ServeFlow
     kind: Kind
-    is_person: bool = False
+    is_operator: bool = False
     is_work: bool = False
 
 
 class Client(NamedTuple):
-    """Where one of them stands."""
+    """The place of one party in its flow."""
 
     place: Place
-    is_savepoint_gone: bool = False
+    is_over: bool = False
 
 
 class World(NamedTuple):
@@ -99,8 +100,8 @@ class World(NamedTuple):
     past: rules.Past
 
 
-class Errand:
-    """Who takes part."""
+class PartyScenario:
+    """The parties, and what may go wrong."""
 
     def __init__(self, parties: tuple[Party, ...], budget: Budget) -> None:
         self.parties = parties
@@ -111,7 +112,7 @@ class Errand:
     def steps(self, world: World) -> Iterator[World]:
         """Everything that can happen next."""
         for number, client in enumerate(world.clients):
-            if not client.is_savepoint_gone:
+            if not client.is_over:
                 yield from self._moves(world, number, client.place)
                 if world.left.crashes and client.place.asks is not None:
                     yield _over(_spent(world, crashes=1), number)
@@ -124,35 +125,35 @@ class Errand:
         match place.asks:
             case None:
                 if self._is_next_to_arrive(world, number):
-                    yield self._told(world, number, world.now_ms)
+                    yield self._resumed(world, number, world.now_ms)
             case Swap() as swap:
                 yield from self._swaps(world, number, swap)
             case Run(name):
                 yield from self._runs(world, number, name)
             case Take():
                 for handed in dict.fromkeys(world.queue):
-                    yield self._told(world, number, handed)
+                    yield self._resumed(world, number, handed)
             case asks:
                 yield self._answered(world, number, asks)
 
     def _answered(self, world: World, number: int, asks: Effect[Any]) -> World:
-        """What has but one answer."""
+        """Perform an effect that has only one result."""
         match asks:
             case Execute(claim):
                 is_work = self.parties[number].is_work
                 past = rules.begun(world.past, claim, is_work=is_work)
-                return self._told(world._replace(past=past), number, None)
+                return self._resumed(world._replace(past=past), number, None)
             case Put(handed):
-                return self._told(world._replace(queue=(*world.queue, handed)), number, None)
+                return self._resumed(world._replace(queue=(*world.queue, handed)), number, None)
             case Look():
-                return self._told(world, number, Snapshot(world.record or GONE, world.now_ms))
+                return self._resumed(world, number, Snapshot(world.record or GONE, world.now_ms))
             case Ask(claim) | Reconcile(claim):
                 return self._asked(world, number, claim)
         assert isinstance(asks, Now)
-        return self._told(world, number, world.now_ms)
+        return self._resumed(world, number, world.now_ms)
 
     def _is_next_to_arrive(self, world: World, number: int) -> bool:
-        """Of those that differ in nothing but their number, the lower one comes first."""
+        """Of parties that differ only in their number, the lower one arrives first."""
         return not any(
             self.parties[before] == self.parties[number]
             and world.clients[before].place is self.atlases[before].start
@@ -160,22 +161,24 @@ class Errand:
         )
 
     def _swaps(self, world: World, number: int, swap: Swap) -> Iterator[World]:
-        record, standing = swap.record, world.record or GONE
+        record, current = swap.record, world.record or GONE
         assert record is not None
-        if standing.version == swap.expected:
+        if current.version == swap.expected:
             past = rules.accepted(
                 world.past,
                 (world.record, record, world.now_ms),
                 nonce=self.atlases[number].nonce,
-                is_person=self.parties[number].is_person,
+                is_operator=self.parties[number].is_operator,
             )
             after = world._replace(record=record, past=past)
-            yield self._told(after, number, None)
-            if world.left.deaf:  # it is made again, and meets itself or what came meanwhile
-                yield _spent(after, deaf=1)
+            yield self._resumed(after, number, None)
+            if (
+                world.left.unacknowledged
+            ):  # the next one conflicts with this one, or with a later record
+                yield _spent(after, unacknowledged=1)
         else:
-            is_own = is_same_write(standing, record)
-            yield self._told(world, number, None if is_own else standing)
+            is_own = is_same_write(current, record)
+            yield self._resumed(world, number, None if is_own else current)
 
     def _runs(self, world: World, number: int, name: str) -> Iterator[World]:
         claim = world.clients[number].place.claim
@@ -186,48 +189,48 @@ class Errand:
         nonce = self.atlases[number].nonce
         past = rules.ran(world.past, done, world.record, nonce=nonce, is_once=is_once)
         ran = world._replace(effects=(*world.effects, done), past=past)
-        yield self._told(ran, number, rules.answer_of(done))
+        yield self._resumed(ran, number, rules.answer_of(done))
         if world.left.failures:
-            yield self._told(_spent(world, failures=1), number, Raised(HandlerError))
-            yield self._told(_spent(ran, failures=1), number, Raised(HandlerError))
+            yield self._resumed(_spent(world, failures=1), number, Raised(HandlerError))
+            yield self._resumed(_spent(ran, failures=1), number, Raised(HandlerError))
         if world.left.unkept:
             forgotten = ran._replace(past=rules.unkept(ran.past, done))
-            yield self._told(_spent(forgotten, unkept=1), number, UNKEPT)
+            yield self._resumed(_spent(forgotten, unkept=1), number, UNKEPT)
         if world.left.crashes:
             yield _over(_spent(ran, crashes=1), number)
 
     def _asked(self, world: World, number: int, claim: Record) -> World:
-        """It answers with the truth; what comes after that is nobody's fault."""
-        told = Outcome(OutcomeKind.RELEASE)
+        """Downstream answers with the truth."""
+        sent = Outcome(OutcomeKind.RELEASE)
         for done in world.effects:
-            if done.life == claim.created_ms and done.name != "reserve":
-                told = Outcome(OutcomeKind.COMPLETE, rules.answer_of(done))
+            if done.generation == claim.created_ms and done.name != "reserve":
+                sent = Outcome(OutcomeKind.COMPLETE, rules.answer_of(done))
         past = rules.asked(world.past, claim)
-        return self._told(world._replace(past=past), number, told)
+        return self._resumed(world._replace(past=past), number, sent)
 
     def _renewals(self, world: World) -> Iterator[World]:
-        """Whoever holds the claim is alive, and its heart beats."""
+        """The heartbeat of the party that holds the claim renews it."""
         record = world.record
         if record is None or record.state != RUNNING or not world.left.renewals:
             return
         lease_until_ms = world.now_ms + self.parties[0].kind.policy.lease_ms
         for number, client in enumerate(world.clients):
-            is_held = client.place.claim is not None and not client.is_savepoint_gone
+            is_held = client.place.claim is not None and not client.is_over
             if is_held and self.atlases[number].nonce == record.nonce:
                 after = world._replace(record=renewed(record, lease_until_ms))
                 yield _spent(after, renewals=1)
 
-    def _told(self, world: World, number: int, told: Any) -> World:
-        place = self.atlases[number].after(world.clients[number].place, told)
+    def _resumed(self, world: World, number: int, sent: Any) -> World:
+        place = self.atlases[number].after(world.clients[number].place, sent)
         past = world.past
         if place.answer is not None:
             past = rules.answered(past, place.answer, world.effects)
-        client = Client(place, place.is_savepoint_gone)
+        client = Client(place, place.is_over)
         return _with(world._replace(past=past), number, client)
 
 
 def _over(world: World, number: int) -> World:
-    return _with(world, number, Client(world.clients[number].place, is_savepoint_gone=True))
+    return _with(world, number, Client(world.clients[number].place, is_over=True))
 
 
 def _with(world: World, number: int, client: Client) -> World:
@@ -240,14 +243,14 @@ def _spent(world: World, **amounts: int) -> World:
     return world._replace(left=world.left._replace(**left))
 
 
-def explored(errand: Errand) -> int:
-    """Every state that can be reached is right; how many they are. Raises `Violation`."""
-    seen = {errand.start}
-    waiting = [errand.start]
+def explored(scenario: PartyScenario) -> int:
+    """Check every state that can be reached; returns their number, raises `Violation`."""
+    seen = {scenario.start}
+    waiting = [scenario.start]
     while waiting:
         world = waiting.pop()
-        rules.check_progress(world.record, world.now_ms, errand.parties[0].kind)
-        fresh = {after for after in errand.steps(world) if after not in seen}
+        rules.check_progress(world.record, world.now_ms, scenario.parties[0].kind)
+        fresh = {after for after in scenario.steps(world) if after not in seen}
         seen |= fresh
         waiting += fresh
     return len(seen)

@@ -1,8 +1,8 @@
-"""Where a client's flow stands: a tree of everything it can have been told.
+"""Places in a client's flow: a tree of everything that the flow may have been sent.
 
-Generators cannot be copied, but a flow is deterministic: where it stands follows from what it was
-told. So a place is a history, and what the flow does there is found out once, by telling a fresh
-flow all of it, and then remembered. States share places, and stepping a client costs a look-up.
+Generators cannot be copied. But a flow is deterministic, so its history decides what it does next.
+A place is such a history. Its next effect is computed once, by sending the whole history to a new
+flow, and then cached. States share places, and a step of a client costs one lookup.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ class HandlerError(Exception):
 
 
 class Raised(NamedTuple):
-    """The flow is told an error instead of a result."""
+    """An error that is thrown into the flow instead of a result."""
 
     error: type[Exception]
 
 
 class Place:
-    """One point of one client's flow; *asks* is the effect it waits for, None at its end."""
+    """One place in a flow; *asks* is the effect it waits for, None at its end."""
 
-    __slots__ = ("_at", "answer", "asks", "claim", "error", "kind", "outcome", "told", "trust")
+    __slots__ = ("_at", "answer", "asks", "claim", "error", "kind", "outcome", "sent", "trust")
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
         self.asks: Effect[Any] | None = None
         self.answer: Answer | None = None
         self.error: Exception | None = None
-        # What the flow was told last, and so far: the claim it executed, how that ended, and
-        # the claim for which a reconciler said "it did not happen".
-        self.told: Any = None
+        # What the flow was sent last; the claim it has executed, and how that ended; and the claim
+        # for which the reconcile function has answered.
+        self.sent: Any = None
         self.claim: Record | None = None
         self.outcome: Outcome | Raised | None = None
         self.trust: Record | None = None
         self._at: dict[Any, Place] = {}
 
     @property
-    def is_savepoint_gone(self) -> bool:
+    def is_over(self) -> bool:
         """The client has its answer, or an error."""
         return self.answer is not None or self.error is not None
 
@@ -73,22 +73,22 @@ class Atlas:
         self._serve = lifecycle
         self._history: dict[Place, tuple[Any, ...]] = {self.start: ()}
 
-    def after(self, place: Place, told: Any) -> Place:
-        """Where the client stands when it is told *told* at *place*; first of all, the time."""
-        known = place._at.get(told)
+    def after(self, place: Place, sent: Any) -> Place:
+        """The place after *place* if the flow is *sent* this; it is first sent the time."""
+        known = place._at.get(sent)
         if known is None:
-            known = place._at[told] = self._find(place, told)
+            known = place._at[sent] = self._find(place, sent)
         return known
 
-    def _find(self, before: Place, told: Any) -> Place:
+    def _find(self, before: Place, sent: Any) -> Place:
         place = Place(self.kind)
-        place.told = told
+        place.sent = sent
         place.claim, place.outcome, place.trust = before.claim, before.outcome, before.trust
         if isinstance(before.asks, Execute):
-            place.claim, place.outcome = before.asks.claim, told
+            place.claim, place.outcome = before.asks.claim, sent
         if isinstance(before.asks, Reconcile):
             place.trust = before.asks.claim
-        history = self._history[place] = (*self._history[before], told)
+        history = self._history[place] = (*self._history[before], sent)
         now_ms, *events = history
         try:
             place.asks = self._replayed(now_ms, events)

@@ -40,7 +40,7 @@ def explore(scenario: Scenario) -> Explored:
     try:
         total = visit(scenario.start())
     except Violation as violation:
-        raise Violation(told(violation, shortest(scenario))) from None
+        raise Violation(described(violation, shortest(scenario))) from None
     return Explored(len(schedules), total, ends)
 
 
@@ -72,8 +72,8 @@ def _way_to(
     return way[::-1]
 
 
-def told(violation: Violation, schedule: list[tuple[Any, ...]]) -> str:
-    """A schedule for people."""
+def described(violation: Violation, schedule: list[tuple[Any, ...]]) -> str:
+    """The violation and its schedule, one step a line."""
     lines = [f"{violation}; the shortest schedule:"]
     lines += ["  ".join(_words(part) for part in step) for step in schedule]
     return "\n".join(lines)

@@ -1,24 +1,24 @@
-"""What happens in the middle, over every interleaving: steps, hand-over, and people (L6, L7, L10)."""
+"""Steps, deferred work and operators, over every interleaving (L6, L7, L10)."""
 
 import pytest
 
-from .errands import (
+from .kinds import kind
+from .middle import Budget, Party, PartyScenario, explored
+from .parties import (
     client,
     handing_over,
-    person,
+    operator,
     plain,
     reconciler,
     stepping,
     stepping_plainly,
     worker,
 )
-from .kinds import kind
-from .middle import Budget, Errand, Party, explored
 
-# Exploring is computing: on a machine that does much else it may take its time.
+# Long enough for a busy machine.
 pytestmark = pytest.mark.timeout(300)
 
-# Nobody waits: a duplicate is told so at once.
+# A duplicate gets a 409 at once.
 RETRY = kind(in_flight="409")
 MANUAL = kind(in_flight="409", recovery="manual")
 RECONCILE = kind(in_flight="409", recovery="reconcile", reconcile=print)
@@ -28,13 +28,13 @@ RECOVERIES = pytest.mark.parametrize(
 
 
 def of(kind, *flows):
-    """Those who do these *flows*, by what they are called."""
-    is_person, is_work = ("person.", "worker.")
+    """The parties with these *flows*."""
+    is_operator, is_work = ("operator.", "worker.")
     return tuple(
         Party(
             flow,
             kind,
-            is_person=flow.__qualname__.startswith(is_person),
+            is_operator=flow.__qualname__.startswith(is_operator),
             is_work=flow.__qualname__.startswith(is_work),
         )
         for flow in flows
@@ -46,17 +46,17 @@ STEPPING_PLAINLY = client(stepping_plainly)
 PLAIN = client(plain)
 HANDING = client(handing_over)
 WORKER = worker(plain)
-RESOLVER = person()
-RERUNNER = person(plain)
-STEP_RERUNNER = person(stepping)
+RESOLVER = operator()
+RERUNNER = operator(plain)
+STEP_RERUNNER = operator(stepping)
 
 
 @pytest.fixture
 def counted(request, record_property):
-    """Explore, say how much that was, and have it counted."""
+    """Explore, and print and record the number of states."""
 
     def count(kind, flows, budget):
-        states = explored(Errand(of(kind, *flows), budget))
+        states = explored(PartyScenario(of(kind, *flows), budget))
         print(f"\n{request.node.name}: {states:,} states")
         record_property("explored", [states, 0, 0])
         return states
@@ -65,47 +65,47 @@ def counted(request, record_property):
 
 
 @RECOVERIES
-def test_what_is_taken_in_steps_is_taken_once(kind, counted):
+def test_a_step_that_is_done_runs_only_once(kind, counted):
     """L7: a crash, a failure, a renewal or a lost answer in the middle of any step."""
     counted(kind, (STEPPING,) * 2, Budget(crashes=1, failures=1, expiries=1))
     counted(kind, (STEPPING,) * 2, Budget(expiries=1, renewals=1))
-    counted(kind, (STEPPING,) * 2, Budget(expiries=1, deaf=1))
+    counted(kind, (STEPPING,) * 2, Budget(expiries=1, unacknowledged=1))
 
 
 @RECOVERIES
-def test_a_step_in_doubt_is_free_when_a_person_says_so(kind, counted):
-    """L6, L7: and it is in doubt until then, whatever the route's policy is."""
+def test_a_step_in_doubt_may_run_again_when_an_operator_says_so(kind, counted):
+    """L6, L7: it is in doubt until then, under every policy."""
     counted(kind, (STEPPING, STEPPING, RESOLVER), Budget(failures=1))
     counted(kind, (STEPPING, STEPPING, STEP_RERUNNER), Budget(failures=1))
     counted(kind, (STEPPING, RESOLVER), Budget(crashes=1, failures=1, expiries=1))
 
 
 @RECOVERIES
-def test_what_was_begun_is_not_forgotten_by_another_release(kind, counted):
-    """L6, L7: one that calls the step plain, and one that takes no steps at all."""
+def test_another_release_does_not_forget_a_step_that_was_begun(kind, counted):
+    """L6, L7: neither one that declares it as plain, nor one without steps."""
     counted(kind, (STEPPING, STEPPING_PLAINLY), Budget(crashes=1, failures=1, expiries=1))
     counted(kind, (STEPPING, PLAIN), Budget(crashes=1, failures=1, expiries=1))
     counted(kind, (STEPPING, PLAIN, RESOLVER), Budget(failures=1))
 
 
 @RECOVERIES
-def test_an_effect_is_not_repeated_because_its_result_cannot_be_kept(kind, counted):
-    """L7: nobody dies here; who dies before it is written that a plain step is done repeats it."""
+def test_a_step_does_not_run_again_because_its_result_cannot_be_stored(kind, counted):
+    """L7: without a crash, after which a plain step may run again."""
     counted(kind, (STEPPING,) * 3, Budget(unkept=1))
     counted(kind, (STEPPING,) * 2, Budget(unkept=2, failures=1, renewals=1))
     counted(kind, (STEPPING, STEPPING, RESOLVER), Budget(unkept=1))
 
 
 @RECOVERIES
-def test_work_that_is_handed_over_starts_once(kind, counted):
-    """L10: however often it is delivered, and whoever dies."""
+def test_deferred_work_starts_only_once(kind, counted):
+    """L10: however often it is delivered, and whichever party crashes."""
     counted(kind, (HANDING, WORKER, WORKER), Budget(crashes=1, failures=1, expiries=1))
     counted(kind, (HANDING, HANDING, WORKER), Budget(crashes=1, expiries=1))
 
 
 @pytest.mark.parametrize("kind", [MANUAL, RECONCILE], ids=["manual", "reconcile"])
-def test_what_a_person_decides_stands(kind, counted):
-    """L6: against a zombie, a retry, the background reconciler and another person."""
+def test_the_decision_of_an_operator_is_final(kind, counted):
+    """L6: against a late attempt, a retry, the background recovery and another operator."""
     counted(kind, (PLAIN, RESOLVER, reconciler), Budget(crashes=1, failures=1, expiries=1))
     counted(kind, (PLAIN, RESOLVER, RESOLVER, reconciler), Budget(expiries=1))
     counted(kind, (PLAIN, PLAIN, RERUNNER), Budget(failures=1, expiries=1))

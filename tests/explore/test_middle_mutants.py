@@ -8,15 +8,15 @@ import pytest
 from coatcheck.core import deferred as hand_over
 from coatcheck.core import lifecycle as production
 from coatcheck.core import recovery as recovering
-from coatcheck.core import resolution as resolving
+from coatcheck.core import recovery as resolving
 from coatcheck.core import steps
 from coatcheck.core.keep import OutcomeKind
 from coatcheck.core.progress import progress_of
 from coatcheck.core.record import IN_DOUBT, RUNNING, Swap, completed, failed
 
-from . import errands
-from .errands import reconciler
-from .middle import Budget, Errand, explored
+from . import parties
+from .middle import Budget, PartyScenario, explored
+from .parties import reconciler
 from .rules import Violation
 from .test_middle import (
     HANDING,
@@ -36,27 +36,29 @@ def runs_again_what_was_begun(monkeypatch):
         return None
         yield
 
-    monkeypatch.setattr(steps, "_outcome_of", careless)
+    monkeypatch.setattr(steps, "_known_result", careless)
 
 
 def goes_by_what_is_declared_now(monkeypatch):
-    told = steps._outcome_of
+    known_result = steps._known_result
 
     def forgetful(plan, known):
-        return (yield from told(plan, known)) if plan.at_most_once or plan.has_probe else None
+        return (
+            (yield from known_result(plan, known)) if plan.at_most_once or plan.has_probe else None
+        )
 
-    monkeypatch.setattr(steps, "_outcome_of", forgetful)
+    monkeypatch.setattr(steps, "_known_result", forgetful)
 
 
-def forgets_what_nobody_asked_for(monkeypatch):
+def forgets_steps_that_were_not_asked_for(monkeypatch):
     monkeypatch.setattr(steps, "_left", lambda _progress, _asked: [])
 
 
 def forgets_what_could_not_be_kept(monkeypatch):
     finish = steps._finish
 
-    def forgetful(claim, done, told):
-        return (yield from finish(claim, done, steps._kept(done.name, told)))
+    def forgetful(claim, done, result):
+        return (yield from finish(claim, done, steps._storable(done.name, result)))
 
     monkeypatch.setattr(steps, "_finish", forgetful)
 
@@ -68,7 +70,7 @@ def runs_again_what_is_done(monkeypatch):
             yield from steps.Run(plan.name)
         return (yield from steps.take(claim, plan))
 
-    monkeypatch.setattr(errands, "take", forgetful)
+    monkeypatch.setattr(parties, "take", forgetful)
 
 
 def takes_over_without_what_was_written(monkeypatch):
@@ -79,36 +81,36 @@ def takes_over_without_what_was_written(monkeypatch):
 
 
 def takes_what_was_taken_before(monkeypatch):
-    def greedy(handed, request, policy, standing):
+    def greedy(handed, request, policy, current):
         return hand_over.run_deferred(
-            handed._replace(nonce=standing.nonce), request, policy, standing
+            handed._replace(nonce=current.nonce), request, policy, current
         )
 
-    monkeypatch.setattr(errands, "run_deferred", greedy)
+    monkeypatch.setattr(parties, "run_deferred", greedy)
 
 
 def decides_without_a_reason(monkeypatch):
-    monkeypatch.setattr(resolving, "_decided", lambda standing, *_args, **_frees: standing)
+    monkeypatch.setattr(resolving, "_with_resolution", lambda current, *_args, **_may_run: current)
 
 
 def frees_nothing_for_a_person(monkeypatch):
-    decide = resolving._decided
+    decide = resolving._with_resolution
 
-    def stubborn(standing, resolution, **_frees):
-        return decide(standing, resolution, frees=False)
+    def stubborn(current, resolution, **_may_run):
+        return decide(current, resolution, may_run=False)
 
-    monkeypatch.setattr(resolving, "_decided", stubborn)
+    monkeypatch.setattr(resolving, "_with_resolution", stubborn)
 
 
 def decides_about_what_is_alive(monkeypatch):
     monkeypatch.setattr(
-        *(resolving, "is_undecided"),
+        *(resolving, "can_resolve"),
         lambda seen, **_abandoned: seen.record.state in (RUNNING, IN_DOUBT),
     )
 
 
 def writes_over_what_a_person_decided(monkeypatch):
-    """A zombie believes that its own end counts."""
+    """A late attempt writes its own end over the decision."""
     write_outcome = production.write_outcome
 
     def stubborn(claim, outcome, **options):
@@ -127,7 +129,7 @@ def frees_in_the_background_what_is_in_doubt(monkeypatch):
             yield from Swap(seen.record.id, seen.record.version, failed(seen.record))
         return (yield from recovering.recover(seen, request, policy))
 
-    monkeypatch.setattr(errands, "recover", careless)
+    monkeypatch.setattr(parties, "recover", careless)
 
 
 FAILURE = Budget(failures=1)
@@ -142,7 +144,7 @@ MUTANTS = {
         *(RETRY, (STEPPING, STEPPING_PLAINLY), FAILURE),
         "what may happen at most once happens once",
     ),
-    forgets_what_nobody_asked_for: (
+    forgets_steps_that_were_not_asked_for: (
         *(RETRY, (STEPPING, PLAIN), FAILURE),
         "no doubt vanishes with an answer",
     ),
@@ -156,7 +158,7 @@ MUTANTS = {
     ),
     takes_over_without_what_was_written: (
         *(RETRY, (STEPPING,) * 2, FAILURE),
-        "what a step has returned stays",
+        "the result of a step stays",
     ),
     takes_what_was_taken_before: (
         *(RETRY, (HANDING, WORKER, WORKER), EXPIRY),
@@ -164,15 +166,15 @@ MUTANTS = {
     ),
     decides_without_a_reason: (
         *(MANUAL, (PLAIN, RESOLVER), FAILURE),
-        "no decision is without its author and its reason",
+        "every decision is stored with its author and its reason",
     ),
     frees_nothing_for_a_person: (
         *(RETRY, (STEPPING, STEPPING, RESOLVER), FAILURE),
-        "what a person says did not happen may be taken again",
+        "a step that did not happen may run again",
     ),
     decides_about_what_is_alive: (
         *(MANUAL, (PLAIN, RESOLVER), EXPIRY),
-        "nobody decides about what is alive",
+        "an operator does not decide about an attempt that lives",
     ),
     writes_over_what_a_person_decided: (
         *(MANUAL, (PLAIN, RESOLVER), EXPIRY),
@@ -180,7 +182,7 @@ MUTANTS = {
     ),
     frees_in_the_background_what_is_in_doubt: (
         *(MANUAL, (PLAIN, reconciler), FAILURE),
-        "only its executor ends an attempt, or a person",
+        "only its own client or an operator ends an attempt",
     ),
 }
 
@@ -189,7 +191,7 @@ MUTANTS = {
 def test_a_mistake_in_the_middle_is_caught(breaks, monkeypatch):
     """L5, L6, L7, L10: in every interleaving, so in the shortest as well."""
     kind, flows, budget, promise = MUTANTS[breaks]
-    explored(Errand(of(kind, *flows), budget))
+    explored(PartyScenario(of(kind, *flows), budget))
     breaks(monkeypatch)
     with pytest.raises(Violation, match=promise):
-        explored(Errand(of(kind, *flows), budget))
+        explored(PartyScenario(of(kind, *flows), budget))

@@ -30,7 +30,7 @@ from .world import Budget, Scenario, steps
 
 OTHER = kind(b"G" * 16)
 EXPIRY = Budget(expiries=1)
-LIVES = Budget(expiries=1, windows=1, retentions=1)
+GENERATIONS = Budget(expiries=1, windows=1, retentions=1)
 
 
 def promise_broken_by(scenario):
@@ -57,7 +57,7 @@ def promises_broken_by(scenario):
 
 
 def twisted(twist):
-    """The production flow, but what it is told goes through *twist* first."""
+    """The production flow, but *twist* changes the results that it is sent."""
 
     def broken(request, policy, *, may_claim=True):
         flow = lifecycle(request, policy, may_claim=may_claim)
@@ -135,9 +135,9 @@ def frees_the_key_when_it_gives_up(request, policy, *, may_claim=True):
 
     answer = yield from twisted(remember)(request, policy, may_claim=may_claim)
     if isinstance(answer, Refuse) and answer.problem.code == "in-progress":
-        standing = seen[-1].record if isinstance(seen[-1], Snapshot) else seen[-1]
-        freed = standing._replace(version=standing.version + 1, state=FAILED, lease_until_ms=0)
-        yield from Swap(request.id, standing.version, freed)
+        current = seen[-1].record if isinstance(seen[-1], Snapshot) else seen[-1]
+        freed = current._replace(version=current.version + 1, state=FAILED, lease_until_ms=0)
+        yield from Swap(request.id, current.version, freed)
     return answer
 
 
@@ -152,25 +152,25 @@ FLOWS = {
     ),
     "trusts what it waited for": (
         *(trusts_what_it_waited_for, (RETRY, RETRY, OTHER), Budget(failures=1)),
-        "nobody sees the answer to another request",
+        "no client gets the answer to another request",
     ),
     "compares no requests": (
         *(compares_no_requests, (RETRY, OTHER), Budget()),
-        "nobody sees the answer to another request",
+        "no client gets the answer to another request",
     ),
     "compares no requests after a failure": (
         *(compares_no_requests_after_a_failure, (RETRY, OTHER), Budget(failures=1)),
-        "another request never goes on with a life",
+        "another request never continues a generation",
     ),
     "takes its own renewal for another attempt": (
         *(takes_its_own_renewal_for_another_attempt, (RETRY,) * 2, Budget(renewals=1)),
-        "who is refused holds no claim",
+        "a client that is refused holds no claim",
     ),
 }
 
 
 @pytest.mark.parametrize("name", FLOWS)
-def test_a_flow_that_misreads_what_it_is_told_is_caught(name):
+def test_a_flow_that_misreads_its_results_is_caught(name):
     twist, kinds, budget, promise = FLOWS[name]
     failures = (Raised(HandlerError), Outcome(OutcomeKind.REJECT))
     explore(Scenario(kinds, budget, failures))
@@ -187,10 +187,10 @@ def never_takes_over(monkeypatch):
 
 
 def forgets_versions_with_the_record(monkeypatch):
-    monkeypatch.setattr(production, "next_version", lambda standing, _now_ms: standing.version + 1)
+    monkeypatch.setattr(production, "next_version", lambda current, _now_ms: current.version + 1)
 
 
-def begins_a_new_life_within_the_window(monkeypatch):
+def begins_a_new_generation_within_the_window(monkeypatch):
     monkeypatch.setattr(production, "is_window_over", production.is_lease_over)
 
 
@@ -209,13 +209,13 @@ def prolongs_the_window(monkeypatch):
     change(monkeypatch, "next_attempt", longer)
 
 
-def claims_for_nobody(monkeypatch):
+def claims_for_no_request(monkeypatch):
     change(monkeypatch, "first_attempt", lambda record: record._replace(fingerprint=b""))
 
 
 def insists_on_its_own_answer(monkeypatch):
-    def own(standing, request, _policy):
-        return Replay(standing, b"by %d" % (request.nonce % 1_000))
+    def own(current, request, _policy):
+        return Replay(current, b"by %d" % (request.nonce % 1_000))
 
     monkeypatch.setattr(production, "superseded", own)
 
@@ -229,12 +229,20 @@ def change(monkeypatch, name, twist):
 DECISIONS = {
     ignores_the_lease: (RETRY, EXPIRY, "every accepted swap is a legal move"),
     never_takes_over: (RETRY, EXPIRY, "a key is never stuck: a lone client waits"),
-    forgets_versions_with_the_record: (RETRY, LIVES, "versions only grow, also across lives"),
-    begins_a_new_life_within_the_window: (RETRY, LIVES, "every accepted swap is a legal move"),
-    refuses_late_retries_for_good: (kind(on_expired="refuse"), LIVES, "a key expires once"),
+    forgets_versions_with_the_record: (
+        RETRY,
+        GENERATIONS,
+        "versions only grow, also across generations",
+    ),
+    begins_a_new_generation_within_the_window: (
+        RETRY,
+        GENERATIONS,
+        "every accepted swap is a legal move",
+    ),
+    refuses_late_retries_for_good: (kind(on_expired="refuse"), GENERATIONS, "a key expires once"),
     counts_no_attempts: (RETRY, EXPIRY, "attempts are counted one by one"),
-    prolongs_the_window: (RETRY, EXPIRY, "the times of a life are set once"),
-    claims_for_nobody: (RETRY, EXPIRY, "a claim is for the request of its client"),
+    prolongs_the_window: (RETRY, EXPIRY, "the times of a generation are set once"),
+    claims_for_no_request: (RETRY, EXPIRY, "a claim is for the request of its client"),
     insists_on_its_own_answer: (RETRY, EXPIRY, "only final answers are replayed"),
 }
 
@@ -269,16 +277,16 @@ def test_a_second_execution_is_seen_without_the_table_of_moves(budget, promise, 
     ("client", "budget", "promise"),
     [
         (MANUAL, EXPIRY, "manual: nothing runs again after an unclear end"),
-        (MANUAL, Budget(failures=1), "an attempt with an unclear end is not given back"),
+        (MANUAL, Budget(failures=1), "an attempt with an unclear end is not released"),
         (
             *(RECONCILE, EXPIRY),
-            "reconcile: nothing runs again before the reconciler was asked",
+            "reconcile: nothing runs again before the reconcile function was called",
         ),
     ],
     ids=["manual after a crash", "manual after an error", "reconcile"],
 )
 def test_a_flow_that_runs_again_where_it_may_not_is_caught(client, budget, promise):
-    """L6: what a policy forbids is seen, whoever forgets it."""
+    """L6."""
     explore(Scenario((client,) * 2, budget))
     careless = with_policy(recovery="retry", reconcile=None)
     assert promise_broken_by(Scenario((client,) * 2, budget, lifecycle=careless)) == promise
@@ -302,48 +310,48 @@ def gives_up_what_it_won(request, policy, *, may_claim=True):
 BUSY = Refuse(problem("in-progress"))
 
 WHOLE_FLOWS = {
-    # The classic mistake: a time-out that deletes somebody else's lock.
+    # The classic mistake: a timeout that deletes the lock of another client.
     frees_the_key_when_it_gives_up: "only its holder ends an attempt",
-    hides_what_it_did: "who is refused ran nothing, unless it lost its claim",
+    hides_what_it_did: "a client that is refused ran nothing, unless it lost its claim",
     gives_up_what_it_won: "a waiter that gives up has changed nothing",
 }
 
 
 @pytest.mark.parametrize("broken", WHOLE_FLOWS, ids=lambda broken: broken.__name__)
 def test_a_flow_that_misleads_its_client_is_caught(broken):
-    """L3: whoever is refused ran nothing and changed nothing."""
+    """L3: a client that is refused ran nothing and changed nothing."""
     explore(Scenario((RETRY,) * 2, Budget(ticks=1)))
     scenario = Scenario((RETRY,) * 2, Budget(ticks=1), lifecycle=broken)
     assert promise_broken_by(scenario) == WHOLE_FLOWS[broken]
 
 
-def test_two_final_answers_of_one_life_are_caught(monkeypatch):
+def test_two_final_answers_of_one_generation_are_caught(monkeypatch):
     """L2: an attempt that lost its claim insists on what it did itself."""
     insists_on_its_own_answer(monkeypatch)
     broken = promises_broken_by(Scenario((RETRY,) * 2, EXPIRY))
-    assert "one life has one final answer" in broken
+    assert "one generation has one final answer" in broken
 
 
-def test_a_late_write_that_surprises_its_client_is_caught():
+def test_a_late_write_after_its_client_has_continued_is_caught():
     """L5: no store that compares versions can do this, so the rule is asked directly."""
     scenario = Scenario((RETRY,), Budget())
     world = scenario.start()
     for _ in range(3):  # arrives, claims, executes
         (_, world), *_ = steps(scenario, world)
     late = production.first_attempt(ClaimRequest(b"I" * 16, b"", 0, 1), RETRY.policy, GONE, 0)
-    with pytest.raises(Violation, match="does not surprise"):
+    with pytest.raises(Violation, match="does not change the record"):
         rules.check_late(world, 0, late)
 
 
 def test_an_engine_that_does_not_recognise_its_own_write_is_caught():
     """L5: it would wait for itself."""
-    explore(Scenario((RETRY,) * 2, Budget(deaf=1)))
-    broken = Scenario((RETRY,) * 2, Budget(deaf=1), recognises_own=False)
-    assert promise_broken_by(broken) == "who is refused holds no claim"
+    explore(Scenario((RETRY,) * 2, Budget(unacknowledged=1)))
+    broken = Scenario((RETRY,) * 2, Budget(unacknowledged=1), recognises_own=False)
+    assert promise_broken_by(broken) == "a client that is refused holds no claim"
 
 
 def test_a_store_that_ends_attempts_without_comparing_versions_is_caught():
-    """L5: a zombie would overwrite the result of a newer attempt."""
+    """L5: a late client would overwrite the result of a newer attempt."""
     explore(Scenario((RETRY,) * 2, EXPIRY))
     broken = Scenario((RETRY,) * 2, EXPIRY, compares_versions=False)
     assert promise_broken_by(broken) == "every accepted swap is a legal move"

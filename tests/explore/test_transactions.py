@@ -1,4 +1,4 @@
-"""Transaction mode over every interleaving: record and effect are there together, or neither (L9)."""
+"""Transaction mode over every interleaving: record and effect both exist, or neither (L9)."""
 
 import pytest
 
@@ -6,8 +6,8 @@ from coatcheck.core.keep import Outcome, OutcomeKind
 from coatcheck.core.policy import Policy
 from coatcheck.core.transaction import transactional
 
-from .ledger import Budget, TransactionStatements, explored
 from .places import HandlerError, Kind
+from .transactions import Budget, TransactionScenario, explored
 
 SAME = Kind(Policy(mode="transaction"))
 OTHER = Kind(Policy(mode="transaction"), fingerprint=b"G" * 16)
@@ -24,7 +24,7 @@ TROUBLE = Budget(crashes=1, unsure=1, failures=1, ticks=2, windows=1)
     ],
 )
 def test_nothing_is_ever_half_done_in_any_interleaving(kinds, budget, record_property):
-    states = explored(TransactionStatements(kinds, budget, transactional))
+    states = explored(TransactionScenario(kinds, budget, transactional))
     print(f"\n{states:,} states")
     record_property("explored", [states, 0, 0])
     assert states > 100
@@ -32,23 +32,23 @@ def test_nothing_is_ever_half_done_in_any_interleaving(kinds, budget, record_pro
 
 def test_a_database_that_does_not_lock_is_noticed():
     with pytest.raises(AssertionError, match="happened twice"):
-        explored(TransactionStatements((SAME, SAME), Budget(), transactional, locks=False))
+        explored(TransactionScenario((SAME, SAME), Budget(), transactional, locks=False))
 
 
 def test_a_flow_that_commits_a_failure_is_noticed():
-    """The control of the rules: what failed must leave no record."""
+    """A failure must leave no record."""
 
     def careless(request, policy, *, may_claim):
         flow = transactional(request, policy, may_claim=may_claim)
-        told = None
+        sent = None
         try:
             while True:
                 try:
-                    told = yield flow.send(told)
+                    sent = yield flow.send(sent)
                 except HandlerError:
-                    told = Outcome(OutcomeKind.COMPLETE, b"made up")
+                    sent = Outcome(OutcomeKind.COMPLETE, b"made up")
         except StopIteration as done:
             return done.value
 
     with pytest.raises(AssertionError, match="a made-up answer"):
-        explored(TransactionStatements((SAME, SAME), Budget(failures=1), careless))
+        explored(TransactionScenario((SAME, SAME), Budget(failures=1), careless))

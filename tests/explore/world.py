@@ -1,14 +1,14 @@
 """The world: one record, one clock, some clients, and everything that can happen next.
 
-The store is the contract's compare-and-swap. Clients do what the engines do: they try an ambiguous
-swap once more and recognise their own record (`Engine._swap`), wait and look (`Engine._watch`),
-renew while they execute (`engine/leases.py`). The adversary decides who moves, and, as often as the
-budget allows, crashes a client, loses an acknowledgement or a whole message or delivers it late,
-lets time pass, makes handlers fail, and sweeps. A suspended client is one that is not chosen.
+The store is the contract's compare-and-swap. Clients do what the engines do: they repeat an
+ambiguous swap once and recognise their own record, they wait and read, and they renew while they
+execute. The adversary chooses the client that moves. As often as the budget allows, it crashes a
+client, loses an acknowledgement, loses a message or delivers it late, lets time pass, makes
+handlers fail, and sweeps. A paused client is one that is not chosen.
 
-One thing the adversary may not do: let a whole retention pass between a client's look at the clock
-and the claim it makes from it. Versions of a new life come from the clock, so a claim that old
-could bring back a version; the shortest retention is a lease, and requests are not that slow.
+The adversary may not let a whole retention pass between the moment at which a client reads the
+clock and its claim. Versions of a new generation start from the clock, so such a claim could repeat
+a version. The shortest retention is a lease, and requests are not that slow.
 """
 
 from __future__ import annotations
@@ -43,40 +43,40 @@ class Budget(NamedTuple):
     """How often the adversary may still do each thing."""
 
     crashes: int = 0
-    deaf: int = 0  # a swap takes effect, but its acknowledgement is lost
+    unacknowledged: int = 0  # a swap takes effect, but its acknowledgement is lost
     losses: int = 0  # a swap is lost on its way, or arrives late, at any later time
     renewals: int = 0
     expiries: int = 0  # a lease's time passes
     ticks: int = 0  # a waiter's time passes
     windows: int = 0  # time passes to the end of the window
     retentions: int = 0  # time passes to the end of retention
-    failures: int = 0  # executions that end otherwise than with an answer worth keeping
-    crowds: int = 0  # a waiter finds the line full
+    failures: int = 0  # executions that end without an answer to keep
+    crowds: int = 0  # a waiter is one too many
 
 
 class Client(NamedTuple):
-    """One client: where its flow stands, and what its engine knows."""
+    """One client: the place of its flow, and what its engine knows."""
 
     place: Place
-    has_tried: bool = False  # the swap it waits for was tried once, and its kind is not known
+    has_tried: bool = False  # its swap was sent once, and the answer was lost
     looked: Record | None = None  # what a waiter has read and not yet acted upon
-    held: Record | None = None  # its heart's idea of the claim
+    held: Record | None = None  # the claim as its heartbeat knows it
     renewal: tuple[int, Record] | None = None  # on its way: expected version, record
-    # Known only to us: until when the store lets its claim live, and what it wrote.
+    # Known only to the explorer: until when its claim lasts in the store, and what it wrote.
     lease_until_ms: int = 0
     has_claimed: bool = False
     has_lost: bool = False  # something it wrote was lost on its way, or its acknowledgement
-    is_savepoint_gone: bool = False  # it has its answer, or crashed
+    is_over: bool = False  # it has its answer, or crashed
 
 
 class Past(NamedTuple):
-    """What happened so far and is not in the store any more; only the rules look at it."""
+    """What has happened and is no longer in the store; only the rules read it."""
 
     version_max: int = 0
     leases_over: int = 0  # how often time passed the end of a lease, or may have
-    # (life, attempt, how it ended: RUNNING while it has not said so itself)
+    # (generation, attempt, how it ended: RUNNING until its client has written that)
     executions: tuple[tuple[int, int, State], ...] = ()
-    finals: tuple[tuple[int, object], ...] = ()  # (life, the final answer a client got)
+    finals: tuple[tuple[int, object], ...] = ()  # (generation, the final answer a client got)
 
 
 class World(NamedTuple):
@@ -92,7 +92,7 @@ class World(NamedTuple):
 
 Step = tuple[tuple[Any, ...], World]
 
-# The place of every client whose way no longer matters.
+# The place of every client whose history no longer matters.
 OVER = Place(Kind(Policy()))
 
 FAILURES: tuple[Outcome | Raised, ...] = (
@@ -105,7 +105,7 @@ FAILURES: tuple[Outcome | Raised, ...] = (
 
 @dataclass
 class Scenario:
-    """Who takes part, what may go wrong, and which flow and engine are under test."""
+    """The clients, what may go wrong, and which flow and engine are under test."""
 
     kinds: tuple[Kind, ...]
     budget: Budget
@@ -132,9 +132,9 @@ def steps(scenario: Scenario, world: World) -> list[Step]:
     found: list[Step] = []
     for number, client in enumerate(world.clients):
         found += _moves(scenario, world, number, client)
-    if not found and any(not client.is_savepoint_gone for client in world.clients):
+    if not found and any(not client.is_over for client in world.clients):
         found.append((("time passes",), _at(world, _next_wake_ms(world))))
-    found += _hearts(scenario, world)
+    found += _heartbeats(scenario, world)
     found += _adversary(scenario, world)
     return found
 
@@ -143,12 +143,12 @@ def steps(scenario: Scenario, world: World) -> list[Step]:
 
 
 def _moves(scenario: Scenario, world: World, number: int, client: Client) -> Iterator[Step]:
-    if client.is_savepoint_gone:
+    if client.is_over:
         return
     asks = client.place.asks
     if asks is None:
         if _is_next_to_arrive(scenario, world, number):
-            yield (number, "arrives"), _tell(scenario, world, number, world.now_ms)
+            yield (number, "arrives"), _resume(scenario, world, number, world.now_ms)
     elif isinstance(asks, Swap):
         yield from _swaps(scenario, world, number, asks)
     elif isinstance(asks, WaitForChange):
@@ -157,12 +157,12 @@ def _moves(scenario: Scenario, world: World, number: int, client: Client) -> Ite
         yield from _endings(scenario, world, number)
     else:
         assert isinstance(asks, Reconcile)
-        for told in _tellings(number):
-            yield (number, "is told", told.kind.name), _tell(scenario, world, number, told)
+        for sent in _reconcile_answers(number):
+            yield (number, "reconciles", sent.kind.name), _resume(scenario, world, number, sent)
 
 
 def _is_next_to_arrive(scenario: Scenario, world: World, number: int) -> bool:
-    """Of clients that differ in nothing but their number, the lower one is called first."""
+    """Of clients that differ only in their number, the lower one arrives first."""
     return not any(
         scenario.kinds[before] == scenario.kinds[number]
         and world.clients[before].place is scenario.atlases[before].start
@@ -176,50 +176,53 @@ def _swaps(scenario: Scenario, world: World, number: int, swap: Swap) -> Iterato
     if scenario.recognises_own and lost is not None and is_same_write(lost, swap.record):
         lost = None
     verb = "loses" if lost is not None else "writes"
-    yield (number, verb, swap.record), _tell(scenario, after, number, lost)
-    if lost is None and world.left.deaf:
-        after = after._replace(left=_spent(world.left, deaf=1))
-        yield (number, "writes unheard", swap.record), _unheard(scenario, after, number)
+    yield (number, verb, swap.record), _resume(scenario, after, number, lost)
+    if lost is None and world.left.unacknowledged:
+        after = after._replace(left=_spent(world.left, unacknowledged=1))
+        yield (
+            (number, "writes unacknowledged", swap.record),
+            _unacknowledged(scenario, after, number),
+        )
     if world.left.losses:
         late = (*world.late, (number, swap.expected, swap.record))
         after = world._replace(late=late, left=_spent(world.left, losses=1))
-        yield (number, "writes to nowhere", swap.record), _unheard(scenario, after, number)
+        yield (number, "writes to nowhere", swap.record), _unacknowledged(scenario, after, number)
 
 
-def _unheard(scenario: Scenario, world: World, number: int) -> World:
-    """The store did not answer: the client tries once more, and then gives up."""
+def _unacknowledged(scenario: Scenario, world: World, number: int) -> World:
+    """The store did not answer: the client repeats the swap once, and then gives up."""
     client = world.clients[number]
     after = _with(world, number, client._replace(has_tried=True, has_lost=True))
     if client.has_tried:
-        return _tell(scenario, after, number, Raised(StoreUnavailable))
+        return _resume(scenario, after, number, Raised(StoreUnavailable))
     return after
 
 
 def _watches(scenario: Scenario, world: World, number: int, watch: WaitForChange) -> Iterator[Step]:
     client = world.clients[number]
-    standing = client.looked or world.record or GONE
-    is_woken = standing.version != watch.version or watch.until_ms <= world.now_ms
+    current = client.looked or world.record or GONE
+    is_woken = current.version != watch.version or watch.until_ms <= world.now_ms
     if client.looked is not None or is_woken:
-        seen = Snapshot(standing, world.now_ms)
-        yield (number, "sees", standing), _tell(scenario, world, number, seen)
+        seen = Snapshot(current, world.now_ms)
+        yield (number, "sees", current), _resume(scenario, world, number, seen)
     if client.looked is None and is_woken and _may_pass(world.left):  # while time may pass
-        yield (number, "looks"), _with(world, number, client._replace(looked=standing))
+        yield (number, "looks"), _with(world, number, client._replace(looked=current))
     if world.left.crowds and watch.until_ms > world.now_ms:
         after = world._replace(left=_spent(world.left, crowds=1))
-        yield (number, "finds the line full"), _tell(scenario, after, number, None)
+        yield (number, "is one waiter too many"), _resume(scenario, after, number, None)
 
 
 def _endings(scenario: Scenario, world: World, number: int) -> Iterator[Step]:
     done = Outcome(OutcomeKind.COMPLETE, b"by %d" % number)
-    yield (number, "executed"), _tell(scenario, world, number, done)
+    yield (number, "executed"), _resume(scenario, world, number, done)
     if world.left.failures:
         after = world._replace(left=_spent(world.left, failures=1))
         for outcome in scenario.failures:
-            yield (number, "executed", outcome), _tell(scenario, after, number, outcome)
+            yield (number, "executed", outcome), _resume(scenario, after, number, outcome)
 
 
-def _tellings(number: int) -> tuple[Outcome, ...]:
-    """What a reconciler may say; it happened, with an answer nobody else would give."""
+def _reconcile_answers(number: int) -> tuple[Outcome, ...]:
+    """What a reconcile function may answer; if it happened, with a response of its own."""
     return (
         Outcome(OutcomeKind.COMPLETE, b"found by %d" % number),
         Outcome(OutcomeKind.RELEASE),
@@ -227,14 +230,14 @@ def _tellings(number: int) -> tuple[Outcome, ...]:
     )
 
 
-def _tell(scenario: Scenario, world: World, number: int, told: Any) -> World:
-    """The client goes on with what it was told, to its next effect or its answer."""
+def _resume(scenario: Scenario, world: World, number: int, sent: Any) -> World:
+    """Send a result to the client, which runs to its next effect or its answer."""
     now_ms, record, clients, late, left, past = world
     client = clients[number]
     asked = client.place.asks
-    place = scenario.atlases[number].after(client.place, told)
+    place = scenario.atlases[number].after(client.place, sent)
     asks, held = place.asks, None
-    if isinstance(asked, Reconcile) and told.kind is OutcomeKind.RELEASE:
+    if isinstance(asked, Reconcile) and sent.kind is OutcomeKind.RELEASE:
         past = rules.reconciled(past, asked.claim)
         world = world._replace(past=past)
     if isinstance(asks, (Execute, Reconcile)):
@@ -255,34 +258,34 @@ def _tell(scenario: Scenario, world: World, number: int, told: Any) -> World:
 
 
 def _ended(world: World, number: int, place: Place) -> Client:
-    """Forget how a client came to its end, unless something of it is still on its way."""
+    """Forget the history of a client that is over, unless a message of it is still on its way."""
     is_late = bool(world.late) and any(late[0] == number for late in world.late)
     kept = place if is_late else OVER
-    return Client(kept, renewal=world.clients[number].renewal, is_savepoint_gone=True)
+    return Client(kept, renewal=world.clients[number].renewal, is_over=True)
 
 
 def _swapped(
     scenario: Scenario, world: World, number: int, expected: int, record: Record
 ) -> tuple[World, Record | None]:
-    """The store's part of a swap: the contract, and the rules for what it accepts."""
-    standing = world.record
-    version = 0 if standing is None else standing.version
-    blind = not scenario.compares_versions and record.state != RUNNING and standing is not None
+    """Apply a swap as the store does, and check the rules for what it accepts."""
+    current = world.record
+    version = 0 if current is None else current.version
+    blind = not scenario.compares_versions and record.state != RUNNING and current is not None
     if version != expected and not blind:
-        return world, GONE if standing is None else standing
+        return world, GONE if current is None else current
     past = rules.accepted(scenario, world, number, record)
     client = world.clients[number]
     clients = world.clients
-    if record.state == RUNNING and not client.is_savepoint_gone:
+    if record.state == RUNNING and not client.is_over:
         client = client._replace(lease_until_ms=record.lease_until_ms, has_claimed=True)
         clients = (*clients[:number], client, *clients[number + 1 :])
     return World(world.now_ms, record, clients, world.late, world.left, past), None
 
 
-# --- hearts -----------------------------------------------------------------------------------
+# --- heartbeats -------------------------------------------------------------------------------
 
 
-def _hearts(scenario: Scenario, world: World) -> Iterator[Step]:
+def _heartbeats(scenario: Scenario, world: World) -> Iterator[Step]:
     for number, client in enumerate(world.clients):
         if client.renewal is not None:
             yield from _renewals(scenario, world, number, client.renewal)
@@ -291,7 +294,7 @@ def _hearts(scenario: Scenario, world: World) -> Iterator[Step]:
             renewal = renewed(client.held, world.now_ms + lease_ms)
             beating = client._replace(renewal=(client.held.version, renewal))
             after = _with(world, number, beating)
-            yield (number, "beats"), after._replace(left=_spent(world.left, renewals=1))
+            yield (number, "sends a renewal"), after._replace(left=_spent(world.left, renewals=1))
 
 
 def _renewals(
@@ -301,9 +304,11 @@ def _renewals(
     expected, record = renewal
     after, lost = _swapped(scenario, world, number, expected, record)
     client = after.clients[number]._replace(renewal=None)
-    if lost is None and world.left.deaf:
-        unheard = _with(after, number, client)._replace(left=_spent(world.left, deaf=1))
-        yield (number, "renews unheard"), unheard
+    if lost is None and world.left.unacknowledged:
+        unacknowledged = _with(after, number, client)._replace(
+            left=_spent(world.left, unacknowledged=1)
+        )
+        yield (number, "renews unacknowledged"), unacknowledged
     held = client.held
     if held is not None:
         if lost is None or is_same_write(lost, record):
@@ -322,12 +327,12 @@ def _adversary(scenario: Scenario, world: World) -> Iterator[Step]:
         yield _arrives_late(scenario, world, index)
     if world.record is not None and is_retention_over(world.record, world.now_ms):
         yield ("sweep",), world._replace(record=None)
-    if all(client.is_savepoint_gone for client in world.clients):
+    if all(client.is_over for client in world.clients):
         return
     if world.left.crashes:
         after = world._replace(left=_spent(world.left, crashes=1))
         for number, client in enumerate(world.clients):
-            if not client.is_savepoint_gone:
+            if not client.is_over:
                 dead = _ended(world, number, client.place)
                 yield (number, "crashes"), _with(after, number, dead)
     yield from _times(scenario, world)
@@ -340,9 +345,9 @@ def _arrives_late(scenario: Scenario, world: World, index: int) -> Step:
     if lost is None:
         rules.check_late(world, number, record)
     client = after.clients[number]
-    if client.is_savepoint_gone:
+    if client.is_over:
         after = _with(after, number, _ended(after, number, client.place))
-    return (number, "is heard late" if lost is None else "is too late"), after
+    return (number, "writes late" if lost is None else "is too late"), after
 
 
 def _times(scenario: Scenario, world: World) -> Iterator[Step]:
@@ -364,11 +369,11 @@ def _times(scenario: Scenario, world: World) -> Iterator[Step]:
 
 
 def _is_claiming(world: World) -> bool:
-    """Somebody has read the clock, and what it wants to write because of that is not there yet."""
+    """A client has read the clock, and its claim is not written yet."""
     return any(
         isinstance(client.place.asks, Swap) and client.place.claim is client.place.trust is None
         for client in world.clients
-        if not client.is_savepoint_gone
+        if not client.is_over
     ) or any(record.state == RUNNING for _, _, record in world.late)
 
 
@@ -381,7 +386,7 @@ def _at(world: World, now_ms: int, *, leases_over: int = 0) -> World:
 
 
 def _next_wake_ms(world: World) -> int:
-    asks = (client.place.asks for client in world.clients if not client.is_savepoint_gone)
+    asks = (client.place.asks for client in world.clients if not client.is_over)
     return min(watch.until_ms for watch in asks if isinstance(watch, WaitForChange))
 
 

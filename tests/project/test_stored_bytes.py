@@ -6,8 +6,8 @@ form needs a new version beside the old one.
 
 import pytest
 
-from coatcheck.core.call_fingerprint import fingerprint_of_call
 from coatcheck.core.deferred import DeferredToken, decode_token, encode_token
+from coatcheck.core.fingerprint import fingerprint_of_call
 from coatcheck.core.progress import (
     NOT_KEPT,
     Note,

@@ -199,7 +199,7 @@ def test_a_function_that_would_have_to_be_awaited_is_refused(kind, name):
 @pytest.mark.parametrize("name", ["key", "caller"])
 def test_what_cannot_be_called_stops_a_deployment_and_no_request(kind, name):
     """K4, S2."""
-    with pytest.raises(Misconfigured, match=f"{name}= is a str; it is a function"):
+    with pytest.raises(Misconfigured, match=f"{name}= is a str; it must be a function"):
         kind(lambda: None, store="memory://", **{name: "X-Tenant"})
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from coatcheck.core import deferred as hand_over
 from coatcheck.core import lifecycle as production
-from coatcheck.core import resolution as resolving
+from coatcheck.core import recovery as resolving
 from coatcheck.core import steps
 from coatcheck.core.keep import OutcomeKind
 from coatcheck.core.lifecycle import Refuse, Replay, TakeOver
@@ -275,16 +275,18 @@ def runs_again_what_was_begun(monkeypatch):
         return None
         yield
 
-    monkeypatch.setattr(steps, "_outcome_of", careless)
+    monkeypatch.setattr(steps, "_known_result", careless)
 
 
 def goes_by_what_is_declared_now(monkeypatch):
-    told = steps._outcome_of
+    known_result = steps._known_result
 
     def forgetful(plan, known):
-        return (yield from told(plan, known)) if plan.at_most_once or plan.has_probe else None
+        return (
+            (yield from known_result(plan, known)) if plan.at_most_once or plan.has_probe else None
+        )
 
-    monkeypatch.setattr(steps, "_outcome_of", forgetful)
+    monkeypatch.setattr(steps, "_known_result", forgetful)
 
 
 def runs_again_what_is_done(monkeypatch):
@@ -337,19 +339,19 @@ def frees_what_was_begun(monkeypatch):
 
 
 def frees_nothing_for_a_person(monkeypatch):
-    decide = resolving._decided
+    decide = resolving._with_resolution
 
-    def stubborn(standing, resolution, **_frees):
-        return decide(standing, resolution, frees=False)
+    def stubborn(standing, resolution, **_may_run):
+        return decide(standing, resolution, may_run=False)
 
-    monkeypatch.setattr(resolving, "_decided", stubborn)
+    monkeypatch.setattr(resolving, "_with_resolution", stubborn)
 
 
 def frees_too_much_for_a_person(monkeypatch):
-    def anew(standing, resolution, **_frees):
+    def anew(standing, resolution, **_may_run):
         return standing._replace(progress=encoded(NOTHING.with_resolution(resolution)))
 
-    monkeypatch.setattr(resolving, "_decided", anew)
+    monkeypatch.setattr(resolving, "_with_resolution", anew)
 
 
 def takes_what_was_taken_before(monkeypatch):
@@ -374,12 +376,14 @@ def hands_over_for_good(monkeypatch):
 
 
 def decides_without_a_reason(monkeypatch):
-    monkeypatch.setattr(resolving, "_decided", lambda standing, *_args, **_frees: standing)
+    monkeypatch.setattr(
+        resolving, "_with_resolution", lambda standing, *_args, **_may_run: standing
+    )
 
 
 def decides_about_what_is_alive(monkeypatch):
     monkeypatch.setattr(
-        *(resolving, "is_undecided"),
+        *(resolving, "can_resolve"),
         lambda seen, **_abandoned: seen.record.state in (RUNNING, IN_DOUBT),
     )
 

@@ -1,7 +1,6 @@
-"""The core: pure. No I/O, no clock, no randomness, nothing but the standard library.
+"""The core: every decision, and no I/O, no clock, no randomness; only the standard library.
 
-In the order of the path: `flow` separates deciding from doing; `key`, `identity` and `fingerprint`
-read a request; `record` is what is stored of it; `response`, `keep` and `problem` are what is
-answered; `policy` has every setting; `lifecycle` is the flow of a guarded request, where reading
-starts.
+In the order of a request: `flow` separates decisions from I/O; `key`, `identity` and `fingerprint`
+read the request; `record` is what a store keeps; `response`, `keep` and `problem` make the answer;
+`policy` has every setting. Start reading at `lifecycle`, the flow of a guarded request.
 """

@@ -1,8 +1,8 @@
-"""Functions of the application's that are called, and not awaited.
+"""Checks of functions that the application passes in and the library calls without awaiting.
 
-An async one would give a coroutine: a key made of that is another one with every retry, and an
-archive that only gives one has archived nothing. And what cannot be called would fail with every
-request: both are found when they are given.
+An async function would return a coroutine. A key made of that differs with every retry, and an
+archive function that returns one has archived nothing. So async functions are refused when they are
+passed in, or at the latest when they have been called.
 """
 
 from __future__ import annotations
@@ -13,22 +13,25 @@ from coatcheck.errors import Misconfigured
 
 
 def check_function(name: str, function: object) -> None:
-    """Refuse what was given as *name*, unless it can be called, and need not be awaited."""
+    """Raise `Misconfigured` unless the argument *name* is a sync function."""
     if not callable(function):
-        raise Misconfigured(f"{name}= is a {type(function).__name__}; it is a function")
+        raise Misconfigured(f"{name}= is a {type(function).__name__}; it must be a function")
     refuse_async(name, function)
 
 
 def refuse_async(name: str, function: object) -> None:
-    """Refuse *function*, which was given as *name*, if it is to be awaited."""
+    """Raise `Misconfigured` if the argument *name* is an async function."""
     called = getattr(function, "__call__", None)  # noqa: B004 - of an object that can be called
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called):
-        raise Misconfigured(f"{name}= is called and not awaited: it must not be async")
+        raise Misconfigured(_MUST_BE_SYNC.format(name=name))
 
 
-def refuse_awaitable(name: str, found: object) -> None:
-    """The same of what a function has *found* that did not look like one."""
-    if inspect.isawaitable(found):
-        if inspect.iscoroutine(found):
-            found.close()
-        raise Misconfigured(f"{name}= is called and not awaited: it must not be async")
+def refuse_awaitable(name: str, result: object) -> None:
+    """Raise `Misconfigured` if the function *name* returned something to await."""
+    if inspect.isawaitable(result):
+        if inspect.iscoroutine(result):
+            result.close()
+        raise Misconfigured(_MUST_BE_SYNC.format(name=name))
+
+
+_MUST_BE_SYNC = "{name}= must not be async: its result is not awaited"

@@ -1,9 +1,9 @@
-"""Deferred work: a claim whose work another process does, which takes it from a queue.
+"""Deferred work: a handler claims an operation, and a worker executes it, through a queue.
 
-The handler keeps its claim and names it in a short token for the queue. A worker with the token
-replaces the claim's nonce with its own; so of any number of deliveries one executes, and the
-handler can change nothing any more. If a worker has died or failed, a further delivery meets what
-any retry meets: the recovery policy.
+The handler puts a short token into the queue, which names its claim. A worker with the token
+replaces the nonce of the claim with its own. So only one of any number of deliveries executes, and
+the handler can no longer write. If a worker has died or failed, the recovery policy decides about
+the next delivery, as about any retry.
 """
 
 from __future__ import annotations
@@ -47,62 +47,64 @@ _DOMAIN = b"coatcheck-handed"
 
 
 class DeferredToken(NamedTuple):
-    """A deferred claim: of which operation, in which generation, by which attempt."""
+    """Names a deferred claim: its operation, its generation and its attempt."""
 
     id: bytes
-    life: int  # the record's `created_ms`
+    generation: int  # the record's `created_ms`
     nonce: int
 
 
 def encode_token(token: DeferredToken, secret: bytes) -> str:
-    """The text for the queue: 64 characters that cannot be made without the secret."""
-    raw = token.id + token.life.to_bytes(8, "big") + token.nonce.to_bytes(8, "big")
+    """*token* as text for the queue: 64 characters, signed with *secret*."""
+    raw = token.id + token.generation.to_bytes(8, "big") + token.nonce.to_bytes(8, "big")
     return base64.urlsafe_b64encode(raw + digested(_DOMAIN, secret, raw)).decode()
 
 
 def decode_token(text: str, secret: bytes) -> DeferredToken | None:
-    """The token that `encode_token` made *text* from; None if it was not made with *secret*."""
+    """The token in *text*; None if `encode_token` did not make it with this *secret*."""
     try:
         raw = base64.urlsafe_b64decode(text.encode())
     except ValueError:
         return None
-    life, nonce = raw[ID_BYTES : ID_BYTES + 8], raw[ID_BYTES + 8 : ID_BYTES + 16]
-    token = DeferredToken(raw[:ID_BYTES], int.from_bytes(life, "big"), int.from_bytes(nonce, "big"))
+    generation, nonce = raw[ID_BYTES : ID_BYTES + 8], raw[ID_BYTES + 8 : ID_BYTES + 16]
+    token = DeferredToken(
+        raw[:ID_BYTES], int.from_bytes(generation, "big"), int.from_bytes(nonce, "big")
+    )
     is_ours = hmac.compare_digest(encode_token(token, secret).encode(), text.encode())
     return token if is_ours else None
 
 
 def offer(claim: Record, lease_until_ms: int) -> Flow[Record]:
-    """Keep our *claim* until *lease_until_ms* for a worker. Raises `ClaimLost`."""
+    """Renew our *claim* until *lease_until_ms*, for a worker; raises `ClaimLost`."""
     while True:
         offered = renewed(claim, lease_until_ms)
         conflict = yield from Swap(claim.id, claim.version, offered)
         if conflict is None or is_same_write(conflict, offered):
             return offered
         if not is_same_attempt(conflict, claim):
-            raise ClaimLost("another attempt has taken over, so that nothing can be deferred")
+            raise ClaimLost("another attempt has taken over this operation: nothing was deferred")
         claim = conflict
 
 
 def run_deferred(
     token: DeferredToken, request: ClaimRequest, policy: Policy, current: Record
 ) -> Flow[Answer]:
-    """The deferred work of *token*, from taking it to its answer."""
+    """One delivery of *token* to a worker, from taking the claim to the answer."""
     now_ms = request.now_ms
     while True:
-        if current.created_ms != token.life or is_window_over(current, now_ms):
+        if current.created_ms != token.generation or is_window_over(current, now_ms):
             return Refuse(problem("key-expired", key=request.key, id=token.id))
         if not current.fingerprint:  # its handler refused the request after it had deferred it
-            reason = "its request was refused after it was deferred: there is nothing to do"
+            reason = "the request was refused after its work was deferred; nothing is left to do"
             return Refuse(problem("key-invalid", reason=reason))
         if current.state != RUNNING or current.nonce != token.nonce:
             return (yield from _taken_before(request, policy, current))
-        # Also after its lease: the work has not begun, and no other attempt has taken over.
+        # Also after the lease has expired: the nonce shows that the work has not begun.
         claim = current._replace(
             version=next_version(current, now_ms),
             lease_until_ms=now_ms + policy.lease_ms,
             nonce=request.nonce,
-            progress=_progress_of_handler(current),
+            progress=_with_steps_of_handler(current),
         )
         conflict = yield from Swap(token.id, current.version, claim)
         if conflict is None:
@@ -110,12 +112,12 @@ def run_deferred(
         current = conflict
 
 
-def _progress_of_handler(current: Record) -> bytes:
+def _with_steps_of_handler(current: Record) -> bytes:
     """
-    What the handler wrote down; its steps are its own, and the work takes others.
+    The progress of *current*, which names the steps of its handler: a worker does not repeat them.
 
-    If an earlier attempt deferred the work before, only what this one's handler has added is its
-    own: the rest was taken by a worker, and the next worker must ask for it.
+    If an earlier attempt deferred the work, too, only the steps of this attempt are added. Those of
+    an earlier worker are not: the next worker must ask for them.
     """
     progress = progress_of(current)
     known, first = progress.handed or (), progress.handed is None
@@ -124,7 +126,7 @@ def _progress_of_handler(current: Record) -> bytes:
 
 
 def _taken_before(request: ClaimRequest, policy: Policy, current: Record) -> Flow[Answer]:
-    """Another worker has taken it: one that runs, has finished, has failed or is dead."""
+    """Another worker has taken the claim: it runs, has finished, has failed or has died."""
     taken = yield from wait_or_take_over(request, policy, current)
     if not isinstance(taken, TakeOver):
         return taken

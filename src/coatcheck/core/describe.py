@@ -1,7 +1,4 @@
-"""Facts: what operators may know of a record, which is everything but what its answers contain.
-
-Neither the response nor what steps have returned; notes are there to be read.
-"""
+"""Descriptions of a record for operators: everything except for responses and results of steps."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from coatcheck.core.response import outline_of
 
 
 def facts_of(record: Record, now_ms: int) -> dict[str, Any]:
-    """What is known of *record*, as JSON can say it."""
+    """*record* as JSON."""
     running = record.state == RUNNING
     return {
         "reference": reference_of(record.id),
@@ -39,20 +36,20 @@ def facts_of(record: Record, now_ms: int) -> dict[str, Any]:
         "window_until": iso(record.window_until_ms),
         "expires": iso(record.expires_ms),
         "is_lease_over": is_lease_over(record, now_ms) if running else None,
-        "response": _answer(record.response),
-        **_story(readable_progress_of(record)),
+        "response": _response_facts(record.response),
+        **_progress_facts(readable_progress_of(record)),
     }
 
 
-def _answer(blob: bytes | None) -> dict[str, Any] | None:
+def _response_facts(blob: bytes | None) -> dict[str, Any] | None:
     if blob is None:
         return None
     status, size_bytes = outline_of(blob)
     return {"status": status, "bytes": size_bytes}
 
 
-def _story(progress: Progress | None) -> dict[str, Any]:
-    """What the attempts and people have written down; None where nobody can read it."""
+def _progress_facts(progress: Progress | None) -> dict[str, Any]:
+    """*progress* as JSON; every member is None if it cannot be read."""
     if progress is None:
         return dict.fromkeys(("steps", "notes", "progress", "resolutions"))
     report = progress.report
@@ -74,22 +71,22 @@ def _story(progress: Progress | None) -> dict[str, Any]:
 
 
 def times_of(record: Record) -> str:
-    """When the last attempt was at work, and until when its retries find it; for people."""
-    told = [f"attempt {record.attempt} began {iso(attempt_began_ms(record))}"]
+    """One line with the times of *record*: its last attempt, its lease and its window."""
+    times = [f"attempt {record.attempt} began {iso(attempt_began_ms(record))}"]
     if record.lease_until_ms:
-        told.append(f"lease until {iso(record.lease_until_ms)}")
-    return ", ".join([*told, f"window until {iso(record.window_until_ms)}"])
+        times.append(f"lease until {iso(record.lease_until_ms)}")
+    return ", ".join([*times, f"window until {iso(record.window_until_ms)}"])
 
 
 def story_of(record: Record) -> Iterator[tuple[str, str]]:
-    """The same story for people: what each line is, and what it says."""
+    """The progress of *record* in lines, each with its kind: "step", "note" or "resolution"."""
     progress = readable_progress_of(record)
     if progress is None:
-        yield "notes", "sealed" if is_sealed(record) else "damaged"
+        yield "notes", "encrypted" if is_sealed(record) else "damaged"
         return
     for step in progress.steps:
         end = "done" if step.value is not None else "begun"
-        not_kept = ", its result was not kept" if step.value == NOT_KEPT else ""
+        not_kept = ", its result was not stored" if step.value == NOT_KEPT else ""
         yield "step", f"{step.name}: {end} by attempt {step.attempt}{not_kept}"
     for note in progress.notes:
         what = note.what if isinstance(note.what, str) else json.dumps(note.what)
@@ -99,5 +96,5 @@ def story_of(record: Record) -> Iterator[tuple[str, str]]:
 
 
 def iso(at_ms: int) -> str:
-    """The moment *at_ms*, for people and programs."""
+    """*at_ms* as an ISO 8601 timestamp."""
     return datetime.fromtimestamp(at_ms // 1_000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,55 +1,55 @@
 """Fingerprints: is this the same request as last time?
 
-Third step of the path. A key reused with a different request is a client bug, and answering it
-with the old response would hide that bug; so we compare fingerprints and refuse (422).
+Third step of the path. A key that is reused with a different request is a client bug. The old
+response would hide that bug, so a request whose fingerprint differs is refused (422).
 
-JSON is compared by value (`canonical.py`), forms by their decoded fields, multipart without the
-spelling of its boundary, and all else byte by byte. What is too large, too deep or too odd for
-that is compared byte by byte as well, and that depends on the bytes alone: not on the stack, not
-on the interpreter's limits, not on how the body was cut into chunks.
-Invariant: equal requests give equal fingerprints on every Python version and platform, different
-ones do not, and no bytes whatsoever raise.
+JSON is compared by value (`json_codec.py`), a multipart body without the spelling of its boundary,
+and every other body byte by byte. A body that is too large, too deep or not valid is also compared
+byte by byte. Which of these applies depends on the bytes alone: not on the stack, not on limits of
+the interpreter, not on the chunks in which the body arrived.
+
+The arguments of a guarded function are compared by value (`fingerprint_of_call`).
+
+Invariant: equal requests have equal fingerprints on every Python version and platform, different
+requests have different ones, and no bytes make this module raise.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import date, time, timedelta
+from decimal import Decimal
+from enum import Enum
 from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
-from urllib.parse import unquote_to_bytes
+from uuid import UUID
 
 from coatcheck.core.identity import digested, digested_chunks
-from coatcheck.core.json_codec import Pointer, canonical_json, parse_pointer
+from coatcheck.core.json_codec import DEPTH_MAX, Pointer, canonical_json
 
-__all__ = ["Body", "Pointer", "fingerprint_of", "parse_pointer"]
-
-# 256 KiB: the worst of them is parsed in some tens of milliseconds; more would hold up everybody.
+# 256 KiB: in the worst case such a body is parsed in some tens of milliseconds. A larger one would
+# delay all other requests of an event loop.
 PARSED_BYTES_MAX = 256 * 1024
-
-# 1 024 requests of 2 KiB: what is retried is mostly recent and small.
-REMEMBERED_BYTES_MAX = 2_048
-REMEMBERED_MAX = 1_024
-
-# 1 000: what PHP, Django and Starlette take of a form before they refuse it.
-FORM_FIELDS_MAX = 1_000
 
 # 70: RFC 2046 §5.1.1.
 BOUNDARY_CHARS_MAX = 70
 
-# 1 024: several times the longest honest content type; what is longer is not taken apart.
+# 1 024: several times the longest valid content type. A longer one is compared as it is.
 CONTENT_TYPE_BYTES_MAX = 1_024
 
-# In memory, or read piece by piece from where it was spooled.
+# In memory, or in chunks that are read from a temporary file.
 Body = bytes | Iterable[bytes]
 
 _DOMAIN = b"coatcheck-same"
+_CALL_DOMAIN = b"coatcheck-call"
 
-# How a body was read. It begins what is compared: what was read in two ways is never equal.
+# How a body was read. The digest begins with it, so that two ways of reading never give the same.
 _BYTES = "bytes "
 _JSON = "json "
-_FORM = "form "
 _MULTIPART = "multipart "
 
 
@@ -63,7 +63,6 @@ def fingerprint_of(
     ignore: tuple[Pointer, ...] = (),
     headers: Sequence[tuple[bytes, bytes]] = (),
     secret: bytes = b"",
-    is_retry: bool = False,
 ) -> bytes:
     """
     16 bytes that are equal for equal requests.
@@ -72,89 +71,51 @@ def fingerprint_of(
         path: as it was sent, or the template of the route.
         ignore: members of a JSON body that may change between retries.
         headers: those that the policy includes and the request has, in the policy's order.
-        secret: the deployment's; without it, who reads the store can try out short bodies.
-        is_retry: the key has come before, so that the same bytes are likely to come again.
+        secret: the deployment's. Without one, short bodies can be guessed from the stored digest.
     """
-    if (
-        is_retry
-        and not headers
-        and isinstance(body, bytes)
-        and len(body) + len(path) + len(query) + len(content_type) <= REMEMBERED_BYTES_MAX
-    ):
-        return _remembered(method, path, query, content_type, body, ignore, secret)
-    included = _framed((name.lower(), value) for name, value in headers) if headers else b""
-    is_long = len(content_type) > CONTENT_TYPE_BYTES_MAX
-    media = _unread(content_type) if is_long else _media_of(content_type)
-    if media.kind is _JSON and isinstance(body, bytes) and len(body) <= PARSED_BYTES_MAX:
-        read: Body | None = canonical_json(body, ignore)
+    if len(content_type) <= CONTENT_TYPE_BYTES_MAX:
+        media = _media_of(content_type)
     else:
-        body, read = _read(media, body, ignore)
+        media = _Media(_BYTES, "", _BYTES + content_type.decode("latin-1"))
+    body, read = _read(media, body, ignore)
     content, as_what = (body, media.as_bytes) if read is None else (read, media.as_read)
-    # What is remembered is bounded: no honest path, and no honest content type, is longer.
-    is_short = len(path) + len(as_what) <= REMEMBERED_BYTES_MAX
-    make = _remembered_head if is_short else _head_of
-    head = make(as_what, method, path, len(query), len(included))
+    included = b""
+    for name, value in headers:
+        included += b"%d,%d;%b%b" % (len(name), len(value), name.lower(), value)
+    # Lengths first: otherwise the end of one part could be read as the beginning of the next.
+    lengths = f"{len(as_what)},{len(method)},{len(path)},{len(query)},{len(included)};"
+    head = f"{lengths}{as_what}{method}{path}".encode("utf-8", "surrogatepass")
     if isinstance(content, bytes):
         return digested(_DOMAIN, secret, b"".join((head, query, included, content)))
     return digested_chunks(_DOMAIN, secret, chain((head, query, included), content))
 
 
-@lru_cache(maxsize=REMEMBERED_MAX)
-def _remembered(*request: Any) -> bytes:
-    """A retry sends the same bytes, and they need not be read again."""
-    method, path, query, content_type, body, ignore, secret = request
-    return fingerprint_of(
-        method=method,
-        path=path,
-        query=query,
-        content_type=content_type,
-        body=body,
-        ignore=ignore,
-        secret=secret,
-    )
-
-
-def _head_of(as_what: str, method: str, path: str, query_bytes: int, included_bytes: int) -> bytes:
-    """What is compared before all else; lengths first, so that no part can lend to the next."""
-    lengths = f"{len(as_what)},{len(method)},{len(path)},{query_bytes},{included_bytes};"
-    return f"{lengths}{as_what}{method}{path}".encode("utf-8", "surrogatepass")
-
-
-_remembered_head = lru_cache(maxsize=256)(_head_of)  # 256: an API has a few routes to write to
-
-
 class _Media(NamedTuple):
-    """What a content type says of its body."""
+    """A parsed content type."""
 
     kind: str  # how to read the body
-    as_read: str  # what is compared of the content type where the body was read that way
-    as_bytes: str  # what is compared of it where it was not: every parameter
-    boundary: bytes
+    as_read: str  # what is compared of the content type if the body was read that way
+    as_bytes: str  # what is compared of it if the body was not: every parameter
+    boundary: bytes = b""
 
 
-@lru_cache(maxsize=256)  # 256: an API is sent a few content types, and a boundary in some of them
+# 256: an API receives a few content types, and browsers send a new boundary with each form.
+@lru_cache(maxsize=256)
 def _media_of(content_type: bytes) -> _Media:
     essence, _, rest = content_type.decode("latin-1").partition(";")
     essence = essence.strip(" \t").lower()
     parameters = _parameters_of(rest)
-    # No parameter begins with "?", so a garbled one looks like no other.
+    # No parameter begins with "?", so invalid parameters are never equal to valid ones.
     whole = essence + (f";?{rest}" if parameters is None else _spelled(parameters))
     as_bytes = _BYTES + whole
     if essence == "application/json" or essence.endswith("+json"):
-        return _Media(_JSON, _JSON + essence, as_bytes, b"")  # RFC 8259 §11: no parameters
-    if essence == "application/x-www-form-urlencoded":
-        return _Media(_FORM, _FORM + whole, as_bytes, b"")
+        return _Media(_JSON, _JSON + essence, as_bytes)  # RFC 8259 §11: no parameters
     boundaries = [value for name, value in parameters or () if name == "boundary"]
     if parameters and essence.startswith("multipart/") and _is_boundary(boundaries):
         others = [parameter for parameter in parameters if parameter[0] != "boundary"]
         as_read = _MULTIPART + essence + _spelled(others)
         return _Media(_MULTIPART, as_read, as_bytes, boundaries[0].encode("ascii"))
-    return _Media(_BYTES, "", as_bytes, b"")
-
-
-def _unread(content_type: bytes) -> _Media:
-    """What is said of a body whose content type is not taken apart."""
-    return _Media(_BYTES, "", _BYTES + content_type.decode("latin-1"), b"")
+    return _Media(_BYTES, "", as_bytes)
 
 
 _WORD = r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
@@ -164,7 +125,7 @@ _parameter = re.compile(
 
 
 def _parameters_of(text: str) -> list[tuple[str, str]] | None:
-    """The parameters in *text* (RFC 9110 §5.6.6), names in lower case; None if it is garbled."""
+    """The parameters in *text* (RFC 9110 §5.6.6), names in lower case; None if it is invalid."""
     parameters: list[tuple[str, str]] = []
     position = 0
     while position < len(text):
@@ -195,48 +156,31 @@ def _is_boundary(values: list[str]) -> bool:
 
 
 def _read(media: _Media, body: Body, ignore: tuple[Pointer, ...]) -> tuple[Body, Body | None]:
-    """*body*, and what is compared of it; None where that is the body itself."""
-    if media.kind is _BYTES:
-        return body, None
+    """*body*, and its normal form; None if the bytes themselves are compared."""
     if media.kind is _MULTIPART:
         chunks = (body,) if isinstance(body, bytes) else body
         return body, _without_boundary(chunks, media.boundary)
-    if not isinstance(body, bytes):
-        body = _gathered(body)
-    if not isinstance(body, bytes) or not 0 < len(body) <= PARSED_BYTES_MAX:
-        return body, None
-    return body, canonical_json(body, ignore) if media.kind is _JSON else _canonical_form(body)
+    if media.kind is _JSON:
+        body = body if isinstance(body, bytes) else _joined(body)
+        if isinstance(body, bytes) and len(body) <= PARSED_BYTES_MAX:
+            return body, canonical_json(body, ignore)
+    return body, None
 
 
-def _gathered(chunks: Iterable[bytes]) -> Body:
-    """All of *chunks* in one piece, or still in several if that is too much to parse."""
+def _joined(chunks: Iterable[bytes]) -> Body:
+    """All of *chunks* as one; still several if that is too large to parse."""
     iterator = iter(chunks)
-    gathered: list[bytes] = []
+    read: list[bytes] = []
     size_bytes = 0
     for chunk in iterator:
-        gathered.append(chunk)
+        read.append(chunk)
         size_bytes += len(chunk)
         if size_bytes > PARSED_BYTES_MAX:
-            return chain(gathered, iterator)
-    return b"".join(gathered)
+            return chain(read, iterator)
+    return b"".join(read)
 
 
-_stray_percent = re.compile(rb"%(?![0-9A-Fa-f]{2})").search
-
-
-def _canonical_form(body: bytes) -> bytes | None:
-    """The fields of a form, decoded and in order; None if it is garbled or has too many."""
-    if body.count(b"&") >= FORM_FIELDS_MAX or _stray_percent(body) is not None:
-        return None
-    fields = [field.partition(b"=") for field in body.replace(b"+", b" ").split(b"&") if field]
-    return _framed((unquote_to_bytes(name), unquote_to_bytes(value)) for name, _, value in fields)
-
-
-def _framed(pairs: Iterable[tuple[bytes, bytes]]) -> bytes:
-    return b"".join([b"%d,%d;%b%b" % (len(one), len(two), one, two) for one, two in pairs])
-
-
-# What stands for the boundary, and for a byte in the body that looks like the beginning of it.
+# Replaces the boundary. The first byte is doubled where the body contains it.
 _MARK = b"\x01\x02"
 _ESCAPE = b"\x01"
 _ESCAPED = b"\x01\x01"
@@ -244,17 +188,84 @@ _ESCAPED = b"\x01\x01"
 
 def _without_boundary(chunks: Iterable[bytes], boundary: bytes) -> Iterator[bytes]:
     """
-    A multipart body with a mark for its boundary, whatever that was; all else byte by byte.
+    A multipart body with the same mark for every boundary; all else byte by byte.
 
-    Clients draw a fresh boundary for every attempt, and that is all that changes in an honest
-    retry. A garbled body has its marks in odd places and is compared as it is.
+    Clients choose a new boundary for each attempt, and nothing else changes in a retry.
     """
     delimiter = b"--" + boundary
     held_bytes = len(delimiter) - 1  # the next chunk may complete a delimiter that begins here
     tail = b""
     for chunk in chunks:
-        *settled, last = (tail + chunk.replace(_ESCAPE, _ESCAPED)).split(delimiter)
-        settled.append(last[:-held_bytes])
-        yield _MARK.join(settled)
+        *done, last = (tail + chunk.replace(_ESCAPE, _ESCAPED)).split(delimiter)
+        done.append(last[:-held_bytes])
+        yield _MARK.join(done)
         tail = last[-held_bytes:]
     yield tail
+
+
+# --- the arguments of a guarded function ----------------------------------------------------
+
+
+def fingerprint_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """
+    16 bytes that are equal for equal arguments.
+
+    An object that is equal only to itself (a session, a client) has no value to compare and is
+    left out: the retry brings another one.
+    """
+    try:
+        text = _to_json([args, kwargs])
+    except (TypeError, ValueError, RecursionError):  # more than JSON can express
+        text = _to_json(_as_json([args, kwargs], ()))
+    return digested(_CALL_DOMAIN, b"", text.encode("utf-8", "surrogatepass"))
+
+
+def _as_json(value: Any, parents: tuple[int, ...]) -> Any:  # noqa: ANN401 - any argument
+    """*value* without cycles, keys that are not text and integers too long to print."""
+    if id(value) in parents or len(parents) > DEPTH_MAX:
+        return {"": "itself"}
+    parents = (*parents, id(value))
+    if isinstance(value, int) and not isinstance(value, bool):
+        return {"int": hex(value)}
+    if value is None or isinstance(value, (bool, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_as_json(member, parents) for member in value]
+    if isinstance(value, dict):
+        pairs = ([_as_json(name, parents), _as_json(v, parents)] for name, v in value.items())
+        return {"dict": sorted(map(_to_json, pairs))}
+    if isinstance(value, (set, frozenset)):
+        return {"set": sorted(_to_json(_as_json(member, parents)) for member in value)}
+    ((kind, content),) = _tagged(value).items()
+    return [kind, _as_json(content, parents)]
+
+
+def _tagged(value: Any) -> dict[str, Any]:  # noqa: ANN401 - any argument
+    """What is compared of a *value* that is not JSON, under the name of its type."""
+    kind = type(value).__name__
+    if isinstance(value, Enum):
+        return {kind: value.name}
+    if isinstance(value, (Decimal, UUID, timedelta, complex)):
+        return {kind: str(value)}
+    if isinstance(value, (date, time)):
+        return {kind: value.isoformat()}
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return {kind: bytes(value).hex()}
+    if isinstance(value, (set, frozenset)):
+        return {kind: sorted(_to_json(member) for member in value)}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {kind: {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}}
+    dump = getattr(value, "model_dump", None)  # pydantic's method
+    return {kind: dump() if callable(dump) else _attributes_of(value)}
+
+
+def _attributes_of(value: object) -> dict[str, Any] | None:
+    """The attributes of *value*; None if it is equal only to itself."""
+    if isinstance(value, type) or type(value).__eq__ is object.__eq__:
+        return None
+    slots = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
+    attributes = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return attributes | getattr(value, "__dict__", {})
+
+
+_to_json = json.JSONEncoder(separators=(",", ":"), sort_keys=True, default=_tagged).encode

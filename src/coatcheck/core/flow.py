@@ -1,14 +1,14 @@
-"""Flows and effects: what is decided is separate from what is done.
+"""Flows and effects: they separate decisions from I/O.
 
-A flow is a generator that yields the I/O it wants (an effect) and is sent the result. All
-decisions are in flows; a runner only performs effects. The sync engine, the async engine, the
-explorer of interleavings and the simulator run the same flows, so what is proven with one of them
-holds for all.
+A flow is a generator. It yields a description of the I/O that it needs (an effect), and receives
+the result. Flows make all decisions; a runner only performs effects. The sync engine, the async
+engine, the explorer of interleavings and the simulator run the same flows, so what is proven with
+one of them holds for all.
 
 Rules for a flow: it does no I/O, reads no clock, draws no random number and does not log. It uses
-`yield from effect`, because the types depend on it, or `result: Type = yield effect`, which is
-faster and used on the path of every request. After a `BaseException` that is not an `Exception`
-(a cancellation, Control-C) it yields nothing more, except to roll a transaction back.
+`yield from effect`, which is typed, or `result: Type = yield effect`, which is faster. After a
+`BaseException` that is not an `Exception` (a cancellation, Control-C) it yields nothing more,
+except to roll a transaction back.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class Effect(Generic[R_co]):
-    """One piece of I/O, described. `yield from effect` evaluates to its result."""
+    """A description of one piece of I/O. `yield from effect` evaluates to its result."""
 
     __slots__ = ()
 
@@ -66,7 +66,7 @@ def run(flow: Flow[R], perform: Callable[[Effect[Any]], Any]) -> R:
 
 
 async def run_async(flow: Flow[R], perform: Callable[[Effect[Any]], Awaitable[Any]]) -> R:
-    """Run *flow* to its end; differs from `run` only in that it awaits each effect."""
+    """Run *flow* to its end; *perform* performs each effect, and is awaited."""
     try:
         effect = next(flow)
         while True:

@@ -1,12 +1,13 @@
 """JSON by value: one spelling for every JSON value, so that equal bodies are equal bytes.
 
-Part of the third step; `fingerprint.py` is its only user. Member order, white space and escapes do
-not matter. Numbers are compared exactly and never become floats: 1, 1.0 and 10e-1 are one number,
-9007199254740993 and 9007199254740992 are two. Members of the same name are all kept, in order.
-Invariant: whether a body is read as JSON depends on its bytes alone. So depth and digits are
-checked beforehand, well below what any interpreter limit could refuse; after that, a
-RecursionError could only mean that the caller's own stack is full, and it is not caught, because
-a fingerprint that depends on the stack would refuse an honest retry.
+Part of the third step; see `fingerprint.py`. Member order, white space and escapes do not matter.
+Numbers are compared exactly and never become floats: 1, 1.0 and 10e-1 are one number,
+9007199254740993 and 9007199254740992 are two. All members of a repeated name are kept, in order.
+
+Invariant: whether a body is read as JSON depends on its bytes alone. Depth and digits are checked
+before parsing, far below the limits of any interpreter. A RecursionError after that could only mean
+that the caller's own stack is full. It is not caught: a fingerprint that depends on the stack would
+make an honest retry a different request.
 """
 
 from __future__ import annotations
@@ -14,47 +15,40 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Callable
-from functools import lru_cache
 from itertools import accumulate
 from typing import NewType, NoReturn
 
-from coatcheck.core.json_spelling import speller
-
-# 64: no honest request is deeper, and it needs a tenth of the interpreter's default stack.
+# 64: no honest request is deeper, and parsing it needs a tenth of the default stack.
 DEPTH_MAX = 64
 
-# 100: a 256-bit integer has 78. Far below 640, the least that `sys.set_int_max_str_digits` takes,
-# and it bounds how much longer than its spelling (1e99) a number can become.
+# 100: a 256-bit integer has 78. It is far below 640, the least that `sys.set_int_max_str_digits`
+# accepts, and it limits how long a short spelling (1e99) can become.
 DIGITS_MAX = 100
 
-# 10 000 objects, fractions and exponents: each is a call into Python, a microsecond or so. What is
-# counted are the characters they are written with, so a "true" counts like an exponent.
+# 10 000 objects, fractions and exponents: each costs a call of a Python function. The check counts
+# the characters that they are written with, so the "e" of "true" counts as an exponent.
 PARTS_MAX = 10_000
 
-# Where in a JSON body: the names on the way down (RFC 6901). Made by `parse_pointer`.
+# A parsed JSON pointer (RFC 6901): the names on the way down. See `parse_pointer`.
 Pointer = NewType("Pointer", tuple[str, ...])
 
 
 def canonical_json(body: bytes, ignore: tuple[Pointer, ...] = ()) -> bytes | None:
     """
-    The one spelling of the JSON value in *body*, without the members that *ignore* points to.
+    The canonical spelling of the JSON value in *body*, without the members that *ignore* names.
 
-    None where it has none: it is not JSON, is not Unicode text, or goes over a limit.
+    None if *body* is not JSON, is not UTF-8 or exceeds a limit.
     """
-    # Small bodies pass here, without a look at what is inside strings and what is not.
+    # A body with few digits and brackets cannot exceed a limit; this is true of most.
     if len(body.translate(None, _NO_DIGITS_NO_BRACKETS)) > DEPTH_MAX and not _is_tame(body):
         return None
     try:
-        text = body.decode("utf-8").strip(" \t\n\r")
-        value, end = _scan(text, 0)
-        if end != len(text):
-            return None
+        value = _parse(body.decode("utf-8"))
         if ignore:
             for pointer in _in_removal_order(ignore):
                 _remove(value, pointer)
-        return _spelled(value).encode("utf-8")
-    except (ValueError, StopIteration):  # not JSON, not UTF-8, a lone surrogate
+        return _to_json(value).encode("utf-8")
+    except ValueError:  # not JSON, not UTF-8, a lone surrogate
         return None
 
 
@@ -68,9 +62,9 @@ _TOO_MANY_DIGITS = b"0" * (DIGITS_MAX + 1)
 
 
 def _is_tame(body: bytes) -> bool:
-    """Nothing in *body* is too long, too deep or too often for what may be spent on it."""
-    # Without escapes every second piece is outside of strings. Where that is wrong the body is
-    # no JSON, and the decoder stops at that place at the latest.
+    """*body* is within the limits of depth, digits and parts."""
+    # Without escapes, every second piece is outside of strings. Where that is not true, the body
+    # is not JSON, and the parser stops there.
     pieces = body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
     outside = b'"'.join(pieces[::2])
     if len(outside.translate(None, _NO_PARTS)) > PARTS_MAX:
@@ -82,14 +76,14 @@ def _is_tame(body: bytes) -> bool:
     return max(accumulate(steps), default=0) <= DEPTH_MAX
 
 
-# Two marks that no JSON text can contain: the decoder refuses these words, and real numbers never
-# become floats. So what stands behind a mark cannot be imitated by an array in a body.
+# Two values that no JSON text contains: the parser refuses NaN and Infinity, and numbers never
+# become floats. So no array in a body is equal to a list that begins with one of them.
 _NUMBER_MARK = float("nan")
 _REPEATED_MARK = float("inf")
 
 
 class _Repeated(list[object]):
-    """All values of one repeated member name, in order, behind their mark."""
+    """All values of one repeated member name, in order, after `_REPEATED_MARK`."""
 
 
 def _object_of(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -107,9 +101,6 @@ def _object_of(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _number_of(token: str) -> int | tuple[float, int, int]:
     """The exact value of a number with a fraction or an exponent: digits times a power of ten."""
-    whole, _, fraction = token.partition(".")
-    if fraction.isdigit() and fraction[-1] != "0":  # 19.99: nearly all that are sent
-        return (_NUMBER_MARK, int(whole + fraction), -len(fraction))
     mantissa, _, exponent = token.lower().partition("e")
     whole, _, fraction = mantissa.partition(".")
     digits = (whole + fraction).lstrip("-0")
@@ -128,15 +119,14 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-# What stands behind `JSONDecoder.raw_decode`, which only rewords its errors.
-_scan: Callable[[str, int], tuple[object, int]] = json.JSONDecoder(
+_parse = json.JSONDecoder(
     object_pairs_hook=_object_of, parse_float=_number_of, parse_constant=_refuse_constant
-).scan_once  # type: ignore[attr-defined]  # public, but unknown to typeshed
-_spelled = speller(sort_keys=True, ensure_ascii=False)
+).decode
+_to_json = json.JSONEncoder(separators=(",", ":"), sort_keys=True, ensure_ascii=False).encode
 
 
 def parse_pointer(text: str) -> Pointer:
-    """The pointer that *text* spells; ValueError with a sentence for whoever wrote the policy."""
+    """The pointer that *text* spells; raises ValueError with what to write instead."""
     if not text:
         raise ValueError('the pointer "" is the whole body; point to a member, like "/sent_at"')
     if not text.startswith("/"):
@@ -148,13 +138,12 @@ def parse_pointer(text: str) -> Pointer:
     return Pointer(tuple(name.replace("~1", "/").replace("~0", "~") for name in names))
 
 
-@lru_cache(maxsize=256)  # 256: one for each policy in use, and then some
 def _in_removal_order(ignore: tuple[Pointer, ...]) -> tuple[Pointer, ...]:
     """
-    *ignore* without repeats, from the back of every array to its front.
+    *ignore* without repeats, from the end of every array to its beginning.
 
-    A pointer means the place in the body as it was sent; taking out an element moves only what
-    is behind it, and that has been dealt with by then.
+    A pointer names a place in the body as it was sent. Removing an element moves only the elements
+    after it, and those are removed first.
     """
     return tuple(
         sorted(set(ignore), key=lambda names: [(len(name), name) for name in names], reverse=True)
@@ -162,7 +151,7 @@ def _in_removal_order(ignore: tuple[Pointer, ...]) -> tuple[Pointer, ...]:
 
 
 def _remove(value: object, pointer: Pointer) -> None:
-    """Take out of *value* what *pointer* points to, if it is there."""
+    """Remove from *value* what *pointer* points to, if it is there."""
     *parents, last = pointer
     nodes = [value]
     for name in parents:
@@ -175,7 +164,7 @@ def _remove(value: object, pointer: Pointer) -> None:
 
 
 def _children(node: object, name: str) -> list[object]:
-    """The value called *name* in *node*; several where that name is repeated."""
+    """The value called *name* in *node*; several if that name is repeated."""
     if isinstance(node, dict) and name in node:
         member = node[name]
         return member[1:] if isinstance(member, _Repeated) else [member]

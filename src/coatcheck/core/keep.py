@@ -1,7 +1,7 @@
-"""Outcomes: what an answer means for the claim, and which answers are kept.
+"""Keep: which answers are kept, and what an answer means for its claim.
 
-Final answers are kept and replayed. An answer that says "not now" is not, because the same request
-may succeed later. An answer that refused the request before any work was done frees the key for a
+Final answers are kept and replayed. An answer that means "not now" is not kept: the same request
+may succeed later. An answer that refuses the request before any work was done frees the key for a
 corrected request.
 """
 
@@ -18,7 +18,7 @@ Keep: TypeAlias = "Literal['final', 'all'] | Callable[[Response], bool]"
 
 
 class OutcomeKind(Enum):
-    """What becomes of a claim when its attempt has ended."""
+    """What happens to a claim when its attempt has ended."""
 
     COMPLETE = "completed with this answer"
     RELEASE = "released: nothing final happened, and the next retry runs again"
@@ -26,20 +26,20 @@ class OutcomeKind(Enum):
     IN_DOUBT = "it may have happened: the recovery policy decides"
 
 
-# A name of its own for the path of every request: an attribute of an Enum class is slow to read.
+# A global, because Python 3.11 is slow to read an attribute of an Enum class.
 COMPLETE = OutcomeKind.COMPLETE
 
 
 class Outcome(NamedTuple):
-    """How an execution ended: what becomes of the claim, and the bytes to store, if any."""
+    """How an execution ended, and the bytes to store, if any."""
 
     kind: OutcomeKind
     response: bytes | None = None
 
 
-# "Not now": the same request may well succeed later, so replaying the answer for a day is wrong.
+# "Not now": the same request may succeed later, so the answer must not be replayed for a day.
 _TRANSIENT = frozenset({408, 425, 429})
-# Refused before any work, for a reason that the client corrects, and retries with the same key.
+# Refused before any work. The client corrects the request and retries with the same key.
 _REFUSED_EARLY = frozenset({401, 403, 407, 413, 415})
 
 _CLIENT_ERROR = 400
@@ -50,8 +50,8 @@ def outcome_kind_of(response: Response, keep: Keep, *, reruns: bool) -> OutcomeK
     """
     What *response* means for its claim.
 
-    *reruns*: the route may simply run again after an unclear end. If it may not, an answer that is
-    not kept and does not say "not now" leaves the operation in doubt.
+    *reruns*: the policy allows another run after an unclear end. If not, an answer that is neither
+    kept nor "not now" leaves the operation in doubt.
     """
     status = response.status
     if callable(keep):

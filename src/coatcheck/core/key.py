@@ -1,10 +1,11 @@
-"""Keys: the `Idempotency-Key` header, in and out, and the short references people read aloud.
+"""Keys: the `Idempotency-Key` header, and the short references of operations.
 
-First step of the path. Clients in the wild send the key bare (`k-1`); the standard wants a
-structured-field string (`"k-1"`, RFC 9651 §3.3.3). We take both, because refusing either breaks
-honest clients, and taking them for two keys would execute twice.
-Invariant: a key is 1 to 255 printable ASCII characters, compared exactly, and never blank; both
-spellings of one value are one key. What is not a key is refused with the reason, never guessed at.
+First step of the path. Clients send the key bare (`k-1`); the standard wants a structured-field
+string (`"k-1"`, RFC 9651 §3.3.3). Both are accepted: refusing one would break honest clients, and
+treating them as two keys would execute twice.
+
+Invariant: a key has 1 to 255 printable ASCII characters, is compared exactly, and is never blank.
+Both spellings of one value are one key. Anything else is refused with the reason.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import NamedTuple, NewType
 # 255: what Stripe documents and most SDKs assume; longer keys are a client bug, not a need.
 KEY_CHARS_MAX = 255
 
-# 8: enough to find a line in a log by eye, too little to use the key of somebody else.
+# 8: enough to find a line in a log, too little to use another caller's key.
 REDACTED_CHARS = 8
 
 Key = NewType("Key", str)
@@ -24,12 +25,12 @@ Reference = NewType("Reference", str)
 
 
 class Malformed(NamedTuple):
-    """What was sent is not a key; *reason* is half a sentence for the problem document."""
+    """A header that holds no valid key; *reason* is a part of the problem's detail."""
 
     reason: str
 
 
-# Bare: all visible ASCII but the three characters that mean something in a header: " , ;
+# Bare: all visible ASCII except for the three characters with a meaning in headers: " , ;
 _bare = re.compile(rb"[!#-+\--:<-~]+").fullmatch
 # Quoted: RFC 9651 §3.3.3. The possessive repeats keep it linear for any input.
 _quoted = re.compile(rb'"([ !#-\[\]-~]*+(?:\\["\\][ !#-\[\]-~]*+)*+)"').fullmatch
@@ -38,10 +39,10 @@ _ESCAPE = re.compile(r"\\(.)")
 
 def parse_key(values: Sequence[bytes], chars_max: int = KEY_CHARS_MAX) -> Key | Malformed:
     """
-    The key in the header's field *values*, one for each line it was sent in, as on the wire.
+    The key in the header's field *values*, one for each header line, as on the wire.
 
-    Two lines are refused even when they are equal: proxies join and split lines, so which of two
-    keys was meant is a guess. White space around the value is the transport's and is dropped.
+    Two lines are refused even if they are equal: proxies join and split lines, so the server would
+    have to guess which key was meant. White space around the value is dropped.
     """
     if len(values) != 1:
         return Malformed(f"the key was sent in {len(values)} header lines; send exactly one")
@@ -72,7 +73,7 @@ _BARE_FAULTS = {
 
 
 def _fault_of(value: bytes) -> str:
-    """What is wrong with *value*, which is neither a bare nor a quoted key."""
+    """Why *value* is neither a bare nor a quoted key."""
     if not value:
         return "the key is empty"
     quotes = value.startswith(b'"')
@@ -108,9 +109,9 @@ def _fault_of_bare(value: bytes) -> str:
 
 def format_key(key: str) -> str:
     """
-    *key* as the structured-field string to send; ValueError if no server could take it.
+    *key* as the structured-field string to send; raises ValueError if it is not a valid key.
 
-    Checked here, because a line break in a key would otherwise become a header of its own.
+    A line break in a key would otherwise begin a new header.
     """
     quoted = '"' + key.replace("\\", "\\\\").replace('"', '\\"') + '"'
     parsed = parse_key([quoted.encode("utf-8", "surrogatepass")])
@@ -120,21 +121,21 @@ def format_key(key: str) -> str:
 
 
 def redacted(key: str) -> str:
-    """*key* for messages and logs: its beginning only."""
+    """The beginning of *key*, for messages and logs."""
     return key if len(key) <= REDACTED_CHARS else key[:REDACTED_CHARS] + "…"
 
 
-# Crockford's alphabet: no I, L, O and U, so that a reference survives a telephone call.
-_ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
-# Two characters at a time: six look-ups make a reference, which every response carries.
-_PAIRS = tuple(first + second for first in _ALPHABET for second in _ALPHABET)
-_HEARD = str.maketrans("ILO", "110", "- ")
-_TO_PYTHON_BASE32 = str.maketrans(_ALPHABET, "0123456789ABCDEFGHIJKLMNOPQRSTUV", "-")
+# Crockford's alphabet has no I, L, O and U, so that a reference can be read out over a telephone.
+_CROCKFORD = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
+# All pairs of digits: every response has a reference, and six lookups are faster than twelve.
+_PAIRS = tuple(first + second for first in _CROCKFORD for second in _CROCKFORD)
+_TO_PYTHON_BASE32 = str.maketrans(_CROCKFORD, "0123456789ABCDEFGHIJKLMNOPQRSTUV", "-")
+_AS_TYPED = str.maketrans("ILO", "110", "- ")
 _reference_digits = re.compile("[0-9A-HJKMNP-TV-Z]{12}").fullmatch
 
 
 def reference_of(id: bytes) -> Reference:
-    """The first 60 bits of *id* for people, like `7D3F-92AB-1C4E`."""
+    """The first 60 bits of *id* as text, like `7D3F-92AB-1C4E`."""
     bits = int.from_bytes(id[:8], "big") >> 4
     pairs = _PAIRS
     return Reference(
@@ -146,13 +147,13 @@ def reference_of(id: bytes) -> Reference:
 
 def parse_reference(text: str) -> Reference | None:
     """
-    The reference in *text* as a person typed it; None if it is none.
+    The reference that a person typed as *text*; None if it is not a reference.
 
-    Either case, with or without dashes and spaces, and I, L and O for the digits they look like.
+    In either case, with or without dashes and spaces; I, L and O count as 1, 1 and 0.
     """
     if not text.isascii():
         return None
-    digits = text.strip().upper().translate(_HEARD)
+    digits = text.strip().upper().translate(_AS_TYPED)
     if _reference_digits(digits) is None:
         return None
     return Reference(f"{digits[:4]}-{digits[4:8]}-{digits[8:]}")
@@ -160,8 +161,8 @@ def parse_reference(text: str) -> Reference | None:
 
 def prefix_of(reference: Reference) -> bytes:
     """
-    The whole bytes that every id with this *reference* begins with: 56 of its 60 bits.
+    The first 7 bytes of every id with this *reference*: 56 of its 60 bits.
 
-    For the range scan of `Query.id_prefix`; of what it finds, compare `reference_of(record.id)`.
+    For the range scan of `Query.id_prefix`. Compare `reference_of(record.id)` of each result.
     """
     return (int(reference.translate(_TO_PYTHON_BASE32), 32) >> 4).to_bytes(7, "big")

@@ -51,7 +51,7 @@ from coatcheck.errors import Resumable, StepInDoubt, StoreUnavailable, Uncertain
 
 
 class ClaimRequest(NamedTuple):
-    """What a door asks the engine to claim: which operation, for which request, and when."""
+    """What an entry point asks the engine to claim: which operation, for which request, when."""
 
     id: bytes  # see core/identity.py
     fingerprint: bytes  # see core/fingerprint.py
@@ -99,7 +99,7 @@ class Execute(Effect[Outcome]):
 @dataclass(slots=True)
 class Reconcile(Effect[Outcome]):
     """
-    Ask the application what became of the attempt before *claim*.
+    Ask the application what the attempt before *claim* did.
 
     COMPLETE: it happened, with this response; RELEASE: it did not; IN_DOUBT: it is not known.
     """
@@ -140,7 +140,7 @@ class Wait(NamedTuple):
 
 class TakeOver(NamedTuple):
     """
-    Try to become the next attempt; *asks*: first ask what became of the one before.
+    Try to become the next attempt; *asks*: first ask what the one before did.
 
     *is_fresh*: all attempts before were refused before the handler began, so that the key is not
     bound to a request yet.
@@ -159,7 +159,7 @@ class MarkInDoubt(NamedTuple):
 
 @dataclass(slots=True)
 class Claim(Swap):
-    """The swap that claims an execution; *took*: of a key that has a record already."""
+    """The swap that claims an execution; *took*: the verdict, if the key had a record already."""
 
     took: TakeOver | None = None
 
@@ -198,7 +198,7 @@ def lifecycle(request: ClaimRequest, policy: Policy, *, may_claim: bool = True) 
 
 
 def outcome_kind_of_error(error: BaseException, policy: Policy) -> OutcomeKind:
-    """What becomes of a claim whose handler raised *error*."""
+    """What happens to a claim whose handler raised *error*."""
     if isinstance(error, (StepInDoubt, Uncertain)):
         return OutcomeKind.IN_DOUBT
     may_rerun = policy.reruns or isinstance(error, Resumable)
@@ -242,7 +242,7 @@ def write_outcome(
     claim: Record, outcome: Outcome, *, is_fresh: bool = False
 ) -> Flow[Record | None]:
     """
-    End *claim* with *outcome*. None: it is written; else the record of a newer attempt.
+    End *claim* with *outcome*; returns None, or the record of a newer attempt if it lost.
 
     *is_fresh*: nothing has run under this key before, except attempts that were refused before
     their handler began.
@@ -305,7 +305,7 @@ def verdict(current: Record, request: ClaimRequest, policy: Policy, now_ms: int)
 
 
 def _is_exhausted(current: Record, policy: Policy) -> bool:
-    """No further attempt may begin."""
+    """The operation has used all the attempts that its policy allows."""
     return policy.attempts_max is not None and current.attempt >= policy.attempts_max
 
 
@@ -320,7 +320,7 @@ def of_completed(current: Record, request: ClaimRequest) -> Replay | Refuse:
 
 def _of_packed(current: Record, response: bytes, request: ClaimRequest) -> Replay | Refuse:
     if response[0] == SEALED:
-        reason = "it is encrypted, and this process has no key ring"
+        reason = "its response is encrypted, and this process has no key ring"
         return _refuse("result-unavailable", request, reason=reason)
     try:
         return Replay(current, decompressed(response))

@@ -1,7 +1,7 @@
 """Policies: every setting of a route, in one frozen dataclass, and presets.
 
-A policy is checked when it is made, so that a wrong one stops a deployment and not a request.
-Durations are seconds, a `timedelta`, or text such as "90s", "72h", "7d".
+A policy is checked when it is made, so that a mistake stops a deployment and not a request.
+A duration is a number of seconds, a `timedelta`, or text such as "90s", "72h", "7d".
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any, Literal, TypeAlias
 
 from coatcheck.core.callables import refuse_async
-from coatcheck.core.fingerprint import Pointer, parse_pointer
+from coatcheck.core.json_codec import Pointer, parse_pointer
 from coatcheck.core.keep import Keep
 from coatcheck.errors import Misconfigured
 
@@ -31,50 +31,52 @@ class Policy:
 
     # Whether a request without a key is refused. Default: it runs unguarded.
     required: bool = False
-    # Which methods are guarded; safe methods never are.
+    # Which methods are guarded. Safe methods, such as GET, cannot be.
     methods: Collection[str] = frozenset({"POST", "PATCH"})
 
-    # How long every retry is deduplicated. 24 h: what most providers publish.
+    # How long retries are deduplicated. 24 h: what most providers publish.
     window: Duration = "24h"
     # How much longer than its window a record is kept, so that no retry races the sweep.
     margin: Duration = "1h"
-    # How long a claim holds without renewal. 60 s: a restart is over by then; a living executor
-    # renews it three times in that span.
+    # How long a claim lasts without renewal. 60 s: a restart takes less; a running process renews
+    # its claims three times in that span.
     lease: Duration = "60s"
-    # How long a duplicate waits for the first to finish. 2 s: most writes are done by then, and
-    # a client's own timeout is seldom shorter.
+    # How long a duplicate waits for the first request to finish. 2 s: most writes are done by then,
+    # and the timeout of a client is seldom shorter.
     wait: Duration = "2s"
     # What a duplicate gets while the first runs: "wait" (then 409), "409" at once, or "202".
     in_flight: Literal["wait", "409", "202"] = "wait"
 
     # The status for the same key with another request.
     mismatch: Literal[400, 409, 422] = 422
-    # Which answers are kept: "final", "all" (5xx too), or a function of the response. It is not
-    # asked about one over *response_bytes_max*, where the status decides. If it raises, that is
-    # logged and the answer is kept; under "reconcile" and "manual" one that is not final leaves the
-    # operation in doubt: nothing runs twice because of it.
+    # Which answers are kept: "final", "all" (5xx too), or a function of the response. The function
+    # is not called for a response over *response_bytes_max*: there the status decides. If it
+    # raises, the error is logged and the answer is kept; under "reconcile" and "manual", an answer
+    # that is not final leaves the operation in doubt.
     keep: Keep = "final"
 
-    # What follows an attempt that died: "retry", "reconcile" (call *reconcile*) or "manual".
+    # What follows an attempt that died: "retry", "reconcile" (call *reconcile*) or "manual" (in
+    # doubt, until an operator decides).
     recovery: Literal["retry", "reconcile", "manual"] = "retry"
-    # Called to find out what became of an attempt: a function of the operation, sync or async.
+    # Finds out what an attempt did: a function of the operation, sync or async.
     reconcile: Callable[..., Any] | None = None
-    # How long to wait for its answer; then it counts as `Unknown()`. 10 s: longer than a provider
-    # takes on a bad day, and shorter than most clients wait.
+    # How long to wait for its answer; then it counts as `Unknown()`. 10 s: longer than a slow
+    # provider takes, and shorter than most clients wait.
     reconcile_timeout: Duration = "10s"
     # How long to retry writing the result while the store is down before the client gets a 503.
     # 2 s: most outages of a database are shorter. Retries continue in the background.
     patience: Duration = "2s"
     # What the client gets then: "503", so that it retries with the same key; or the "answer", which
-    # is true, but is lost with this process if the store is not back before.
+    # is lost if this process ends before the store is back.
     unrecorded: Literal["503", "answer"] = "503"
-    # "record": claim and result are commits of their own; "transaction": one with the effect.
+    # "record": claim and result are separate commits; "transaction": one commit with the effect.
     mode: Literal["record", "transaction"] = "record"
     # Transaction mode: how often the handler runs again after a deadlock or a serialization
-    # failure. 0: whatever else it does may not be repeatable.
+    # failure. 0: its other effects may not be repeatable.
     transaction_retries: int = 0
 
-    # What a late retry, after the window, gets: a free key ("new"), or a refusal during the margin.
+    # A retry after the window: it starts a new operation ("new"), or it is refused while *margin*
+    # lasts ("refuse").
     on_expired: Literal["new", "refuse"] = "new"
     # The status of that refusal.
     expired_status: Literal[409, 410, 412, 429] = 409
@@ -88,18 +90,18 @@ class Policy:
     key_chars_max: int = 255
     # The largest request body; from 1 MiB on it is kept in a temporary file, not in memory.
     body_bytes_max: int = 64 * MIB
-    # The largest response, or result of a function, that is kept; larger ones reach the first
-    # caller only.
+    # The largest response, or result of a function, that is kept. A larger one reaches only the
+    # first client.
     response_bytes_max: int = 8 * MIB
-    # Keys one caller may have within one window, counted in each process; None: no limit.
+    # How many keys one caller may have within one window, counted in each process; None: no limit.
     live_keys_max: int | None = None
-    # Duplicates that may wait for one key at once in each process.
+    # How many duplicates may wait for one key at the same time, in each process.
     waiters_max: int = 100
-    # Attempts at one operation, the first included; then it is refused, or in doubt.
+    # How many attempts one operation may have, the first included; then it is refused, or in doubt.
     # None: no limit.
     attempts_max: int | None = None
 
-    # The header that brings the key.
+    # The header with the key.
     key_header: str = "Idempotency-Key"
     # The header that marks a replay.
     replayed_header: str = "Idempotent-Replayed"
@@ -107,11 +109,11 @@ class Policy:
     reference_header: str = "Idempotency-Reference"
     # The path under which clients poll for operations that answered 202.
     status_path: str = "/idempotency/operations/"
-    # The `type` of a problem is this, "#" and its code. The default is a name and need not lead
-    # anywhere; give the address of a page of your own, with what is in docs/reference/problems.md.
+    # The `type` of a problem is this, "#" and its code. The default is a name, not a page. Give the
+    # address of your own page with the content of docs/reference/problems.md.
     docs_url: str = "https://coatcheck.readthedocs.io/problems"
 
-    # Computed once, for the path of every request.
+    # Computed once, because every request needs them.
     window_ms: int = field(init=False, repr=False, compare=False)
     retention_ms: int = field(init=False, repr=False, compare=False)
     lease_ms: int = field(init=False, repr=False, compare=False)
@@ -125,7 +127,7 @@ class Policy:
     replayed_name: bytes = field(init=False, repr=False, compare=False)
     reference_name: bytes = field(init=False, repr=False, compare=False)
     names_given: tuple[bytes, bytes] = field(init=False, repr=False, compare=False)
-    # An attempt whose outcome is unclear may simply run again.
+    # An attempt with an unclear outcome may run again.
     reruns: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -156,7 +158,7 @@ class Policy:
         fields = PRESETS.get(name)
         if fields is None:
             known = ", ".join(PRESETS)
-            raise Misconfigured(f"there is no preset {name!r}; there are: {known}")
+            raise Misconfigured(f"there is no preset {name!r}; choose one of {known}")
         if "reconcile" in changes:
             changes.setdefault("recovery", "reconcile")
         return changed(cls(**fields), changes)
@@ -164,11 +166,11 @@ class Policy:
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "default": {},
-    # draft-ietf-httpapi-idempotency-key-header: 400, 409 and 422 as it says, the key required
-    # where the route says so, and a duplicate is told of the conflict rather than held.
+    # draft-ietf-httpapi-idempotency-key-header: 400, 409 and 422 as it says, the key required on
+    # routes that say so, and a duplicate gets a 409 at once.
     "ietf": {"in_flight": "409", "wait": 0},
     # What Stripe documents: every answer is kept, a mismatch is a 400, a conflict a 409 at once. A
-    # late retry, where it is refused, is a 429, as its clients know refusals.
+    # late retry, if the route refuses it, is a 429, which clients of Stripe retry later.
     "stripe": {
         "in_flight": "409",
         "wait": 0,
@@ -177,28 +179,29 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "window": "24h",
         "expired_status": 429,
     },
-    # For money: no key, no charge; three days, so that a Friday's outage survives the weekend;
-    # and nothing with an unclear end runs again by itself.
+    # For money: the key is required; three days, so that an outage on a Friday may last over the
+    # weekend; and no operation with an unclear outcome runs again by itself.
     "payments": {"required": True, "window": "72h", "recovery": "manual"},
 }
 
 
 def changed(policy: Policy, changes: Mapping[str, Any]) -> Policy:
-    """*policy* with *changes*; refuses an unknown name, and lists the known ones."""
+    """*policy* with *changes*; an unknown name raises `Misconfigured` with the known ones."""
     unknown = sorted(set(changes) - POLICY_FIELDS)
     if unknown:
         known = ", ".join(sorted(POLICY_FIELDS))
-        raise Misconfigured(f"a policy has no {', '.join(map(repr, unknown))}; it has: {known}")
+        names = ", ".join(map(repr, unknown))
+        raise Misconfigured(f"a policy has no {names}; its settings are: {known}")
     return replace(policy, **changes)
 
 
 POLICY_FIELDS = frozenset(name for name, f in Policy.__dataclass_fields__.items() if f.init)
 
 _UNITS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "min": 60_000, "h": 3_600_000, "d": 86_400_000}
-# A hundred years: added to today, it is still a date that calendars and databases know.
+# A hundred years: added to today, the result is still a date that databases can store.
 DURATION_MS_MAX = 100 * 365 * _UNITS_MS["d"]
-# 50 ms: the renewing thread is scheduled within that, and a store answers; below, living attempts
-# would be taken over, and the heartbeat would never pause.
+# 50 ms: time for the heartbeat to be scheduled and for a store to answer. With a shorter lease,
+# other processes would take over operations that still run.
 LEASE_MS_MIN = 50
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|min|h|d)\s*")
 
@@ -225,7 +228,7 @@ def _ms(name: str, value: Duration) -> int:
     if milliseconds < 0:
         raise Misconfigured(f"{name} is {value!r}; a duration cannot be negative")
     if milliseconds > DURATION_MS_MAX:
-        raise Misconfigured(f"{name} is {value!r}; a duration is a hundred years at most")
+        raise Misconfigured(f"{name} is {value!r}; a duration is at most a hundred years")
     return milliseconds
 
 
@@ -233,7 +236,7 @@ def _strings(name: str, values: Collection[str]) -> tuple[str, ...]:
     if isinstance(values, str):
         raise Misconfigured(f"{name} is one text; write {name}=({values!r},)")
     if not isinstance(values, Collection):
-        raise Misconfigured(f"{name} is {values!r}; it is a collection of texts")
+        raise Misconfigured(f"{name} is {values!r}; it must be a collection of texts")
     for value in values:
         if not isinstance(value, str):
             raise Misconfigured(f"{name} holds {value!r}, which is not text")
@@ -244,10 +247,10 @@ def _methods(values: Collection[str]) -> tuple[str, ...]:
     methods = tuple(method.upper() for method in _strings("methods", values))
     for method in methods:
         if _TOKEN.fullmatch(method) is None:
-            raise Misconfigured(f"{method!r} cannot be a method: it is one word, such as 'POST'")
+            raise Misconfigured(f"{method!r} is not a method; a method is one word, such as 'POST'")
     safe = sorted(SAFE_METHODS.intersection(methods))
     if safe:
-        raise Misconfigured(f"{', '.join(safe)} cannot be guarded: it changes nothing")
+        raise Misconfigured(f"{', '.join(safe)} cannot be guarded: safe methods change nothing")
     return methods
 
 
@@ -258,12 +261,12 @@ def _pointer(text: str) -> Pointer:
         raise Misconfigured(f"ignore: {error}") from error
 
 
-# RFC 9110 §5.6.2: what headers and methods are called.
+# RFC 9110 §5.6.2: the names of headers and methods.
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
 def header_name(name: object) -> bytes:
-    """*name* as headers are compared; one that no header can have is refused."""
+    """*name* in lower case; raises `Misconfigured` if no header can have this name."""
     if not isinstance(name, str) or _TOKEN.fullmatch(name) is None:
         raise Misconfigured(f"{name!r} cannot be the name of a header")
     return name.lower().encode()
@@ -283,7 +286,7 @@ _CHOICES: Mapping[str, tuple[Any, ...]] = {
 def _check_choices(policy: Policy) -> None:
     for name, choices in _CHOICES.items():
         value = getattr(policy, name)
-        if value not in choices or not isinstance(value, type(choices[0])):  # 422.0 is no status
+        if value not in choices or not isinstance(value, type(choices[0])):  # 422.0 == 422
             offered = ", ".join(map(repr, choices))
             raise Misconfigured(f"{name} is {value!r}; choose one of {offered}")
     refuse_async("keep", policy.keep)
@@ -295,14 +298,14 @@ def _check_choices(policy: Policy) -> None:
 
 def _check_times(policy: Policy) -> None:
     if policy.lease_ms <= 0:
-        raise Misconfigured("lease must be longer than zero: it is how long a claim holds")
+        raise Misconfigured("lease must be longer than zero: it is how long a claim lasts")
     if policy.lease_ms < LEASE_MS_MIN:
         raise Misconfigured(
-            f"lease is {policy.lease!r}; {LEASE_MS_MIN} ms is the least: it is renewed three times "
-            "in its span, and would run out while its executor lives"
+            f"lease is {policy.lease!r}, but must be {LEASE_MS_MIN} ms or longer: a shorter one "
+            "expires before it can be renewed"
         )
     if policy.reconcile_timeout_ms <= 0:
-        raise Misconfigured("reconcile_timeout must be longer than zero: nothing answers at once")
+        raise Misconfigured("reconcile_timeout must be longer than zero")
     if policy.window_ms < policy.lease_ms:
         raise Misconfigured(
             f"window ({policy.window!r}) is shorter than lease ({policy.lease!r}): a key would be "
@@ -310,14 +313,14 @@ def _check_times(policy: Policy) -> None:
         )
     if policy.on_expired == "refuse" and policy.retention_ms == policy.window_ms:
         raise Misconfigured(
-            "on_expired='refuse' refuses for as long as margin says, and that is zero: give it a "
+            "on_expired='refuse' refuses late retries while margin lasts, but margin is zero: set "
             "margin, or write on_expired='new'"
         )
 
 
 def _check_recovery(policy: Policy) -> None:
     if policy.recovery == "reconcile" and not callable(policy.reconcile):
-        raise Misconfigured("recovery='reconcile' needs reconcile=, a function that is asked")
+        raise Misconfigured("recovery='reconcile' needs reconcile=, the function to call")
     if policy.recovery != "reconcile" and policy.reconcile is not None:
         raise Misconfigured(
             f"reconcile= is given, but recovery is {policy.recovery!r}; write recovery='reconcile'"
@@ -333,10 +336,12 @@ def _check_limits(policy: Policy) -> None:
     for name, smallest in least.items():
         value = getattr(policy, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
-            raise Misconfigured(f"{name} is {value!r}; it is a whole number from {smallest} up")
+            raise Misconfigured(
+                f"{name} is {value!r}; it must be a whole number from {smallest} up"
+            )
 
 
-# Headers that mean something to every client, server and proxy; ours would be in their place.
+# Headers that HTTP defines. Ours would replace them.
 _OF_HTTP = frozenset(
     b"""accept accept-charset accept-encoding accept-language accept-ranges age allow alt-svc
     authorization cache-control connection content-disposition content-encoding content-language
@@ -354,21 +359,21 @@ def _check_names(policy: Policy) -> None:
     url: object = policy.docs_url
     if not isinstance(path, str) or _PATH.fullmatch(path) is None:
         raise Misconfigured(
-            f"status_path is {path!r}; it is a path that begins and ends with '/', such as "
+            f"status_path is {path!r}; it must be a path that begins and ends with '/', such as "
             "'/operations/'"
         )
     if not isinstance(url, str) or any(c <= " " for c in url):
-        raise Misconfigured(f"docs_url is {url!r}; it is a URL")
+        raise Misconfigured(f"docs_url is {url!r}; it must be a URL")
     for name in ("key_header", "replayed_header", "reference_header"):
         if getattr(policy, name).lower().encode() in _OF_HTTP:
             raise Misconfigured(
-                f"{name} is {getattr(policy, name)!r}, which is HTTP's own: choose another"
+                f"{name} is {getattr(policy, name)!r}, which HTTP defines: choose another name"
             )
     names = (policy.key_name, policy.replayed_name, policy.reference_name)
     if len(set(names)) < len(names):
         raise Misconfigured(
-            "key_header, replayed_header and reference_header must be three names, not "
+            "key_header, replayed_header and reference_header must be three different names, not "
             f"{policy.key_header}, {policy.replayed_header} and {policy.reference_header}"
         )
     if not isinstance(policy.required, bool):
-        raise Misconfigured(f"required is {policy.required!r}; it is True or False")
+        raise Misconfigured(f"required is {policy.required!r}; it must be True or False")

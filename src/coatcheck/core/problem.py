@@ -1,8 +1,8 @@
 """Problems: every refusal as a problem document (RFC 9457), from one table.
 
-Sixth step of the path. A client must be able to act on a refusal without reading prose, so each
-has a stable `code` and says in `retry` what to do: try again with the same key, start again with
-a new one, or neither. A problem never tells anything of the stored request or response.
+Sixth step of the path. A program must be able to act on a refusal. So each has a stable `code`, and
+its `retry` tells the client what to do: retry with the same key, start again with a new key, or
+neither. A problem contains nothing of the stored request or response.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Code: TypeAlias = Literal[
 
 
 class Kind(NamedTuple):
-    """What all problems of one code have in common; *words* become the detail."""
+    """What all problems with one code have in common; *words* is the template of the detail."""
 
     status: int
     retry: Retry
@@ -43,16 +43,16 @@ class Kind(NamedTuple):
     words: str
 
 
-# "new-key" is said only where nothing ran for this key and nothing will, so that a new key cannot
-# do it twice. Retry-After is 1 s: what outlives the wait is usually nearly done, and a polite
-# client adds its own backoff and jitter. But no work's end frees a place among a caller's keys,
-# only that of a window, which may be hours away: a minute keeps those who ask anyway from a flood.
+# "new-key" only where nothing has run for this key and nothing will: otherwise a new key could do
+# the work twice. Retry-After is 1 s: work that outlasts the wait is usually nearly done, and
+# clients add backoff and jitter. Too many keys: 60 s, because a key becomes free only when its
+# window ends, which may be hours away.
 KINDS: dict[Code, Kind] = {
     "key-missing": Kind(
         *(400, "new-key", None, errors.KeyRejected),
         "Idempotency key missing",
-        "this operation must be safe to retry: send one {reason} header, for example a new UUID, "
-        "and the same one again with each retry",
+        "this operation needs an idempotency key: send a new UUID in the {reason} header, and send "
+        "the same UUID with each retry",
     ),
     "key-invalid": Kind(
         *(400, "new-key", None, errors.KeyRejected),
@@ -62,35 +62,36 @@ KINDS: dict[Code, Kind] = {
     "key-reused": Kind(
         *(422, "never", None, errors.KeyReused),
         "Idempotency key reused with a different request",
-        "key {key} was used for a different request; send that request again, or use a new key "
+        "key {key} was used with a different request; send that request again, or use a new key "
         "for a new action",
     ),
     "in-progress": Kind(
         *(409, "same-key", 1, errors.KeyBusy),
         "The first request is still in progress",
-        "key {key} is still running ({reason}); retry after 1 s with the same key",
+        "the first request with key {key} is still running ({reason}); retry after 1 s with the "
+        "same key",
     ),
     "outcome-unknown": Kind(
         *(409, "never", None, errors.OutcomeUnknown),
         "The outcome of this operation is not known",
-        "an attempt with key {key} ended in the middle and it is not known what it did; it is not "
-        "run again by itself: ask support, with the reference",
+        "an attempt with key {key} did not finish, and it is not known what it did; it does not "
+        "run again by itself: contact support with the reference",
     ),
     "result-unavailable": Kind(
         *(409, "never", None, errors.ResultUnavailable),
-        "Done once, but the response cannot be given again",
-        "the operation of key {key} happened once; {reason}",
+        "The operation is done, but its response cannot be replayed",
+        "the operation with key {key} was executed once, but {reason}; do not send it again",
     ),
     "key-expired": Kind(
         *(409, "never", None, errors.KeyExpired),
         "Idempotency key expired",
-        "key {key} is past its window and what it did is no longer replayed; check whether the "
-        "action happened before using a new key",
+        "key {key} has expired, and its response is no longer replayed; check whether the action "
+        "happened before you use a new key",
     ),
     "body-incomplete": Kind(
         *(400, "same-key", None, errors.KeyRejected),
         "Request body incomplete",
-        "{reason}, so nothing was run; send it again",
+        "{reason}, so nothing was executed; send the request again with the same key",
     ),
     "body-too-large": Kind(
         *(413, "never", None, errors.LimitExceeded),
@@ -100,18 +101,19 @@ KINDS: dict[Code, Kind] = {
     "too-many-waiting": Kind(
         *(429, "same-key", 1, errors.LimitExceeded),
         "Too many requests wait for this key",
-        "as many requests as may wait for key {key} already do; retry after 1 s",
+        "too many requests wait for key {key} already; retry after 1 s with the same key",
     ),
     "too-many-keys": Kind(
         *(429, "same-key", 60, errors.LimitExceeded),
         "Too many keys in use",
-        "this caller has as many keys in use as it may have, each until its window is over, so "
-        "nothing was run; retry after 60 s, and slow down",
+        "this caller has reached its limit of keys, so nothing was executed; a key counts until "
+        "its window ends: retry after 60 s with the same key, and send fewer new keys",
     ),
     "too-many-attempts": Kind(
         *(409, "never", None, errors.OutcomeUnknown),
         "Every attempt at this operation has failed",
-        "the operation of key {key} is not tried again: {reason}; ask support, with the reference",
+        "the operation with key {key} is not tried again: {reason}; contact support with the "
+        "reference",
     ),
     "store-unavailable": Kind(
         *(503, "same-key", 1, errors.StoreUnavailable),
@@ -121,15 +123,15 @@ KINDS: dict[Code, Kind] = {
 }
 
 
-# Said with "key-reused" where it may be the difference, and the client looks for it in the body.
+# Added to "key-reused" where the cookie may be the difference: clients look for it in the body.
 COOKIE_IS_COMPARED = (
-    "the Cookie header is part of what is compared, because nothing else says who sends this"
+    "the Cookie header is compared, too, because nothing else identifies the caller of this request"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One refusal; `status` differs from its kind's where the policy says so."""
+    """One refusal; the policy may set another `status` than that of its kind."""
 
     code: Code
     detail: str
@@ -138,11 +140,11 @@ class Problem:
 
     @property
     def kind(self) -> Kind:
-        """What it has in common with others of its code."""
+        """What all problems with this code have in common."""
         return KINDS[self.code]
 
     def document(self, docs_url: str) -> bytes:
-        """The body of the answer: application/problem+json."""
+        """The body of the response: application/problem+json."""
         members: dict[str, str | int] = {
             "type": f"{docs_url}#{self.code}",
             "title": self.kind.title,
@@ -156,7 +158,7 @@ class Problem:
         return json.dumps(members).encode()
 
     def error(self) -> errors.CoatcheckError:
-        """The same refusal for code that calls functions, not URLs."""
+        """The same refusal as an exception, for guarded functions."""
         error = self.kind.error
         return error(self) if issubclass(error, errors.Refused) else error(self.detail)
 
@@ -164,7 +166,7 @@ class Problem:
 def problem(
     code: Code, *, key: str = "", id: bytes | None = None, reason: str = "", status: int = 0
 ) -> Problem:
-    """A problem of the table, with its kind's status unless another is given."""
+    """The problem of *code*; *status* replaces that of its kind."""
     kind = KINDS[code]
     detail = kind.words.format(key=redacted(key), reason=reason)
     reference = None if id is None else reference_of(id)

@@ -1,8 +1,7 @@
-"""Progress: what an attempt has written down for whoever comes after it (L7).
+"""Progress: what attempts store in the record for the attempts after them.
 
-Steps that are done, with their results; steps that were begun; notes of what was about to be sent;
-how far it is; and how a person has decided, if one had to. It is kept in the record, as JSON, and
-only ever grows within a life.
+Steps that are done, with their results; steps that were begun; notes; how far the work is; and the
+decisions of operators. It is stored as JSON and only grows within a generation.
 """
 
 from __future__ import annotations
@@ -15,23 +14,23 @@ from coatcheck.core.record import Record
 from coatcheck.core.response import PACKED
 from coatcheck.errors import Unreadable
 
-# 64 KiB: what a downstream answers to one call fits many times; what does not is for a database.
+# 64 KiB: many times the size of a usual response. A larger result belongs into a database.
 STEP_BYTES_MAX = 64 * 1024
 NOTE_BYTES_MAX = 4 * 1024
-# 256 KiB for all of it, as it is stored: every step writes all of it anew, and DynamoDB takes 400
-# KB with the response. Only that a step is done is written past it: see `core/steps.py`.
+# 256 KiB for everything, as it is stored: each step writes all of it again, and a DynamoDB item has
+# room for 400 KB with the response. Only "this step is done" may exceed it; see `core/steps.py`.
 PROGRESS_BYTES_MAX = 256 * 1024
 
-# In the place of a result that could not be kept, of a step that is done all the same. Every
-# result begins with a byte that says what it is, so none is empty.
+# The value of a step that is done, but whose result could not be stored. It differs from every
+# encoded result: those begin with a byte for their kind.
 NOT_KEPT = b""
 
 
 class Step(NamedTuple):
     """
-    One named step; *value* is its encoded result or `NOT_KEPT`, None where it was only begun.
+    One named step; *value* is its encoded result or `NOT_KEPT`, None if it was only begun.
 
-    *beside*: the steps that were under way at the same time when this one ended.
+    *beside*: the steps that were running when this one ended.
     """
 
     name: str
@@ -41,7 +40,7 @@ class Step(NamedTuple):
 
 
 class Note(NamedTuple):
-    """What an attempt was about to do, in the words of its handler."""
+    """What a handler was about to do, in its own words."""
 
     at_ms: int
     attempt: int
@@ -49,14 +48,14 @@ class Note(NamedTuple):
 
 
 class Report(NamedTuple):
-    """How far an attempt is: from 0 to 1, and in words."""
+    """How far an attempt is: a fraction from 0 to 1, and words."""
 
     fraction: float | None
     words: str = ""
 
 
 class Resolution(NamedTuple):
-    """How a person ended a doubt, or asked for another run; and who, when and why."""
+    """An operator's decision about an operation: when, what, who and why."""
 
     at_ms: int
     outcome: str
@@ -65,15 +64,15 @@ class Resolution(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """All of it; empty for most operations."""
+    """Everything that is stored; empty for most operations."""
 
     steps: tuple[Step, ...] = ()
     notes: tuple[Note, ...] = ()
     report: Report | None = None
     resolutions: tuple[Resolution, ...] = ()
-    # The steps of the handler that deferred the work; None: it was not deferred.
+    # The steps of the handler that deferred the work; None if it was not deferred.
     handed: tuple[str, ...] | None = None
-    # The encoded input of a registered function, which the background can run again.
+    # The encoded input of a registered function, with which any process can run it again.
     input: bytes | None = None
 
     def step(self, name: str) -> Step | None:
@@ -81,7 +80,7 @@ class Progress(NamedTuple):
         return next((step for step in self.steps if step.name == name), None)
 
     def with_step(self, step: Step) -> Progress:
-        """With *step*, in the place of one of the same name."""
+        """With *step*, which replaces a step of the same name."""
         others = tuple(other for other in self.steps if other.name != step.name)
         return self._replace(steps=(*others, step))
 
@@ -98,24 +97,26 @@ NOTHING = Progress()
 
 
 def is_sealed(record: Record) -> bool:
-    """What was noted in *record* can only be read with a key ring (X1)."""
+    """The progress of *record* is encrypted."""
     return record.progress is not None and record.progress[:1] in PACKED
 
 
 def progress_of(record: Record) -> Progress:
-    """What stands in *record*; raises `Unreadable` where it is sealed or damaged."""
+    """The progress in *record*; raises `Unreadable` if it is encrypted or damaged."""
     if record.progress is None:
         return NOTHING
     if is_sealed(record):
-        raise Unreadable("what earlier attempts wrote down is sealed, and here is no key")
+        raise Unreadable(
+            "the steps of earlier attempts are encrypted; this process has no key ring"
+        )
     try:
         return _decoded(record.progress)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise Unreadable("what earlier attempts wrote down is damaged") from error
+        raise Unreadable("the stored steps of earlier attempts are damaged") from error
 
 
 def readable_progress_of(record: Record) -> Progress | None:
-    """The same for who only looks: None where it is sealed or damaged."""
+    """The progress in *record*, for display; None if it is encrypted or damaged."""
     try:
         return progress_of(record)
     except Unreadable:
@@ -138,7 +139,7 @@ def _decoded(text: bytes) -> Progress:
 
 
 def encoded(progress: Progress) -> bytes:
-    """What a record keeps of *progress*."""
+    """*progress* as a record stores it."""
     members: dict[str, Any] = {}
     if progress.steps:
         members["steps"] = [
@@ -159,5 +160,5 @@ def encoded(progress: Progress) -> bytes:
 
 
 def noted(claim: Record, progress: Progress) -> Record:
-    """*claim* with *progress*: a move like a renewal, so that who holds an old one learns of it."""
+    """*claim* with *progress*; a new version, as for a renewal."""
     return claim._replace(version=claim.version + 1, progress=encoded(progress))

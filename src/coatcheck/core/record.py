@@ -52,10 +52,10 @@ class Record(NamedTuple):
     attempt: int  # 1, 2, 3 …
     fingerprint: bytes  # 16 bytes; see core/fingerprint.py
     created_ms: int  # when this generation of the key began
-    lease_until_ms: int  # when the claim expires unless renewed; kept while in doubt; else 0
+    lease_until_ms: int  # when the claim expires unless renewed; kept while in doubt; otherwise 0
     window_until_ms: int  # retries before this are deduplicated
     expires_ms: int  # the sweep may delete it from here on; set once per generation
-    nonce: int  # 63 bits that name the attempt which holds or last held the claim
+    nonce: int  # 63 bits that identify the attempt which holds or last held the claim
     label: str  # shown to operators: "POST /orders"
     scope: str  # shown to operators: the caller's digest
     key: str  # shown to operators: what the client sent
@@ -73,7 +73,7 @@ class Swap(Effect["Record | None"]):
     """
     Write *record* if *expected* is still the current version (0: there is no record).
 
-    Results in None if the write was applied, else in the current record. A *record* of None
+    Results in None if the write was applied, otherwise in the current record. A *record* of None
     deletes. If a record was expected and there is none, the result is `GONE`.
     """
 
@@ -159,10 +159,10 @@ _HOLDS = {
 
 def legal_moves(before: Record | None, after: Record | None, now_ms: int) -> tuple[Move, ...]:
     """
-    The moves of the table that lead from *before* to *after* at *now_ms*; none: it is illegal.
+    The moves of the table that lead from *before* to *after* at *now_ms*; none if it is illegal.
 
-    For a running claim, attempt and nonce tell which move it is: both the same, a renewal; a new
-    nonce for the same attempt, deferred work was taken; a new attempt, a takeover.
+    For a running claim, attempt and nonce tell the moves apart. Both are equal: a renewal. Only the
+    nonce is new: a worker has taken deferred work. The attempt is new: a takeover.
     """
     if before is not None and after is not None and after.version <= before.version:
         return ()
@@ -191,7 +191,7 @@ def next_version(current: Record, now_ms: int) -> int:
 
 
 def attempt_began_ms(record: Record) -> int:
-    """About when its last attempt began: versions start from the clock and count the writes."""
+    """About when the last attempt began: versions start from the clock and count the writes."""
     return record.version
 
 
@@ -223,7 +223,7 @@ def renewed(claim: Record, lease_until_ms: int) -> Record:
 
 
 def completed(claim: Record, response: bytes | None) -> Record:
-    """*claim* with its final answer; None where the answer is not kept."""
+    """*claim* with its final answer; None if the answer is not kept."""
     assert claim.state in (RUNNING, IN_DOUBT)
     return new_record(
         (

@@ -1,8 +1,8 @@
 """Responses: the bytes that a record stores, and how a replay is made from them.
 
-A retry gets the first answer verbatim: its status, its body and those of its headers that describe
-the answer and not one message on one connection. The stored bytes are versioned, so that the next
-release can read what this one wrote.
+A retry gets the first answer verbatim: its status, its body and those headers that describe the
+answer, not one message on one connection. The first byte names the format, so that later releases
+can read what this one wrote.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from coatcheck.core.json_spelling import speller
 from coatcheck.errors import Unreadable
 
 Headers: TypeAlias = Sequence[tuple[bytes, bytes]]
@@ -26,11 +25,11 @@ class Response(NamedTuple):
     body: bytes
 
 
-# RFC 9110 §15: nothing follows the headers of these.
+# RFC 9110 §15: responses with these statuses have no body.
 NO_CONTENT = frozenset({204, 205, 304})
 
 # Headers of one message, one connection or one moment (RFC 9110 §7.6.1, RFC 9111 §3.1), and
-# Set-Cookie, which must reach one client once. Content-Length is made anew for each replay.
+# Set-Cookie, which only one client may get. Content-Length is computed for each replay.
 _NOT_KEPT = frozenset(
     b"""connection keep-alive proxy-connection te trailer transfer-encoding upgrade
     proxy-authenticate proxy-authorization proxy-authentication-info
@@ -39,25 +38,16 @@ _NOT_KEPT = frozenset(
 )
 
 
-def _end_to_end(headers: Headers) -> list[tuple[bytes, bytes]]:
-    """*headers* without `Connection` and what it names: those are of this connection only."""
-    named = {b"connection"}
-    for name, value in headers:
-        if name == b"connection":
-            named.update(token.strip().lower() for token in value.split(b","))
-    return [header for header in headers if header[0] not in named]
-
-
 # --- the stored bytes -----------------------------------------------------------------------
-# One byte says what follows: an HTTP response, a JSON value or bytes.
+# The first byte names what follows: an HTTP response, a JSON value or bytes.
 #   response: status (2 bytes), number of headers (varint), headers, body
 #   header:   code of a common name or 0 and the name; then the value
-# Common names and whole common headers take one byte, because a record should cost little more
-# than the body it keeps. The tables only ever grow at their ends: old records refer to them.
+# Common names and whole common headers take one byte, so that a record takes little more room than
+# its body. The tables may only grow at their ends: stored records refer to them.
 
 _RESPONSE, _JSON, _BYTES = 1, 2, 3
-# What a store may make of them before it keeps them: see stores/encryption.py.
-# Sealed is far from all others: no single bit that flips on a disk makes one of them of it.
+# Written by stores that compress or encrypt; see stores/encryption.py. SEALED differs from all
+# others in several bits, so that one flipped bit on a disk does not turn it into another kind.
 COMPRESSED, SEALED = 4, 0xA5
 PACKED = (b"\x04", b"\xa5")
 KINDS = frozenset((_RESPONSE, _JSON, _BYTES, COMPRESSED, SEALED))
@@ -89,21 +79,18 @@ _NAME_CODES = {name: code for code, name in enumerate(_NAMES) if name}
 
 
 def encode_response(response: Response) -> bytes:
-    """The bytes a record keeps of *response*."""
+    """*response* as a record stores it."""
     status, headers, body = response
-    kept = []
-    for header in headers:
-        code = _COMMON_CODES.get(header)
-        if code is None:
-            name, value = header
-            if name in _NOT_KEPT:
-                if name == b"connection":
-                    return encode_response(Response(status, _end_to_end(headers), body))
-                continue
-            code = _encoded(name, value)
-        kept.append(code)
-    head = b"%c%c%c" % (_RESPONSE, status >> 8, status & 0xFF)
-    return b"%b%b%b%b" % (head, _varint(len(kept)), b"".join(kept), body)
+    dropped = _NOT_KEPT
+    for name, value in headers:
+        if name == b"connection":  # it names further headers of this one connection
+            dropped = dropped.union(token.strip().lower() for token in value.split(b","))
+    count, kept = 0, b""
+    for name, value in headers:
+        if name not in dropped:
+            count += 1
+            kept += _COMMON_CODES.get((name, value)) or _encoded(name, value)
+    return b"%c%c%c%b%b%b" % (_RESPONSE, status >> 8, status & 0xFF, _varint(count), kept, body)
 
 
 def _encoded(name: bytes, value: bytes) -> bytes:
@@ -113,16 +100,16 @@ def _encoded(name: bytes, value: bytes) -> bytes:
 
 
 def decode_response(blob: bytes) -> Response:
-    """What `encode_response` made *blob* from, also where a store has compressed it since."""
+    """The response in *blob*, compressed or not; raises `Unreadable`."""
     try:
         return _decoded_response(decompressed(blob) if blob[0] == COMPRESSED else blob)
     except IndexError as error:
-        raise Unreadable("what is kept ends in the middle") from error
+        raise Unreadable("the stored response is damaged: it ends too early") from error
 
 
 def _decoded_response(blob: bytes) -> Response:
     if blob[0] != _RESPONSE:
-        raise Unreadable("what is kept is no response")
+        raise Unreadable("the stored bytes are not a response")
     status = int.from_bytes(blob[1:3], "big")
     count, at = _read_varint(blob, 3)
     headers: list[tuple[bytes, bytes]] = []
@@ -140,12 +127,11 @@ def _decoded_response(blob: bytes) -> Response:
     return Response(status, headers, blob[at:])
 
 
-_to_json = speller(allow_nan=False)
-_from_json = json.JSONDecoder().raw_decode
+_to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 def encode_value(value: Any) -> bytes | None:  # noqa: ANN401 - any result of a user's function
-    """The bytes a record keeps of a function's result; None if JSON cannot say it."""
+    """*value*, a function's result, as a record stores it; None if it is neither JSON nor bytes."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         return b"\x03" + bytes(value)
     try:
@@ -155,34 +141,34 @@ def encode_value(value: Any) -> bytes | None:  # noqa: ANN401 - any result of a 
 
 
 def decode_value(blob: bytes) -> Any:  # noqa: ANN401 - any result of a user's function
-    """What `encode_value` made *blob* from."""
+    """The value in *blob*; raises `Unreadable`."""
     kind = blob[0] if blob else None
     if kind not in (_JSON, _BYTES):
-        raise Unreadable("what is kept is no result of a function")
+        raise Unreadable("the stored bytes are not the result of a function")
     try:
-        return blob[1:] if kind == _BYTES else _from_json(blob.decode(), 1)[0]
+        return blob[1:] if kind == _BYTES else json.loads(blob[1:].decode())
     except ValueError as error:
-        raise Unreadable(f"what is kept of a result is damaged: {error}") from error
+        raise Unreadable(f"the stored result is damaged: {error}") from error
 
 
 def decompressed(blob: bytes) -> bytes:
-    """What a store had compressed, which every engine can read."""
+    """*blob* before a store compressed it; raises `Unreadable`."""
     assert blob[0] == COMPRESSED
     try:
         return zlib.decompress(blob[1:])
     except zlib.error as error:
-        raise Unreadable(f"what was compressed is damaged: {error}") from error
+        raise Unreadable(f"the compressed response is damaged: {error}") from error
 
 
 def outline_of(blob: bytes) -> tuple[int | None, int]:
-    """What operators may see of *blob*: its status, None for a value, and its size in bytes."""
+    """The status of the response in *blob*, or None, and its size in bytes: for operators."""
     try:
         if blob[:1] == b"%c" % COMPRESSED:
             blob = decompressed(blob)
         if blob[:1] == b"%c" % _RESPONSE:
             response = decode_response(blob)
             return response.status, len(response.body)
-    except Unreadable:  # then how much of it there is
+    except Unreadable:
         pass
     return None, max(0, len(blob) - 1)
 
@@ -209,16 +195,16 @@ def _read_bytes(blob: bytes, at: int) -> tuple[bytes, int]:
     return blob[at : at + length], at + length
 
 
-# --- giving it back -------------------------------------------------------------------------
+# --- replays --------------------------------------------------------------------------------
 
 
 def for_client(response: Response, accept_encoding: bytes) -> Response | None:
     """
-    *response* in a coding this client accepts; None if that cannot be made.
+    *response* in a coding that this client accepts; None if that is not possible.
 
-    The first caller may have asked for gzip where this one does not understand it (RFC 9110
-    §12.5.3): then the body is decoded, an entity tag that named the coded bytes turns weak, and
-    digests of them, with the signatures that may cover those, are left out.
+    The first client may have accepted gzip, and this one may not (RFC 9110 §12.5.3). Then the body
+    is decoded, its entity tag becomes weak, and digests and signatures of the coded bytes are left
+    out.
     """
     coding = b""
     for name, value in response.headers:
@@ -227,7 +213,7 @@ def for_client(response: Response, accept_encoding: bytes) -> Response | None:
     if coding in (b"", b"identity") or _accepts(accept_encoding, coding):
         return response
     body = _decoded(response.body, coding)
-    if body is None:  # who names none takes any (RFC 9110 §12.5.3); who names others cannot read it
+    if body is None:  # a client that sends no Accept-Encoding accepts any coding
         return None if accept_encoding else response
     return Response(response.status, list(_identity_headers(response.headers)), body)
 
@@ -259,7 +245,7 @@ def _accepts(accept_encoding: bytes, coding: bytes) -> bool:
 
 
 def _decoded(body: bytes, coding: bytes) -> bytes | None:
-    """*body* without its coding; None if it is broken, or a coding that nobody here knows."""
+    """*body* without its coding; None if it is damaged or the coding is not known."""
     # 47: zlib or gzip by their own headers; -15: bare deflate, which some servers send.
     window_bits = {b"gzip": (47,), b"x-gzip": (47,), b"deflate": (47, -15)}.get(coding, ())
     for bits in window_bits:
@@ -271,12 +257,12 @@ def _decoded(body: bytes, coding: bytes) -> bytes | None:
 
 
 def _inflated(body: bytes, bits: int) -> bytes:
-    """Every member of *body*, for gzip may have several (RFC 1952 §2.2); none may be cut short."""
+    """All members of *body*: gzip may have several (RFC 1952 §2.2), each of them complete."""
     parts: list[bytes] = []
     while body:
         member = zlib.decompressobj(bits)
         parts.append(member.decompress(body))
         if not member.eof:
-            raise zlib.error("the body ends in the middle")
+            raise zlib.error("the body ends too early")
         body = member.unused_data.lstrip(b"\0")  # zeros may pad a member
     return b"".join(parts)

@@ -1,18 +1,18 @@
-"""The flows of what a handler does while it runs: steps, notes, reports (L7).
+"""Steps: what a handler writes into its claim while it runs.
 
-Everything is written into the claim by a swap against the version that was seen. So whoever has
-lost its claim learns it here, before it does anything more; and where the heart has renewed the
-claim meanwhile, the same is written again on top of that.
+Every write is a swap against the version that was read last. So an attempt that has lost its claim
+fails here, before it does anything more. If only the lease was renewed in between, the write is
+repeated on top of the renewed claim.
 
-A step runs once and its result is remembered. One that may happen at most once, or has a probe, is
-written down when it begins; so of what was begun and not finished it is known that only a probe can
-tell what became of it, or a person, whatever a later release of the handler says about it. Of any
-other nothing is written before its end, and it is simply run again.
+A step runs once, and its result is stored. A step that may run at most once, or that has a probe,
+is also written when it begins. If an attempt ends inside such a step, only the probe or an operator
+can say what happened, whatever a later release of the handler declares. Any other step is written
+only when it is done, and runs again after a crash.
 
-A step whose result cannot be kept is done as well: then that is written, and it fails loudly. It is
-not begun where there would be no room for so much.
+A step whose result cannot be stored counts as done: this is written, and the step raises. A step
+does not begin if the record has no room for that.
 
-What earlier attempts have left counts at the end, too: see `missing_steps`.
+`missing_steps` checks at the end of an attempt that it has asked for the steps of earlier attempts.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Run(Effect["bytes | Misconfigured"]):
 @dataclass(slots=True)
 class Probe(Effect[Outcome]):
     """
-    Ask the application what became of the step *name*, in which an attempt has died.
+    Call the probe of the step *name*, inside which an earlier attempt ended.
 
     COMPLETE: it happened, with this result; RELEASE: it did not; IN_DOUBT: it is not known.
     """
@@ -57,48 +57,48 @@ class Probe(Effect[Outcome]):
 
 
 class StepPlan(NamedTuple):
-    """What is asked for: which step, and what may become of it."""
+    """A step that a handler asks for."""
 
     name: str
     at_most_once: bool = False
     has_probe: bool = False
     now_ms: int = 0
     asked: frozenset[str] = frozenset()  # the steps that this attempt has asked for before
-    beside: Callable[[], tuple[str, ...]] = tuple  # the steps that are under way just now
+    beside: Callable[[], tuple[str, ...]] = tuple  # returns the steps that run at the same time
 
 
-_TAKEN_OVER = "another attempt has taken over; what this one does no longer counts"
-_HAS_ENDED = "its answer was given already, so nothing more is noted of it: note before you answer"
+_TAKEN_OVER = "another attempt has taken over this operation; stop, its result counts"
+_HAS_ENDED = "this operation has its final answer already; write steps and notes before you answer"
 
 
 def remember(
     claim: Record, change: Callable[[Progress], Progress], *, has_limit: bool = True
 ) -> Flow[Record]:
-    """Write *change* into our *claim*; the claim as it stands then. Raises `ClaimLost`."""
+    """Apply *change* to the progress of our *claim*; returns the new claim, raises `ClaimLost`."""
     while True:
         record = noted(claim, change(progress_of(claim)))
         if has_limit:
             _check_room(record)
-        lost = yield from Swap(claim.id, claim.version, record)
-        if lost is None:
+        conflict = yield from Swap(claim.id, claim.version, record)
+        if conflict is None:
             return record
-        if not is_same_attempt(lost, claim):
-            raise ClaimLost(_HAS_ENDED if lost.nonce == claim.nonce else _TAKEN_OVER)
-        claim = lost
+        if not is_same_attempt(conflict, claim):
+            raise ClaimLost(_HAS_ENDED if conflict.nonce == claim.nonce else _TAKEN_OVER)
+        claim = conflict
 
 
 def _check_room(record: Record) -> None:
     assert record.progress is not None
     if len(record.progress) > PROGRESS_BYTES_MAX:
         raise Misconfigured(
-            f"the steps and notes of one operation take {len(record.progress)} bytes; "
-            f"{PROGRESS_BYTES_MAX} are kept"
+            f"the steps and notes of one operation would take {len(record.progress)} bytes; "
+            f"{PROGRESS_BYTES_MAX} can be stored"
         )
 
 
 def take(claim: Record, plan: StepPlan) -> Flow[tuple[Record, bytes]]:
-    """Take the step of *plan* once; the claim afterwards, and the step's encoded result."""
-    if is_lease_over(claim, plan.now_ms):  # it was stopped, and somebody may have taken over
+    """Run the step of *plan* once; returns the new claim and the encoded result."""
+    if is_lease_over(claim, plan.now_ms):  # the process was paused: check that the claim is ours
         claim = yield from remember(claim, lambda progress: progress)
     progress = progress_of(claim)
     known = progress.step(plan.name)
@@ -106,40 +106,45 @@ def take(claim: Record, plan: StepPlan) -> Flow[tuple[Record, bytes]]:
         _check_known(progress, plan)
     elif known.value:
         return claim, known.value
-    told = (yield from _outcome_of(plan, known)) if known is not None else None
-    if told is None:
+    result = (yield from _known_result(plan, known)) if known is not None else None
+    if result is None:
         claim = yield from _begin(claim, plan)
-        told = yield from Run(plan.name)
+        result = yield from Run(plan.name)
     done = Step(plan.name, claim.attempt, NOT_KEPT, plan.beside())
-    return (yield from _finish(claim, done, told))
+    return (yield from _finish(claim, done, result))
 
 
-def _outcome_of(plan: StepPlan, known: Step) -> Flow[bytes | Misconfigured | None]:
-    """What became of a step that is *known*, without a result: that, or None where it may run."""
+def _known_result(plan: StepPlan, known: Step) -> Flow[bytes | Misconfigured | None]:
+    """
+    The result of a step that an earlier attempt began, from its probe; None if it may run.
+
+    Raises `StepInDoubt` if the probe does not know, or if there is none.
+    """
     if plan.has_probe:
         outcome = yield from _probed(plan.name)
         if outcome.kind is OutcomeKind.COMPLETE:
             return outcome.response or Misconfigured(
-                f"the probe of the step {plan.name!r} answered with what is neither JSON nor bytes"
+                f"the probe of the step {plan.name!r} returned a value that is neither JSON nor "
+                "bytes, so it cannot be stored"
             )
         if outcome.kind is OutcomeKind.RELEASE and known.value is None:
             return None
     if known.value is None:
         raise StepInDoubt(plan.name)
-    raise StepInDoubt(plan.name, "it is done, but what it returned could not be kept")
+    raise StepInDoubt(plan.name, "it is done, but its result could not be stored")
 
 
 def _probed(name: str) -> Flow[Outcome]:
     try:
         return (yield from Probe(name))
-    except ClaimLost:  # it has written something, or tried to; another attempt asks for itself
+    except ClaimLost:  # the probe tried to write; the attempt that took over calls it again
         raise
-    except Exception as error:  # whatever it was, nobody knows what happened
-        raise StepInDoubt(name, "its probe has failed") from error
+    except Exception as error:
+        raise StepInDoubt(name, "its probe raised an error") from error
 
 
 def _begin(claim: Record, plan: StepPlan) -> Flow[Record]:
-    """Write down that the step begins, if its outcome matters; there is room for its end."""
+    """Write that the step begins, if it may not simply run again; check the room for its end."""
     begun = Step(plan.name, claim.attempt)
     if plan.at_most_once or plan.has_probe:
         return (yield from remember(claim, lambda progress: progress.with_step(begun)))
@@ -147,38 +152,37 @@ def _begin(claim: Record, plan: StepPlan) -> Flow[Record]:
     return claim
 
 
-def _finish(claim: Record, done: Step, told: bytes | Misconfigured) -> Flow[tuple[Record, bytes]]:
-    """Write down that the step is *done*, and what it has *told* if that can be kept."""
+def _finish(claim: Record, done: Step, result: bytes | Misconfigured) -> Flow[tuple[Record, bytes]]:
+    """Write that the step is *done*, with its *result* if that can be stored."""
     try:
-        kept = done._replace(value=_kept(done.name, told))
+        value = _storable(done.name, result)
+        kept = done._replace(value=value)
         claim = yield from remember(claim, lambda progress: progress.with_step(kept))
     except Misconfigured:
-        # What happened must not happen again because nobody knows what came of it. This little is
-        # written whatever the room is: another step may have filled it while this one ran.
+        # The step must not run again only because its result is lost. This is written without a
+        # limit: another step may have used the room while this one ran.
         yield from remember(claim, lambda progress: progress.with_step(done), has_limit=False)
         raise
-    assert kept.value is not None
-    return claim, kept.value
+    return claim, value
 
 
-def _kept(name: str, told: bytes | Misconfigured) -> bytes:
-    """What is remembered of what a step has *told*."""
-    if isinstance(told, Misconfigured):
-        raise told
-    if len(told) > STEP_BYTES_MAX:
+def _storable(name: str, result: bytes | Misconfigured) -> bytes:
+    """*result*, if it can be stored."""
+    if isinstance(result, Misconfigured):
+        raise result
+    if len(result) > STEP_BYTES_MAX:
         raise Misconfigured(
-            f"the step {name!r} returned {len(told)} bytes; {STEP_BYTES_MAX} are remembered: "
-            "keep it where it belongs, and return where that is"
+            f"the step {name!r} returned {len(result)} bytes; {STEP_BYTES_MAX} can be stored: save "
+            "the result elsewhere, and return its address"
         )
-    return told
+    return result
 
 
 def _check_known(progress: Progress, plan: StepPlan) -> None:
     """
-    Refuse a step that no earlier attempt knew where it should have met one that it did.
+    Raise `StepsChanged` for a new step while steps of an earlier attempt are still to come.
 
-    A step that was renamed would otherwise run a second time, under its new name. What was taken
-    by whoever handed the work over is not asked for again.
+    Otherwise a step that was renamed would run a second time, under its new name.
     """
     left = _left(progress, plan.asked)
     was_beside = any(plan.name in step.beside for step in progress.steps)
@@ -190,10 +194,10 @@ def missing_steps(claim: Record, asked: Collection[str], *, may_differ: bool) ->
     """
     Why an attempt that has *asked* for these steps may not give the final answer of *claim*.
 
-    An earlier attempt died or failed in a step that may not simply run again, and this one has not
-    asked what became of it: with a final answer nobody ever would. Or an earlier attempt has
-    finished a step that this one does not know of, so that it says "done" of something else;
-    unless it *may_differ*, because it refuses, or because a person has said what to run.
+    `StepInDoubt`: an earlier attempt ended inside a step that may not simply run again, and this
+    attempt has not asked for it. `StepsChanged`: an earlier attempt has finished a step that this
+    one has not asked for, so the two do not answer the same. *may_differ* allows the latter: the
+    attempt refuses the request, or an operator has decided to run it.
     """
     try:
         left = _left(progress_of(claim), asked)
@@ -206,6 +210,6 @@ def missing_steps(claim: Record, asked: Collection[str], *, may_differ: bool) ->
 
 
 def _left(progress: Progress, asked: Collection[str]) -> list[Step]:
-    """The steps of earlier attempts that nobody has asked for; those handed over are met."""
-    met = {*asked, *(progress.handed or ())}
-    return [step for step in progress.steps if step.name not in met]
+    """The stored steps that were not *asked* for, except for those of a handler that deferred."""
+    known = {*asked, *(progress.handed or ())}
+    return [step for step in progress.steps if step.name not in known]

@@ -1,14 +1,14 @@
-"""The lifecycle of a guarded request whose record and effect are one transaction.
+"""The lifecycle of a guarded request that commits its record and its effect in one transaction.
 
-The same flow as `lifecycle`, with the same decisions; only its writes mean something else:
+The flow and its decisions are those of `lifecycle`. Only its writes differ:
 
-    claim      BEGIN, and the swap in it: the row is locked, so that duplicates wait for it
-    complete   the swap, and COMMIT: record and effect are both there, or neither is
-    release    ROLLBACK: nothing happened, and nothing remains of the claim either
+    claim      BEGIN, then the swap: it locks the row, and duplicates wait for the lock
+    complete   the swap, then COMMIT: of record and effect, both exist or neither does
+    release    ROLLBACK: neither the effect nor the claim remains
 
-So the effect is never there without its record, and there is nothing to recover: a process that
-dies in the middle has done nothing. Steps that an earlier attempt has left, when the route was not
-in this mode yet, cannot be asked for here: then nothing runs.
+So there is nothing to recover: a process that dies before the commit has done nothing. Handlers in
+this mode have no steps. If an earlier attempt has stored some, because the route was in record mode
+then, the handler does not run.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from coatcheck.core.steps import missing_steps
 @dataclass(slots=True)
 class Begin(Effect[Record | None]):
     """
-    Begin a transaction and make the claim *swap* in it, waiting for its row until *until_ms*.
+    Begin a transaction and do *swap*, the claim, in it; wait for the row's lock until *until_ms*.
 
-    None: the transaction is open and holds the claim. Else it is rolled back, and this is the
-    current record.
+    Results in None if the transaction is open and holds the claim. Otherwise it was rolled back,
+    and the result is the current record.
     """
 
     swap: Swap
@@ -38,14 +38,14 @@ class Begin(Effect[Record | None]):
 
 @dataclass(slots=True)
 class Commit(Effect[None]):
-    """Make *swap* in the open transaction, and commit."""
+    """Do *swap* in the open transaction, and commit."""
 
     swap: Swap
 
 
 @dataclass(slots=True)
 class Rollback(Effect[None]):
-    """Undo everything that was done in the open transaction."""
+    """Roll the open transaction back."""
 
 
 IN_TRANSACTION = (Begin, Commit, Rollback)
@@ -60,11 +60,11 @@ def transactional(request: ClaimRequest, policy: Policy, *, may_claim: bool = Tr
         effect = next(flow)
         while True:
             try:
-                meant = _meaning_of(effect, until_ms, is_open=is_open)
-                if meant is not effect:  # it begins a transaction, or ends the open one
+                translated = _in_transaction(effect, until_ms, is_open=is_open)
+                if translated is not effect:  # it begins a transaction, or ends the open one
                     is_open = False
-                result: object = yield meant
-                if isinstance(meant, Begin):
+                result: object = yield translated
+                if isinstance(translated, Begin):
                     is_open = result is None
             except Exception as error:  # noqa: BLE001 - the lifecycle decides what it means
                 effect = flow.throw(error)
@@ -75,19 +75,18 @@ def transactional(request: ClaimRequest, policy: Policy, *, may_claim: bool = Tr
         return answer
 
 
-def _meaning_of(effect: Effect[Any], until_ms: int, *, is_open: bool) -> Effect[Any]:
-    """What *effect* of `lifecycle` is in a transaction, which may be open."""
+def _in_transaction(effect: Effect[Any], until_ms: int, *, is_open: bool) -> Effect[Any]:
+    """The effect that stands for *effect* of `lifecycle`; *is_open*: a transaction is open."""
     if isinstance(effect, Swap):
         record = effect.record
         assert record is not None  # a request deletes nothing
         if record.state == RUNNING:
             return Begin(effect, until_ms)
-        if not is_open:  # another attempt is marked in doubt: a write of its own
+        if not is_open:  # marks another attempt in doubt, without a transaction
             return effect
         return Commit(effect) if record.state == COMPLETED else Rollback()
     if isinstance(effect, Execute):
-        # Refused if an earlier attempt has taken steps.
-        left = missing_steps(effect.claim, (), may_differ=False)
-        if left is not None:
-            raise left
+        problem = missing_steps(effect.claim, (), may_differ=False)
+        if problem is not None:
+            raise problem
     return effect

@@ -8,8 +8,8 @@ import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, ParamSpec, Self, TypeVar, cast
 
-from coatcheck.core.call_fingerprint import fingerprint_of_call
 from coatcheck.core.callables import check_function
+from coatcheck.core.fingerprint import fingerprint_of_call
 from coatcheck.core.keep import Outcome
 from coatcheck.core.lifecycle import ClaimRequest, Executed, Refuse, Replay, Snapshot
 from coatcheck.core.policy import Policy

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import AsyncGeneratorType, CoroutineType, GeneratorType, MethodType
 from typing import Any, Generic, TypeVar
 
-from coatcheck.core.call_fingerprint import fingerprint_of_call
 from coatcheck.core.callables import refuse_awaitable
+from coatcheck.core.fingerprint import fingerprint_of_call
 from coatcheck.core.identity import ID_BYTES, operation_id
 from coatcheck.core.keep import Outcome
 from coatcheck.core.lifecycle import Answer, ClaimRequest, Refuse, Replay

@@ -13,7 +13,7 @@ from coatcheck.core.lifecycle import Executed, Refuse, Snapshot
 from coatcheck.core.policy import Policy, changed
 from coatcheck.core.progress import Resolution, is_sealed, progress_of
 from coatcheck.core.record import COMPLETED, RUNNING, Record, is_lease_over
-from coatcheck.core.resolution import Stands, rerun, resolve
+from coatcheck.core.recovery import Unchanged, rerun, resolve
 from coatcheck.core.response import decode_value
 from coatcheck.engine.attempts import Attempts, is_of_function
 from coatcheck.engine.functions import outcome_of_call, refuse_unstarted
@@ -89,7 +89,7 @@ class ResolutionRequest:
         resolution = self._resolution("happened" if known.kind is COMPLETE else "did not happen")
         flow = resolve(self._read, known, resolution, abandoned=self._abandoned)
         answer: Any = yield from self._attempts.advance(flow, self._policy)
-        if isinstance(answer, Stands):
+        if isinstance(answer, Unchanged):
             raise self._not_in_doubt(answer.record)
         record: Record = answer.record
         self._log(record)
@@ -103,7 +103,7 @@ class ResolutionRequest:
         started = yield from self._attempts.begin(request, self._policy, flow=flow)
         if isinstance(started, Refuse):
             raise started.cause or started.problem.error()
-        if isinstance(started, Stands):
+        if isinstance(started, Unchanged):
             raise self._not_in_doubt(started.record)
         assert isinstance(started, Operation)
         self._log(started.claim)
@@ -128,7 +128,7 @@ class ResolutionRequest:
         """Store the result of that attempt; what every retry gets from now on."""
         # 400: an operator may have it take other steps than the attempts before.
         answer = yield from self._attempts.complete(operation, outcome, status=400)
-        if isinstance(answer, Stands):
+        if isinstance(answer, Unchanged):
             raise ClaimLost(f"{self._reference} was taken over while it ran; that attempt counts")
         if isinstance(answer, Refuse):
             raise answer.cause or answer.problem.error()

@@ -124,7 +124,6 @@ class RequestGuard:
             ignore=policy.pointers,
             headers=compared,
             secret=self._secret,
-            is_retry=self._attempts.replay_cache.knows(id),
         )
         if self._engine.service:
             route = self.label_of(route)

@@ -8,6 +8,7 @@ other caller it does not exist.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,7 +16,6 @@ from coatcheck.core.identity import ID_BYTES, digested
 from coatcheck.core.key import reference_of
 from coatcheck.core.lifecycle import ClaimRequest, Replay, of_completed
 from coatcheck.core.policy import Policy, changed
-from coatcheck.core.prefer import preferred_wait_s
 from coatcheck.core.problem import problem
 from coatcheck.core.progress import NOTHING, readable_progress_of
 from coatcheck.core.record import (
@@ -62,6 +62,44 @@ def preferred_wait(request: Request, policy: Policy) -> tuple[int | None, Policy
         known = policy, changed(policy, {"in_flight": "wait", "wait": wait_s})
         _WAITING_POLICIES[id(policy), wait_s] = known
     return wait_s, known[1]
+
+
+# 50 s: proxies and load balancers commonly give up after 60 s, and the 202 should arrive before.
+WAIT_S_MAX = 50
+# 1 000: no honest `Prefer` header is longer.
+_PREFER_BYTES_MAX = 1_000
+
+# The possessive repeats keep it linear for any input.
+_TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]++"
+_VALUE = rb'(?:[ \t]*+=[ \t]*+(%b|"(?:[^"\\]|\\.)*+"))?' % _TOKEN
+_PARAMETER = rb"(?:[ \t]*+;[ \t]*+(?:%b%b)?+)*+" % (_TOKEN, _VALUE)
+_PREFERENCE = re.compile(rb"[ \t]*+(?:(%b)%b%b)?[ \t]*+(?:,|\Z)" % (_TOKEN, _VALUE, _PARAMETER))
+
+
+def preferred_wait_s(prefer: bytes) -> int | None:
+    """
+    How many seconds the header *prefer* (RFC 7240) allows before a 202; None: no 202 is wanted.
+
+    `respond-async` asks for a 202 at once, `respond-async, wait=10` for the answer itself if it is
+    there within ten seconds. A malformed header counts as none.
+    """
+    if len(prefer) > _PREFER_BYTES_MAX:
+        return None
+    preferences: dict[bytes, bytes] = {}
+    at = 0
+    while at < len(prefer):
+        found = _PREFERENCE.match(prefer, at)
+        if found is None:
+            return None
+        at = found.end()
+        name, value = found.group(1, 2)
+        if name is not None:  # the first of several with one name counts
+            preferences.setdefault(name.lower(), (value or b"").strip(b'"'))
+    if preferences.get(b"respond-async") != b"":
+        return None
+    wait = preferences.get(b"wait", b"")
+    # Nine digits exceed any limit; `int` refuses thousands of digits.
+    return min(int(wait.lstrip(b"0")[:9] or b"0"), WAIT_S_MAX) if wait.isdigit() else 0
 
 
 def wait_left_s(wait_s: int, came_ms: int, now_ms: int) -> float:

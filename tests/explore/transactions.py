@@ -1,8 +1,8 @@
-"""The world of transaction mode: a database that locks, and clients that may die at any moment (L9).
+"""The world of transaction mode: a database with locks, and clients that may crash (L9).
 
-One record and its effects, seen by others only when they are committed. A claim locks the row until
-its transaction ends, so that a duplicate waits, or gives up waiting. The adversary crashes clients,
-loses the answer to a commit or the commit itself, makes handlers fail, and lets time pass.
+One record and its effects, visible to others only after the commit. A claim locks the row until its
+transaction ends, so that a duplicate waits, or times out. The adversary crashes clients, loses the
+answer to a commit or the commit itself, makes handlers fail, and lets time pass.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Budget(NamedTuple):
 
 
 class Client(NamedTuple):
-    """One client, and what it was told in the end."""
+    """One client: the place of its flow."""
 
     place: Place
-    is_savepoint_gone: bool = False
+    is_over: bool = False
 
 
 class World(NamedTuple):
@@ -44,15 +44,15 @@ class World(NamedTuple):
 
     now_ms: int
     record: Record | None
-    effects: tuple[int, ...]  # whose effects are committed, in their order
-    holder: int | None  # who has the transaction that is open
-    claim: Record | None  # what it wrote and nobody else sees
+    effects: tuple[int, ...]  # the clients whose effects are committed, in their order
+    holder: int | None  # the client with the open transaction
+    claim: Record | None  # its write, which no other client sees yet
     clients: tuple[Client, ...]
     left: Budget
 
 
-class TransactionStatements:
-    """Who takes part; *locks* is False for a database that forgets to, which must be noticed."""
+class TransactionScenario:
+    """The clients, and what may go wrong; *locks* is False for a database that does not lock."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class TransactionStatements:
     def steps(self, world: World) -> Iterator[World]:
         """Everything that can happen next."""
         for number, client in enumerate(world.clients):
-            if not client.is_savepoint_gone:
+            if not client.is_over:
                 yield from self._moves(world, number, client.place)
                 if world.left.crashes:
                     yield self._crashed(world, number)
@@ -81,19 +81,19 @@ class TransactionStatements:
     def _moves(self, world: World, number: int, place: Place) -> Iterator[World]:
         asks = place.asks
         if asks is None:
-            yield self._told(world, number, world.now_ms)
+            yield self._resumed(world, number, world.now_ms)
         elif isinstance(asks, Begin):
             yield from self._begins(world, number, asks)
         elif isinstance(asks, Execute):
-            yield self._told(world, number, _done_by(number))
+            yield self._resumed(world, number, _done_by(number))
             if world.left.failures:
                 after = world._replace(left=world.left._replace(failures=world.left.failures - 1))
-                yield self._told(after, number, Raised(HandlerError))
-                yield self._told(after, number, Outcome(OutcomeKind.RELEASE))
+                yield self._resumed(after, number, Raised(HandlerError))
+                yield self._resumed(after, number, Outcome(OutcomeKind.RELEASE))
         elif isinstance(asks, Commit):
             yield from self._commits(world, number, asks)
         elif isinstance(asks, Rollback):
-            yield self._told(world._replace(holder=None, claim=None), number, None)
+            yield self._resumed(world._replace(holder=None, claim=None), number, None)
         else:
             assert isinstance(asks, WaitForChange)
             yield from self._watches(world, number, asks)
@@ -101,50 +101,50 @@ class TransactionStatements:
     def _begins(self, world: World, number: int, begin: Begin) -> Iterator[World]:
         swap = begin.swap
         assert swap.record is not None
-        if world.holder is not None and self.locks:  # waits, and perhaps in vain
+        if world.holder is not None and self.locks:  # waits, and may time out
             if world.left.ticks:
                 left = world.left._replace(ticks=world.left.ticks - 1)
                 later = world._replace(now_ms=max(world.now_ms, begin.until_ms), left=left)
-                yield self._told(later, number, swap.record._replace(nonce=-1))
+                yield self._resumed(later, number, swap.record._replace(nonce=-1))
             return
-        standing = 0 if world.record is None else world.record.version
-        if standing != swap.expected:
-            yield self._told(world, number, world.record or GONE)
+        current = 0 if world.record is None else world.record.version
+        if current != swap.expected:
+            yield self._resumed(world, number, world.record or GONE)
         else:
             opened = world._replace(holder=number, claim=swap.record)
-            yield self._told(opened, number, None)
+            yield self._resumed(opened, number, None)
 
     def _commits(self, world: World, number: int, commit: Commit) -> Iterator[World]:
         closed = world._replace(holder=None, claim=None)
         assert commit.swap.record is not None
         effects = (*world.effects, number)
         done = closed._replace(record=commit.swap.record, effects=effects)
-        yield self._told(done, number, None)
+        yield self._resumed(done, number, None)
         if world.left.unsure:
             left = world.left._replace(unsure=world.left.unsure - 1)
-            yield self._told(done._replace(left=left), number, Raised(StoreUnavailable))
-            yield self._told(closed._replace(left=left), number, Raised(StoreUnavailable))
+            yield self._resumed(done._replace(left=left), number, Raised(StoreUnavailable))
+            yield self._resumed(closed._replace(left=left), number, Raised(StoreUnavailable))
 
     def _watches(self, world: World, number: int, watch: WaitForChange) -> Iterator[World]:
-        standing = world.record or GONE
-        if standing.version != watch.version:
-            yield self._told(world, number, Snapshot(standing, world.now_ms))
+        current = world.record or GONE
+        if current.version != watch.version:
+            yield self._resumed(world, number, Snapshot(current, world.now_ms))
         elif world.left.ticks or watch.until_ms <= world.now_ms:
             left = world.left._replace(ticks=max(0, world.left.ticks - 1))
             later = world._replace(now_ms=max(world.now_ms, watch.until_ms), left=left)
-            yield self._told(later, number, Snapshot(standing, later.now_ms))
+            yield self._resumed(later, number, Snapshot(current, later.now_ms))
 
     def _crashed(self, world: World, number: int) -> World:
         """The process is gone, and its transaction with it."""
         if world.holder == number:
             world = world._replace(holder=None, claim=None)
         left = world.left._replace(crashes=world.left.crashes - 1)
-        over = Client(world.clients[number].place, is_savepoint_gone=True)
+        over = Client(world.clients[number].place, is_over=True)
         return _with(world._replace(left=left), number, over)
 
-    def _told(self, world: World, number: int, told: Any) -> World:
-        place = self.atlases[number].after(world.clients[number].place, told)
-        return _with(world, number, Client(place, place.is_savepoint_gone))
+    def _resumed(self, world: World, number: int, sent: Any) -> World:
+        place = self.atlases[number].after(world.clients[number].place, sent)
+        return _with(world, number, Client(place, place.is_over))
 
 
 def _with(world: World, number: int, client: Client) -> World:
@@ -152,16 +152,16 @@ def _with(world: World, number: int, client: Client) -> World:
     return world._replace(clients=clients)
 
 
-def explored(ledger: TransactionStatements) -> int:
-    """Every state that can be reached is right; how many they are."""
-    seen = {ledger.start}
-    waiting = [ledger.start]
+def explored(scenario: TransactionScenario) -> int:
+    """Check every state that can be reached; returns their number."""
+    seen = {scenario.start}
+    waiting = [scenario.start]
     while waiting:
         world = waiting.pop()
-        _check(world, lives=1 + ledger.start.left.windows - world.left.windows)
-        following = list(ledger.steps(world))
-        assert following or all(client.is_savepoint_gone for client in world.clients), (
-            "nobody can go on"
+        _check(world, generations=1 + scenario.start.left.windows - world.left.windows)
+        following = list(scenario.steps(world))
+        assert following or all(client.is_over for client in world.clients), (
+            "no client can continue"
         )
         fresh = {after for after in following if after not in seen}
         seen |= fresh
@@ -169,12 +169,12 @@ def explored(ledger: TransactionStatements) -> int:
     return len(seen)
 
 
-def _check(world: World, lives: int) -> None:
-    """What is true at every moment, whoever died."""
+def _check(world: World, generations: int) -> None:
+    """What holds in every state."""
     is_done = world.record is not None and world.record.state == COMPLETED
     assert is_done or world.record is None, "a record without its effect"
     assert is_done == bool(world.effects), "an effect without its record"
-    assert len(world.effects) <= lives, "an effect that happened twice"
+    assert len(world.effects) <= generations, "an effect that happened twice"
     for number, (place, _) in enumerate(world.clients):
         if isinstance(place.answer, Executed) and place.outcome == _done_by(number):
             assert number in world.effects, "a success that was never committed"

@@ -1,4 +1,4 @@
-"""Those who take part in `middle`: flows of production's own, with a handler between them."""
+"""The parties of `middle`: production flows, with a handler that executes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from coatcheck.core.lifecycle import (
 from coatcheck.core.policy import Policy
 from coatcheck.core.progress import Resolution
 from coatcheck.core.record import GONE, Record
-from coatcheck.core.recovery import recover
-from coatcheck.core.resolution import rerun, resolve
+from coatcheck.core.recovery import recover, rerun, resolve
 from coatcheck.core.steps import Run, StepPlan, missing_steps, take
 from coatcheck.errors import ClaimLost, Misconfigured, StepInDoubt
 
@@ -31,11 +30,11 @@ Handler: TypeAlias = Callable[[Record, Policy], Flow[Outcome | None]]
 BY_ADA = Resolution(0, "as downstream says", "ada", "asked downstream")
 
 
-# --- what handlers do -------------------------------------------------------------------------
+# --- handlers ---------------------------------------------------------------------------------
 
 
 def plain(claim: Record, _policy: Policy) -> Flow[Outcome | None]:
-    """One effect, and no steps: the policy says what becomes of it."""
+    """One effect and no steps; the policy decides about errors."""
     return _answered(claim, frozenset(), (yield from Run("work")))
 
 
@@ -52,9 +51,9 @@ def stepping(claim: Record, _policy: Policy, once: str = "charge") -> Flow[Outco
 
 def stepping_plainly(claim: Record, policy: Policy) -> Flow[Outcome | None]:
     """
-    The same in a later release, which calls both of them plain.
+    The same in a later release, which declares both steps as plain.
 
-    It is deployed where something was left behind: before that it would be right about itself.
+    It runs only after an attempt of the earlier release has stored something.
     """
     if claim.progress is None:
         return Outcome(OutcomeKind.RELEASE)
@@ -62,20 +61,20 @@ def stepping_plainly(claim: Record, policy: Policy) -> Flow[Outcome | None]:
 
 
 def _answered(claim: Record, asked: frozenset[str], value: bytes) -> Outcome:
-    """`judged`, where it succeeds."""
+    """The outcome of a handler that succeeds, as the engine decides it."""
     is_unmet = missing_steps(claim, asked, may_differ=False) is not None
     return Outcome(OutcomeKind.IN_DOUBT) if is_unmet else Outcome(OutcomeKind.COMPLETE, value)
 
 
 def handing_over(claim: Record, policy: Policy) -> Flow[Outcome | None]:
-    """Its work is done by whoever takes it from the queue; None: the client is told to ask later."""
+    """Defer the work to a worker; returns None, and the client gets a 202."""
     now_ms = yield from Now()
     offered = yield from offer(claim, now_ms + policy.lease_ms)
     yield from Put(DeferredToken(offered.id, offered.created_ms, offered.nonce))
     return None
 
 
-# --- who takes part ---------------------------------------------------------------------------
+# --- parties ----------------------------------------------------------------------------------
 
 
 def client(handler: Handler) -> Callable[..., Flow[Any]]:
@@ -90,7 +89,7 @@ def client(handler: Handler) -> Callable[..., Flow[Any]]:
 
 
 def worker(handler: Handler) -> Callable[..., Flow[Any]]:
-    """Whoever is delivered what was handed over."""
+    """A worker that receives a token from the queue."""
 
     def visit(request: ClaimRequest, policy: Policy, **_options: object) -> Flow[Any]:
         handed = yield from Take()
@@ -101,16 +100,16 @@ def worker(handler: Handler) -> Callable[..., Flow[Any]]:
     return visit
 
 
-def person(handler: Handler | None = None) -> Callable[..., Flow[Any]]:
-    """A person who looks, asks, and decides; with a *handler*, to run it again where it can be."""
+def operator(handler: Handler | None = None) -> Callable[..., Flow[Any]]:
+    """An operator who reads, asks downstream and decides; with a *handler*, to run it again."""
 
     def visit(request: ClaimRequest, policy: Policy, **_options: object) -> Flow[Any]:
         seen = yield from Look()
         if seen.record is GONE:
             return Executed(GONE)
-        told = yield from Ask(seen.record)
-        if handler is None or told.kind is OutcomeKind.COMPLETE:
-            return (yield from resolve(seen, told, BY_ADA, abandoned=True))
+        sent = yield from Ask(seen.record)
+        if handler is None or sent.kind is OutcomeKind.COMPLETE:
+            return (yield from resolve(seen, sent, BY_ADA, abandoned=True))
         flow = rerun(seen, BY_ADA, request, policy, abandoned=True)
         return (yield from _executed(flow, handler, policy))
 
@@ -118,7 +117,7 @@ def person(handler: Handler | None = None) -> Callable[..., Flow[Any]]:
 
 
 def reconciler(request: ClaimRequest, policy: Policy, **_options: object) -> Flow[Any]:
-    """A round of the background reconciler."""
+    """One round of the background recovery."""
     seen = yield from Look()
     if seen.record is GONE:
         return Executed(GONE)
@@ -127,7 +126,7 @@ def reconciler(request: ClaimRequest, policy: Policy, **_options: object) -> Flo
 
 
 def _executed(flow: Flow[Any], handler: Handler, policy: Policy) -> Flow[Any]:
-    """*flow*, with *handler* in the place of its execution."""
+    """*flow*, with *handler* as its execution."""
     try:
         effect = next(flow)
         while True:
@@ -144,7 +143,7 @@ def _executed(flow: Flow[Any], handler: Handler, policy: Policy) -> Flow[Any]:
 
 
 def _handled(handler: Handler, claim: Record, policy: Policy) -> Flow[Outcome | None]:
-    """`outcome_of_error`, where it fails."""
+    """The outcome of *handler*, also if it raises."""
     try:
         return (yield from handler(claim, policy))
     except (HandlerError, ClaimLost, StepInDoubt, Misconfigured) as error:
