@@ -14,6 +14,7 @@ from coatcheck.errors import Misconfigured, NotCommitted
 from coatcheck.stores import open_store
 from coatcheck.stores.transaction_statements import transaction_statements_of
 from coatcheck.transactions import adapter_for
+from coatcheck.transactions.contract import call, call_async
 from tests.support.servers import until
 from tests.transactions.idioms import SHOPS
 
@@ -75,8 +76,11 @@ def test_a_large_response_is_written_with_the_end(shop):
     async def write(statements):
         async with await psycopg.AsyncConnection.connect(shop.place) as connection:
             adapter = adapter_for(connection)
-            assert await adapter.begin(next(statements.claim(Swap(claim.id, 0, claim), 1_000))) == 1
-            assert await adapter.end(statements.change(Swap(claim.id, claim.version, end)))
+            assert await call_async(
+                adapter.begin(statements.claim(Swap(claim.id, 0, claim), 1_000))
+            )
+            change = statements.change(Swap(claim.id, claim.version, end))
+            await call_async(adapter.end(change))
 
     with closing(open_store(shop.store)) as store:
         asyncio.run(write(transaction_statements_of(store)))
@@ -98,8 +102,8 @@ def test_a_record_is_stored_as_it_is_whatever_its_key_contains(shop, connection,
     with closing(open_store(shop.store)) as store:
         statements = transaction_statements_of(store)
         adapter = adapter_for(connection)
-        assert adapter.begin(next(statements.claim(Swap(claim.id, 0, claim), 1_000))) == 1
-        assert adapter.end(statements.change(Swap(claim.id, claim.version, end)))
+        assert call(adapter.begin(statements.claim(Swap(claim.id, 0, claim), 1_000)))
+        call(adapter.end(statements.change(Swap(claim.id, claim.version, end))))
         assert store.get((claim.id,)) == [end]
 
 

@@ -205,8 +205,8 @@ def test_pools_of_async_drivers_are_called_on_the_event_loop(shop, tmp_path):
     asyncio.run(main())
 
 
-def test_a_plain_function_that_gives_something_async_is_then_called_on_the_event_loop(shop):
-    """L9: only the first call takes a thread."""
+def test_a_plain_function_may_return_something_async(shop):
+    """L9: it is called in a thread like any other, and its result is awaited on the event loop."""
     calls = Calls()
 
     async def main():
@@ -216,28 +216,31 @@ def test_a_plain_function_that_gives_something_async_is_then_called_on_the_event
                 calls.note()
                 return pool.acquire()
 
-            await served(shop, connect, times=3)
+            await served(shop, connect)
 
     asyncio.run(main())
-    assert calls.on_loop() == [False, True, True]
+    assert calls.on_loop() == [False, False]
 
 
-def test_a_plain_function_that_asks_for_the_event_loop_has_it(shop):
-    """L9: as an application with one pool per event loop does."""
-    calls = Calls()
+def test_a_function_that_needs_the_event_loop_must_be_async(shop):
+    """S3: as in an application with one pool per event loop; a plain one is refused."""
 
     async def main():
         async with asyncpg.create_pool(shop.place, min_size=1, max_size=1) as pool:
             pools = {asyncio.get_running_loop(): pool}
 
             def connect():
-                calls.note()
                 return pools[asyncio.get_running_loop()].acquire()
 
-            await served(shop, connect)
+            async def connect_async():
+                return connect()
+
+            with pytest.raises(Misconfigured, match="declare it with `async def`"):
+                await served(shop, connect)
+            await served(shop, connect_async)
 
     asyncio.run(main())
-    assert calls.on_loop() == [False, True, True]
+    assert shop.records() == 2
 
 
 def test_what_an_async_function_makes_may_be_sync(tmp_path):

@@ -13,6 +13,7 @@ from coatcheck import AsyncEngine, Engine, Policy, current_operation
 from coatcheck.errors import Misconfigured
 from coatcheck.server.wsgi import IdempotencyMiddleware
 from coatcheck.transactions import adapter_for
+from coatcheck.transactions.contract import call_async
 from tests.transactions.idioms import SHOPS, Base, Order, alchemy_url, async_engine
 
 DRIVERS = {"sqlite": "pysqlite", "postgres": "psycopg", "mysql": "pymysql"}
@@ -218,8 +219,8 @@ def test_an_async_scoped_session_is_gone_whoever_undoes_it(shop):
         scoped = async_scoped_session(async_sessionmaker(engine), asyncio.current_task)
         adapter = adapter_for(scoped)
         try:
-            await adapter.start()
-            await asyncio.create_task(adapter.rollback())
+            await call_async(adapter.start())
+            await asyncio.create_task(call_async(adapter.rollback()))
             return scoped.registry.registry, engine.pool.checkedout()
         finally:
             await engine.dispose()

@@ -1,14 +1,14 @@
 """The lifecycle of a guarded request whose record and effect are one transaction.
 
-The same flow as `lifecycle`, with the same decisions; only its writes mean something else:
+The same flow as `lifecycle`, with the same decisions; only its writes differ:
 
     claim      BEGIN, and the swap in it: the row is locked, so that duplicates wait for it
     complete   the swap, and COMMIT: record and effect are both there, or neither is
-    release    ROLLBACK: nothing happened, and nothing remains of the claim either
+    release    ROLLBACK: nothing remains of the effect, nor of the claim
 
-So the effect is never there without its record, and there is nothing to recover: a process that
-dies in the middle has done nothing. Steps that an earlier attempt has left, when the route was not
-in this mode yet, cannot be asked for here: then nothing runs.
+The effect never exists without its record, and there is nothing to recover: the database rolls back
+the transaction of a process that dies. If an earlier attempt has left steps, from a time when the
+route was not in this mode, the operation is refused: a step cannot be asked for its outcome here.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Begin(Effect[Record | None]):
     """
     Begin a transaction and make the claim *swap* in it, waiting for its row until *until_ms*.
 
-    None: the transaction is open and holds the claim. Else it is rolled back, and this is the
-    current record.
+    Results in None if the transaction is open and holds the claim. Otherwise it is rolled back, and
+    the result is the current record.
     """
 
     swap: Swap
@@ -76,13 +76,13 @@ def transactional(request: ClaimRequest, policy: Policy, *, may_claim: bool = Tr
 
 
 def _meaning_of(effect: Effect[Any], until_ms: int, *, is_open: bool) -> Effect[Any]:
-    """What *effect* of `lifecycle` is in a transaction, which may be open."""
+    """Return what to do in the place of *effect* of `lifecycle`."""
     if isinstance(effect, Swap):
         record = effect.record
         assert record is not None  # a request deletes nothing
         if record.state == RUNNING:
             return Begin(effect, until_ms)
-        if not is_open:  # another attempt is marked in doubt: a write of its own
+        if not is_open:  # it marks another attempt in doubt, which is a write by itself
             return effect
         return Commit(effect) if record.state == COMPLETED else Rollback()
     if isinstance(effect, Execute):
