@@ -12,7 +12,7 @@ import coatcheck.transactions.asyncpg
 from coatcheck import AsyncEngine, Policy, current_operation
 from coatcheck.core.lifecycle import ClaimRequest, first_attempt
 from coatcheck.core.record import GONE, Swap, completed
-from coatcheck.errors import Misconfigured, NotCommitted
+from coatcheck.errors import NotCommitted
 from coatcheck.stores import open_store
 from coatcheck.stores.transaction_statements import transaction_statements_of
 from coatcheck.transactions import adapter_for
@@ -177,37 +177,6 @@ def test_a_record_is_stored_as_it_is_whatever_its_key_contains(shop, word, cache
 
 
 # --- what goes wrong --------------------------------------------------------------------------
-
-
-def test_a_connection_that_is_in_a_transaction_is_refused(shop):
-    """Losing would roll back what its owner has done there."""
-
-    async def main():
-        async with acquired(shop) as (connection, engine), connection.transaction():
-            await connection.execute("insert into orders values (7)")
-            with pytest.raises(Misconfigured, match="in a transaction already"):
-                await order(engine, 1)
-            assert connection.is_in_transaction()
-
-    asyncio.run(main())
-    assert shop.orders() == [7]
-
-
-@pytest.mark.parametrize("word", ["commit", "rollback"])
-def test_a_handler_that_ends_the_transaction_by_itself_is_not_taken_for_done(shop, word):
-    async def ends(number):
-        await current_operation().connection.execute(word)
-        return number
-
-    async def main():
-        async with acquired(shop) as (connection, engine):
-            with pytest.raises(NotCommitted):
-                await order(engine, 1, ends)
-            assert not connection.is_in_transaction()
-            assert await order(engine, 2) == 2
-
-    asyncio.run(main())
-    assert shop.orders() == [2]
 
 
 LEFT = []  # because an event loop forgets a task that nobody else knows of
