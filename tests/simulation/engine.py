@@ -18,6 +18,7 @@ from coatcheck.core.lifecycle import ClaimRequest, Refuse, Replay
 from coatcheck.core.policy import Policy
 from coatcheck.core.record import Record, Swap, is_same_write
 from coatcheck.engine import attempts as attempts_module
+from coatcheck.engine import clock as clock_module
 from coatcheck.engine import recovery as recovery_module
 from coatcheck.engine import steps as steps_module
 from coatcheck.engine.attempts import Attempts
@@ -207,8 +208,13 @@ def machine_clocks(world: World) -> Iterator[None]:
         now_s: float = world.running.local_s()
         return now_s
 
+    def local_ms() -> int:
+        now_ms: int = world.running.clock.local_ms()
+        return now_ms
+
     time, retry = SimpleNamespace(monotonic=monotonic), partial(WriteRetry, clock=monotonic)
     patches: list[tuple[Any, str, Any]] = [
+        (clock_module, "local_ms", local_ms),
         *((module, "time", time) for module in (attempts_module, steps_module)),
         *((m, "WriteRetry", retry) for m in (attempts_module, steps_module, recovery_module)),
     ]

@@ -11,7 +11,7 @@ from coatcheck.core.keep import Outcome
 from coatcheck.core.lifecycle import Answer
 from coatcheck.core.policy import Policy
 from coatcheck.core.record import IN_DOUBT, RUNNING, Record
-from coatcheck.engine.clock import LOOK_EVERY_MS
+from coatcheck.engine.clock import StoreClock
 from coatcheck.engine.recovery import Recovery
 from coatcheck.errors import StoreUnavailable
 from coatcheck.operation import Operation
@@ -50,15 +50,14 @@ class Setting:
     handle: Callable[[Visit, Record, Operation], Generator[Pause, Any, Outcome]]
 
 
-class Clock:
-    """`engine.clock.StoreClock`, on a machine whose time begins anywhere and does not run true."""
+class Clock(StoreClock):
+    """Production's clock, on a machine whose time begins anywhere and does not run true."""
 
     def __init__(self, world: World, lease_ms: int, *, is_looking: bool) -> None:
+        super().__init__(cast("Any", None))
         self._world = world
         self._start_ms = world.between(0, 1e9)
         self._rate = 1 + world.between(-DRIFT_MAX, DRIFT_MAX)
-        self._looked_ms: int | None = None
-        self._offset_ms = 0
         self._is_looking = is_looking
         self.is_running = True  # it has never stood still
         if not is_looking:
@@ -69,21 +68,12 @@ class Clock:
         """This machine's monotonic clock."""
         return int(self._start_ms + self._world.now_ms * self._rate)
 
-    def now_ms(self) -> int:
-        """The store's time, as this process knows it."""
-        return self.local_ms() + self._offset_ms
+    def _now_ms(self) -> int:
+        return self.local_ms() + self._offset_ms  # also for tasks that are thrown away
 
     def is_due(self) -> bool:
-        """It is time to look at the store's clock."""
-        if not self._is_looking:
-            return False
-        return self._looked_ms is None or self.local_ms() - self._looked_ms >= LOOK_EVERY_MS
-
-    def set(self, asked_ms: int, store_ms: int) -> None:
-        """Learn that the store said *store_ms* when asked at *asked_ms*."""
-        answered_ms = self.local_ms()
-        self._offset_ms = store_ms - (asked_ms + answered_ms) // 2
-        self._looked_ms = answered_ms
+        """The store's clock must be read again."""
+        return self._is_looking and super().is_due()
 
     def stand_still(self, duration_ms: float) -> None:
         """The machine was suspended: its clock did not go on meanwhile."""

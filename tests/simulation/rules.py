@@ -153,6 +153,8 @@ class Rules(Middle):
             case Replay(record, response):
                 is_own = response.endswith(b" for " + visit.request.fingerprint)
                 self.require(is_own, "nobody sees the answer to another request")
+                is_in_time = visit.request.now_ms < record.window_until_ms + self._ahead_ms
+                self.require(is_in_time, "no request is answered from a life whose window is over")
                 self._final(life_of(record), response)
             case Refuse():
                 is_right = visit.claim is None or standing.nonce != visit.nonce

@@ -137,6 +137,16 @@ def recalls_without_comparing_requests(monkeypatch):
     monkeypatch.setattr(Attempts, "find_replay", late)
 
 
+def recalls_what_its_window_has_outlived(monkeypatch):
+    def late(self, request, _policy):
+        record = self.replay_cache.get(request.id)
+        if record is None or record.fingerprint != request.fingerprint:
+            return None
+        return Replay(record, record.response)
+
+    monkeypatch.setattr(Attempts, "find_replay", late)
+
+
 def waits_for_good(monkeypatch):
     monkeypatch.setattr(attempts, "has_changed", lambda _read, _wait: False)
 
@@ -164,6 +174,10 @@ ENGINE = [
     ),
     (remembers_what_was_not_written, "retry", "an answer leaves after its record is safe"),
     (recalls_without_comparing_requests, "retry", "nobody sees the answer to another request"),
+    (
+        *(recalls_what_its_window_has_outlived, "retry"),
+        "no request is answered from a life whose window is over",
+    ),
     (waits_for_good, "retry", "every flow comes to its end"),
     (answers_though_nothing_was_recorded, "retry", "who has an answer holds no claim any more"),
 ]

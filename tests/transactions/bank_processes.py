@@ -43,21 +43,9 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "bank" / "app.py"
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
     [
-        *(
-            "pytest",
-            "httpx",
-            "uvicorn",
-            "uvloop",
-            "fastapi",
-            "psycopg_pool",
-            "aiosqlite",
-            "pymysql",
-        ),
-        *(
-            "coatcheck.server.fastapi",
-            "coatcheck.stores.postgres.store",
-            "coatcheck.stores.mysql.store",
-        ),
+        *("pytest", "httpx", "uvicorn", "uvloop", "fastapi", "psycopg_pool", "aiosqlite"),
+        *("pymysql", "coatcheck.server.fastapi", "coatcheck.stores.postgres.store"),
+        "coatcheck.stores.mysql.store",
     ]
 )
 

@@ -161,11 +161,7 @@ class Idiom:
         return connection.execute("rollback") if is_asyncpg else connection.rollback()
 
 
-def sqlite3_source(shop: Shop) -> Any:
-    return shop.connect, None
-
-
-def psycopg_source(shop: Shop) -> Any:
+def plain_source(shop: Shop) -> Any:
     return shop.connect, None
 
 
@@ -176,10 +172,6 @@ def psycopg_pool_source(shop: Shop) -> Any:
 
 def psycopg_autocommit_source(shop: Shop) -> Any:
     return lambda: psycopg.connect(shop.place, autocommit=True), None
-
-
-def pymysql_source(shop: Shop) -> Any:
-    return shop.connect, None
 
 
 def dbapi_writes(connection: Any, number: int) -> None:
@@ -362,11 +354,11 @@ _WRITES = {"sqlite": aiosqlite_writes, "postgres": psycopg_async_writes, "mysql"
 IDIOMS = (
     *(Idiom(f"own-{kind}", kind, False, _no_source, dbapi_writes) for kind in SHOPS),
     *(Idiom(f"own-async-{k}", k, True, _no_source, _WRITES[k]) for k in SHOPS),
-    Idiom("sqlite3", "sqlite", False, sqlite3_source, dbapi_writes),
-    Idiom("psycopg", "postgres", False, psycopg_source, dbapi_writes),
+    Idiom("sqlite3", "sqlite", False, plain_source, dbapi_writes),
+    Idiom("psycopg", "postgres", False, plain_source, dbapi_writes),
     Idiom("psycopg-pool", "postgres", False, psycopg_pool_source, dbapi_writes),
     Idiom("psycopg-autocommit", "postgres", False, psycopg_autocommit_source, dbapi_writes),
-    Idiom("pymysql", "mysql", False, pymysql_source, dbapi_writes),
+    Idiom("pymysql", "mysql", False, plain_source, dbapi_writes),
     Idiom("core-sqlite", "sqlite", False, core_source("pysqlite"), core_writes),
     Idiom("core-psycopg", "postgres", False, core_source("psycopg"), core_writes),
     Idiom("core-pymysql", "mysql", False, core_source("pymysql"), core_writes),
@@ -392,7 +384,7 @@ IDIOMS = (
     # Sync connections on an event loop, as handlers in a framework's threads use them.
     Idiom("threads-psycopg", "postgres", True, psycopg_pool_source, dbapi_writes),
     Idiom("threads-orm", "postgres", True, orm_source("psycopg"), orm_writes),
-    Idiom("threads-sqlite3", "sqlite", True, sqlite3_source, dbapi_writes),
+    Idiom("threads-sqlite3", "sqlite", True, plain_source, dbapi_writes),
 )
 
 

@@ -168,7 +168,7 @@ def test_a_database_killed_before_the_commit_has_moved_nothing(own):
         assert bank.books() == MOVED
 
 
-def test_connections_that_died_with_the_database_fail_nobody_afterwards(own):
+def test_connections_that_died_with_the_database_fail_no_later_operation(own):
     """L9: if one connection is dead, the pool closes all idle ones."""
     together = Barrier(SIZE, timeout=START_S_MAX)
     with Engine(own.url) as engine, ThreadPoolExecutor(SIZE) as threads:
@@ -179,7 +179,7 @@ def test_connections_that_died_with_the_database_fail_nobody_afterwards(own):
         assert engine.transaction("after", lambda: "as before", scope="s") == "as before"
 
 
-def test_async_connections_that_died_fail_nobody_afterwards(own):
+def test_async_connections_that_died_fail_no_later_operation(own):
     """L9."""
 
     async def do():

@@ -15,7 +15,7 @@ from coatcheck.errors import Misconfigured, NotCommitted
 from coatcheck.stores import open_store
 from coatcheck.stores.transaction_statements import transaction_statements_of
 from coatcheck.transactions import adapter_for
-from coatcheck.transactions.contract import call, call_async
+from coatcheck.transactions.contract import call
 from tests.support.servers import until
 from tests.transactions.idioms import CODES, SHOPS, settled
 
@@ -71,33 +71,13 @@ def test_a_transaction_takes_one_commit_and_few_round_trips(
     assert sum(what in ("Query", "Sync") for what in sent) == 5
 
 
-def test_a_large_response_is_written_with_the_end(shop):
-    """L12: it does not fit into the socket's buffer, so it is sent while the server reads."""
-    ticket = ClaimRequest(b"i" * 16, b"f" * 16, 1_800_000_000_000, 1)
-    claim = first_attempt(ticket, Policy(), GONE, ticket.now_ms)
-    end = completed(claim, b"x" * 32_000_000)
-
-    async def write(statements):
-        async with await psycopg.AsyncConnection.connect(shop.place) as connection:
-            adapter = adapter_for(connection)
-            assert await call_async(
-                adapter.begin(statements.claim(Swap(claim.id, 0, claim), 1_000))
-            )
-            change = statements.change(Swap(claim.id, claim.version, end))
-            await call_async(adapter.end(change))
-
-    with closing(open_store(shop.store)) as store:
-        asyncio.run(write(transaction_statements_of(store)))
-        assert store.get((claim.id,)) == [end]
-
-
 WORDS = ["plain", "", "'", "\\", "\\'; drop table orders; --", "%s $1", "größe", "\N{COAT}\0\ud800"]
 
 
-@pytest.mark.parametrize("encoding", ["utf8", "latin1"])
+@pytest.mark.parametrize("encoding", ["utf8", "latin1", "sql_ascii"])
 @pytest.mark.parametrize("word", WORDS)
 def test_a_record_is_stored_as_it_is_whatever_its_key_contains(shop, connection, word, encoding):
-    """L9: also where the session's encoding lacks the letters."""
+    """L9: also where the session's encoding lacks the letters; they are sent as bytes."""
     connection.execute(f"set client_encoding = {encoding}")
     connection.commit()
     ticket = ClaimRequest(b"\0'\\i" * 4, b"f" * 16, 1_800_000_000_000, 2**63 - 1, word, word, word)
@@ -109,18 +89,6 @@ def test_a_record_is_stored_as_it_is_whatever_its_key_contains(shop, connection,
         assert call(adapter.begin(statements.claim(Swap(claim.id, 0, claim), 1_000)))
         call(adapter.end(statements.change(Swap(claim.id, claim.version, end))))
         assert store.get((claim.id,)) == [end]
-
-
-# --- savepoints and prepared statements -------------------------------------------------------
-
-
-def test_nothing_is_prepared_where_the_application_has_switched_that_off(shop, connection, engine):
-    """As behind a pooler, where the next transaction meets another session."""
-    connection.prepare_threshold = None
-    for number in range(8):
-        engine.transaction(f"{number}", insert, number, scope="orders")
-    assert shop.orders() == list(range(8))
-    assert connection.execute("select count(*) from pg_prepared_statements").fetchone() == (0,)
 
 
 def test_a_handler_may_roll_back_a_savepoint_which_drops_prepared_statements(
@@ -391,19 +359,3 @@ def test_the_application_may_use_other_cursors(shop, code, factory):
 
     code.run(main())
     assert (shop.orders(), shop.records()) == ([1], 1)
-
-
-@pytest.mark.parametrize("encoding", ["latin1", "sql_ascii", "utf8"])
-def test_a_key_may_have_letters_that_the_session_encoding_lacks(shop, encoding):
-    """L9: they are sent as bytes."""
-
-    def connect():
-        return psycopg.connect(shop.place, client_encoding=encoding)
-
-    keys = ("plain", "é1", "Ž1", "鍵")
-    for _ in range(2):
-        with closing(Engine(shop.store, transactions=connect)) as engine:
-            for number, key in enumerate(keys):
-                assert engine.transaction(key, insert, number, scope="orders") == number
-    assert shop.orders() == [0, 1, 2, 3]
-    assert {key for (key,) in shop.ask("select key from coatcheck_records")} == {*keys}

@@ -21,7 +21,7 @@ from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.transactions.sources import connection_source
 from tests.transactions.idioms import SHOPS, alchemy_url, async_engine
 
-WHO = ContextVar("WHO", default="nobody")
+WHO = ContextVar("WHO", default="no caller")
 
 
 @pytest.fixture
@@ -136,17 +136,17 @@ def test_errors_of_a_source_in_a_thread_reach_the_caller(shop):
 # --- async ------------------------------------------------------------------------------------
 
 
-async def lend_later():
+async def connect_later():
     """A coroutine function."""
 
 
 @asynccontextmanager
-async def lend_managed():
+async def connect_managed():
     """The same with an end."""
     yield
 
 
-class Lending:
+class Manager:
     """A context manager."""
 
     async def __aenter__(self):
@@ -156,25 +156,32 @@ class Lending:
         """Leave."""
 
 
-class Lender:
-    """A pool as somebody has written it, and something that can be called."""
+class HomemadePool:
+    """A pool of the application."""
 
     async def acquire(self):
-        """Lend."""
+        """Connect."""
 
 
 class Callee:
     """Can be called."""
 
     async def __call__(self):
-        """Lend."""
+        """Connect."""
 
 
 @pytest.mark.parametrize(
     "given",
     [
-        *(lend_later, lend_managed, Lending, Lender(), Callee(), Lender().acquire),
-        *(partial(lend_later), partial(lend_managed), psycopg.AsyncConnection.connect),
+        *(
+            connect_later,
+            connect_managed,
+            Manager,
+            HomemadePool(),
+            Callee(),
+            HomemadePool().acquire,
+        ),
+        *(partial(connect_later), partial(connect_managed), psycopg.AsyncConnection.connect),
         *(partial(asyncpg.connect, "somewhere"), async_sessionmaker()),
     ],
 )

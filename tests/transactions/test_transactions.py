@@ -5,7 +5,6 @@ import os
 import signal
 import sqlite3
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, closing, contextmanager
 
@@ -27,6 +26,7 @@ from coatcheck.errors import (
     StoreUnavailable,
 )
 from coatcheck.stores import Query, open_store
+from tests.support.servers import until
 from tests.support.servers.pgbouncer import Pgbouncer
 from tests.support.servers.postgres import Postgres, postgres
 from tests.transactions.idioms import (
@@ -83,17 +83,9 @@ async def nothing():
     pass
 
 
-def until(condition):
-    """Wait until *condition* holds, which it soon does."""
-    deadline = time.monotonic() + WAIT_S_MAX
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)
-
-
 WAITING = {
     "postgres": "select count(*) from pg_locks where not granted",
-    # Not `innodb_trx`: whoever reads that more often than ten times a second reads the same again.
+    # Not `innodb_trx`: it is refreshed only ten times a second.
     "mysql": "select variable_value + 0 from information_schema.global_status"
     " where variable_name = 'innodb_row_lock_current_waits'",
 }
@@ -238,7 +230,7 @@ def test_the_handlers_own_statements_wait_as_they_always_did(shop, open_engine):
 
 
 def test_duplicates_in_one_process_take_one_connection_in_all(shop, open_engine):
-    """L9: who waits in line holds nothing that the first one may need."""
+    """L9: a waiting duplicate holds no connection, which the first one may need."""
     with ConnectionPool(shop.place, min_size=1, max_size=1, timeout=1) as pool:
         engine = open_engine(shop, PATIENT, transactions=pool)
         may_end = threading.Event()
@@ -257,8 +249,8 @@ def test_duplicates_in_one_process_take_one_connection_in_all(shop, open_engine)
     assert shop.orders() == [1]
 
 
-def test_who_stood_in_line_runs_when_the_first_was_undone(anywhere, open_engine):
-    """L9: nothing remains of the first, so the next in line is the first."""
+def test_a_waiting_duplicate_runs_when_the_first_was_undone(anywhere, open_engine):
+    """L9: nothing remains of the first, so one of the others executes."""
     engine = open_engine(anywhere, PATIENT)
     may_end = threading.Event()
     runs = []
@@ -286,7 +278,7 @@ def test_who_stood_in_line_runs_when_the_first_was_undone(anywhere, open_engine)
 
 
 def test_a_transaction_longer_than_its_lease_is_waited_for(shop):
-    """L5: it holds its row for as long as it is open; nobody here goes round and round for it."""
+    """L5: it holds its row for as long as it is open; duplicates in this process wait and do not poll."""
 
     async def main():
         policy = Policy(mode="transaction", lease="50ms", wait="10s")
@@ -501,7 +493,7 @@ def test_an_implicit_commit_is_noticed(kind, tmp_path, open_engine):
 
 
 def test_what_a_handler_has_committed_by_itself_does_not_run_again_by_itself(anywhere, open_engine):
-    """L9: its claim stands without an end, and nobody can tell whether all of it is done."""
+    """L9: its claim is stored without a completion, and part of its work may be missing."""
     engine = open_engine(anywhere, Policy(lease="1s"))
 
     def commit(number):
@@ -566,7 +558,7 @@ def test_a_statement_that_failed_undoes_all_whatever_the_handler_says(shop, open
 def test_a_serialization_failure_is_retried_only_where_that_is_said_to_be_safe(
     shop, open_engine, retries
 ):
-    """L9: a real one, between this transaction and somebody else's."""
+    """L9: a real one, between this transaction and another one."""
     policy = Policy(mode="transaction", transaction_retries=retries)
 
     def serializable():
@@ -616,7 +608,7 @@ def test_what_collides_again_and_again_is_given_up(shop, open_engine):
 
 
 def test_a_connection_in_a_transaction_already_is_refused(anywhere, open_engine):
-    """L9: losing against a duplicate rolls back, and that must not be somebody's earlier work."""
+    """L9: losing against a duplicate rolls back, and that must not undo earlier work of the application."""
     engine = open_engine(anywhere)
     with closing(anywhere.connect()) as connection:
         cursor = connection.cursor()
@@ -629,7 +621,7 @@ def test_a_connection_in_a_transaction_already_is_refused(anywhere, open_engine)
 
 
 @pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
-def test_who_is_refused_on_an_event_loop_keeps_its_earlier_work(shop, driver):
+def test_a_connection_refused_on_an_event_loop_keeps_its_earlier_work(shop, driver):
     """L9: a session of SQLAlchemy's, and the driver's connection under it."""
 
     async def main():
@@ -738,7 +730,7 @@ def test_a_connection_of_one_thread_is_refused_where_there_are_several(tmp_path,
 
 
 def test_a_connection_to_another_database_of_the_same_kind_is_noticed(tmp_path, open_engine):
-    """L9: its record would be where nobody looks for it."""
+    """L9: its record would be in a database where no request reads it."""
     ours, theirs = SHOPS["sqlite"](tmp_path), SHOPS["sqlite"](tmp_path)
     engine = open_engine(ours)
     open_engine(theirs).transaction("a", place, 1, scope="orders")
@@ -895,8 +887,8 @@ def test_without_a_pooler_statements_are_prepared(shop, open_engine):
     assert [engine.run(f"{n}", prepared, n, scope="orders") for n in range(8)][-1] > 0
 
 
-def test_who_ends_by_itself_parks_nobody_who_has_taken_over_since(tmp_path):
-    """L5, L9: what stands then is another attempt's."""
+def test_a_handler_that_committed_marks_no_later_attempt_in_doubt(tmp_path):
+    """L5, L9: the record then belongs to an attempt that has taken over."""
     path = tmp_path / "shop.db"
 
     def connect():
