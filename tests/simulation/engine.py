@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .process import Process
 
 # Production polls as often as is right for leases of this length; longer ones are polled less
-# often here, so that a schedule costs the same whatever its lease.
+# often here, so that a schedule costs the same with any lease.
 POLLED_LEASE_MS = 1_000
 
 
@@ -93,7 +93,7 @@ class SimulatedHeartbeat(Heartbeat):
         )
         self._process = process
         self._wake: Any = Waiter(process.world, "")
-        self._runner = Runner(process, lambda _swap: f"heart of {process}")
+        self._runner = Runner(process, lambda _swap: f"heartbeat of {process}")
 
     def start(self) -> None:
         """Tick from now on, for as long as there is anything to do."""
@@ -105,7 +105,7 @@ class SimulatedHeartbeat(Heartbeat):
         """Write the *completion* of *lease* as soon as the store is back."""
         if self._process.is_alive:  # else its tasks are only being thrown away
             self._process.world.happened(
-                self._process, "leaves an end to the heart", completion.record
+                self._process, "leaves its completion to the heartbeat", completion.record
             )
             super().schedule_completion(lease, completion)
 
@@ -117,7 +117,7 @@ class SimulatedHeartbeat(Heartbeat):
                 try:
                     yield from part()
                 except StoreUnavailable:
-                    self._process.world.happened(self._process, "a beat fails")
+                    self._process.world.happened(self._process, "a heartbeat fails")
             pause_s = self._pause_s()
         self._thread = None
 
@@ -161,7 +161,7 @@ class SimulatedAttempts(Attempts):
 
     def _writer_of(self, swap: Swap) -> object:
         assert swap.record is not None  # a step deletes nothing
-        return self.process.visits.get(swap.record.nonce)
+        return self.process.served.get(swap.record.nonce)
 
     def request_for(self, record: Record) -> ClaimRequest:
         """A request for the operation of *record* itself."""
@@ -188,7 +188,7 @@ class SimulatedAttempts(Attempts):
         return super().after_write(swap, conflict)
 
     def _is_within_quota(self, _request: ClaimRequest, _policy: Policy) -> bool:
-        return not self.process.world.chance(self.process.setting.store.weather.crowded)
+        return not self.process.world.chance(self.process.setting.store.faults.crowded)
 
     def _poll_pauses_s(self, id: bytes) -> Iterator[float]:
         scale = self.process.setting.policy.lease_ms / POLLED_LEASE_MS
@@ -202,7 +202,7 @@ def _ask(call: ReconcileCall) -> Any:
 
 @contextmanager
 def machine_clocks(world: World) -> Iterator[None]:
-    """Whatever production reads from `time.monotonic` is the clock of the machine that runs it."""
+    """Have production read the clock of the simulated machine that runs it."""
 
     def monotonic() -> float:
         now_s: float = world.running.local_s()

@@ -23,7 +23,7 @@ from .runner import Doing
 from .world import Pause
 
 if TYPE_CHECKING:
-    from .driver import Visit
+    from .served import ServedRequest
 
 # How often a claim tries its row anew while another holds it: a lock that is waited for, without
 # a queue.
@@ -54,13 +54,13 @@ class SimulatedConnection:
 
     dialect = "postgresql"
 
-    def __init__(self, visit: Visit) -> None:
+    def __init__(self, served: ServedRequest) -> None:
         self.handle = self
-        self._process = visit.process
-        self._policy = visit.policy
-        self._database = visit.process.setting.database
-        self._store = visit.process.setting.store
-        self.transaction = Transaction(visit, visit.process)
+        self._process = served.process
+        self._policy = served.policy
+        self._database = served.process.setting.database
+        self._store = served.process.setting.store
+        self.transaction = Transaction(served, served.process)
 
     def begin(self, claim: Iterable[Statement]) -> Flow[bool]:
         """Begin, and make the claim."""
@@ -121,13 +121,13 @@ class SimulatedConnection:
 class SimulatedAccess:
     """Connections for the tasks of one process."""
 
-    def __init__(self, visit: Visit) -> None:
-        self._visit = visit
+    def __init__(self, served: ServedRequest) -> None:
+        self._served = served
         self.database = Database(cast("Any", None), STATEMENTS)
 
     def acquire(self, _source: object) -> tuple[SimulatedConnection, Callable[..., None]]:
         """A new connection, which goes back to no pool."""
-        return SimulatedConnection(self._visit), lambda *_failure: None
+        return SimulatedConnection(self._served), lambda *_failure: None
 
     def run_to_end(self, flow: Flow[None], _timeout_s: float) -> None:
         """Run *flow*, which sends a rollback and does not wait."""
