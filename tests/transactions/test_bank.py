@@ -182,7 +182,7 @@ def test_connections_that_died_with_the_database_fail_no_later_operation(own):
 def test_async_connections_that_died_fail_no_later_operation(own):
     """L9."""
 
-    async def do():
+    async def main():
         together = asyncio.Barrier(SIZE)
         async with AsyncEngine(own.url) as engine:
             asked = (engine.transaction(str(n), together.wait) for n in range(SIZE))
@@ -191,7 +191,7 @@ def test_async_connections_that_died_fail_no_later_operation(own):
             own.restart()
             return await engine.transaction("after", asyncio.sleep, 0, "as before")
 
-    assert asyncio.run(do()) == "as before"
+    assert asyncio.run(main()) == "as before"
 
 
 def test_a_pool_without_a_free_connection_is_asked_once(tmp_path):

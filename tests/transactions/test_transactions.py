@@ -300,23 +300,6 @@ def test_a_transaction_longer_than_its_lease_is_waited_for(shop):
 # --- commits that fail ------------------------------------------------------------------------
 
 
-def test_a_constraint_that_fails_at_the_commit_is_no_success(shop, open_engine):
-    """L9: the driver's own error, and nothing is there."""
-    shop.ask("create table lines (number integer references orders deferrable initially deferred)")
-    engine = open_engine(shop)
-
-    def line(number):
-        current_operation().connection.execute(f"insert into lines values ({number:d})")
-
-    with pytest.raises(psycopg.errors.ForeignKeyViolation):
-        engine.transaction("a", line, 5)
-    assert shop.records() == 0
-    assert shop.ask("select * from lines") == []
-    engine.transaction("b", place, 5)
-    engine.transaction("a", line, 5)
-    assert shop.records() == 2
-
-
 def test_a_server_that_ends_the_session_is_an_outage_and_no_more(shop, open_engine):
     """D2: the next one has another connection, although the pool did not know of it."""
     engine = open_engine(shop)
@@ -536,21 +519,6 @@ def test_psycopgs_own_block_in_a_handler_is_the_handlers_own_commit(shop, code):
     assert runs == shop.orders() == [1]
 
 
-def test_a_statement_that_failed_undoes_all_whatever_the_handler_says(shop, open_engine):
-    """L9: a handler that swallows an error of PostgreSQL's has an aborted transaction."""
-    engine = open_engine(shop)
-
-    def swallow(number):
-        place(number)
-        with pytest.raises(psycopg.errors.UndefinedTable):
-            current_operation().connection.execute("select * from nowhere")
-        return number
-
-    with pytest.raises(psycopg.errors.InFailedSqlTransaction):
-        engine.transaction("a", swallow, 1)
-    assert (shop.orders(), shop.records()) == ([], 0)
-
-
 # --- again from the start ---------------------------------------------------------------------
 
 
@@ -589,26 +557,11 @@ def test_a_serialization_failure_is_retried_only_where_that_is_said_to_be_safe(
         assert (runs, shop.orders(), shop.records()) == ([1], [100], 0)
 
 
-def test_what_collides_again_and_again_is_given_up(shop, open_engine):
-    """L9: as often as the policy says, and not once more."""
-    engine = open_engine(shop, Policy(mode="transaction", transaction_retries=2))
-    runs = []
-
-    def collide():
-        runs.append(1)
-        raise psycopg.errors.DeadlockDetected
-
-    with pytest.raises(psycopg.errors.DeadlockDetected):
-        engine.transaction("a", collide)
-    assert len(runs) == 3
-    assert shop.records() == 0
-
-
 # --- sources of connections --------------------------------------------------------------------
 
 
 def test_a_connection_in_a_transaction_already_is_refused(anywhere, open_engine):
-    """L9: losing against a duplicate rolls back, and that must not undo earlier work of the application."""
+    """L9: losing against a duplicate rolls back, and that must not undo earlier work."""
     engine = open_engine(anywhere)
     with closing(anywhere.connect()) as connection:
         cursor = connection.cursor()
