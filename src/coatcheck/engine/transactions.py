@@ -19,7 +19,7 @@ from coatcheck.core.record import GONE, RUNNING, Record, Swap, in_doubt
 from coatcheck.core.transaction import Begin, Commit
 from coatcheck.errors import CoatcheckError, Misconfigured, NotCommitted, StoreUnavailable
 from coatcheck.operation import Operation
-from coatcheck.stores.transaction_statements import TransactionStatements
+from coatcheck.stores.transaction_statements import Dialect, TransactionStatements
 from coatcheck.transactions.contract import (
     InTransaction,
     TransactionConnection,
@@ -85,7 +85,7 @@ class OperationTransaction:
         self._attempts = attempts
         self._database = database
         self._access = access
-        self._dialect = database.statements.dialect
+        self._dialect: Dialect = database.statements.dialect
         self._claimed: Record | None = None
         self._until_ms = 0  # until when the claim may wait for its row
         self._connection: TransactionConnection | None = None

@@ -67,7 +67,7 @@ class PsycopgConnection(TransactionConnection):
         if isinstance(self.handle, BoundedConnection):  # the store's own
             self.handle.patience_s = statement.timeout_s
         # Not connection.cursor(): the application may have set other factories.
-        cursor_type = AsyncCursor if self._is_async else Cursor
+        cursor_type: Any = AsyncCursor if self._is_async else Cursor
         cursor = cursor_type(self.handle, row_factory=tuple_row)
         yield from Call(cursor.execute, _in_any_encoding(statement))
         affected: int = cursor.rowcount
