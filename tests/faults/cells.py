@@ -1,4 +1,4 @@
-"""The cells of the matrix, and a sample of them in which every two things meet."""
+"""The cells of the matrix, and a sample of them with every pair of values."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.faults import outcomes
 from tests.faults.outcomes import CODE, FAULTS, RECOVERIES, STORES, Fault, Outcome, Recovery
 
 IS_ALL = os.environ.get("COATCHECK_FAULTS") == "all"
-# When the retry comes: when the first attempt is over, or while it is still at it.
+# When the retry comes: after the first attempt is over, or while it runs.
 RETRIES: tuple[Literal["afterwards", "meanwhile"], ...] = ("afterwards", "meanwhile")
-# Where a handler can be met that goes on afterwards.
+# Where a retry can find the handler still running.
 _IN_HANDLER = ("after claim", "in step", "after effect", "after step")
 
 
 class Cell(NamedTuple):
-    """Where what happens to whom, and when the retry comes."""
+    """One fault at one point, under one recovery, and when the retry comes."""
 
     fault: Fault
     point: crash.Point
@@ -39,12 +39,12 @@ class Cell(NamedTuple):
 
     @property
     def outcome(self) -> Outcome | None:
-        """What the table says."""
+        """What the table promises."""
         return outcomes.outcome_of(self.fault, self.point, self.recovery)
 
     @property
     def exists(self) -> bool:
-        """There is such a thing; see `outcomes.ABSENT` for what there is not."""
+        """The combination exists; `outcomes.ABSENT` has those that do not."""
         if self.retry == "meanwhile" and not (
             self.fault.startswith("store") and self.point in _IN_HANDLER
         ):
@@ -53,7 +53,7 @@ class Cell(NamedTuple):
         return is_run and self.outcome is not None
 
     def pairs(self) -> set[tuple[tuple[str, str], ...]]:
-        """Every two things that meet in it."""
+        """Every two values that are combined in it."""
         return set(itertools.combinations(zip(self._fields, self, strict=True), 2))
 
 
@@ -65,9 +65,9 @@ def all_cells() -> list[Cell]:
 
 def sample(cells: Sequence[Cell]) -> list[Cell]:
     """
-    A few of *cells*, in which every two things meet that meet in any of them.
+    A few of *cells*, with every pair of values that any of them has.
 
-    Of those that bring equally many new meetings, one whose store, code and so on were seen least.
+    Of the cells with equally many new pairs, it takes one whose store, code and so on it has least.
     """
     taken: list[Cell] = []
     seen: Counter[str] = Counter()
@@ -84,7 +84,7 @@ def sample(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def cells() -> list[Cell]:
-    """Those that are run."""
+    """The cells that are run."""
     return all_cells() if IS_ALL else sample(all_cells())
 
 
@@ -100,7 +100,7 @@ class Place(NamedTuple):
         return self.url.removeprefix("sqlite:///").partition("?")[0]
 
     def effects(self, recovery: Recovery) -> int:
-        """How often it has happened."""
+        """How often the effect has happened."""
         if recovery != "transaction":
             path = Path(self.ledger)
             return len(path.read_text().splitlines()) if path.exists() else 0

@@ -1,4 +1,4 @@
-"""One script for sync and for async code: a generator that yields whatever may have to be awaited.
+"""One script for sync and for async code: a generator that yields what may have to be awaited.
 
 So a handler, its victim and its retry are written once, and run on both engines.
 """
@@ -27,7 +27,7 @@ def play(script: Script[T]) -> T:
 
 
 async def play_async(script: Script[T]) -> T:
-    """On an event loop: what is yielded is awaited, and in any case somebody else has a turn."""
+    """On an event loop: what is yielded is awaited, and other tasks have a turn in any case."""
     go_on: Callable[[], Any] = partial(script.send, None)
     while True:
         try:
@@ -36,7 +36,7 @@ async def play_async(script: Script[T]) -> T:
             return end.value  # type: ignore[no-any-return] # as above
         try:
             value = await (asked if inspect.isawaitable(asked) else asyncio.sleep(0, asked))
-        except BaseException as error:  # noqa: BLE001 - the script's own to handle, or not
+        except BaseException as error:  # noqa: BLE001 - the script may handle it
             go_on = partial(script.throw, error)
         else:
             go_on = partial(script.send, value)

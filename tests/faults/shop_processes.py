@@ -1,4 +1,4 @@
-"""The processes of `examples/shop`: a provider that lives, and servers that are killed."""
+"""The processes of `examples/shop`: a provider that keeps running, and servers that are killed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def load(name: str) -> Any:
 
 
 class Death(NamedTuple):
-    """By a server's own hand, the *number*-th time that it comes to *point*."""
+    """A server kills itself, the *number*-th time that it reaches *point*."""
 
     point: crash.Point
     number: int
@@ -60,13 +60,13 @@ class Server:
         self.process.start()
 
     def kill(self) -> None:
-        """From outside."""
+        """Kill it from outside."""
         self.process.kill()
         self.process.join()
 
     @property
     def has_killed_itself(self) -> bool:
-        """At its point, where it had one."""
+        """It has reached its point."""
         return self.process.exitcode == -signal.SIGKILL
 
 
@@ -97,7 +97,7 @@ async def _serve(app: Any, listening: socket.socket) -> None:
     await uvicorn.Server(config).serve(sockets=[listening])
 
 
-class Street:
+class Deployment:
     """A shop with two servers and its provider."""
 
     SERVERS = 2
@@ -123,7 +123,7 @@ class Street:
         return self.servers[number]
 
     def close(self) -> None:
-        """End all of them."""
+        """Kill all processes."""
         for process in (self._provider, *(server.process for server in self.servers)):
             process.kill()
             process.join()

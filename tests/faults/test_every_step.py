@@ -1,7 +1,7 @@
 """A handler of three steps whose process dies in or after each of them: none happens twice (L7).
 
-Each step is a line of a file outside of the system. A step that may happen at most once is asked
-about where an attempt died in it; what its probe tells is what the file says.
+Each step is a line of a file outside of the system. If an attempt died in a step that may happen at
+most once, the next attempt calls its probe, which reads the file.
 """
 
 import asyncio
@@ -19,12 +19,12 @@ from tests.faults.test_matrix import place_of
 from tests.faults.victims import LEASE, PROCESSES, WAIT_S_MAX, async_points
 
 STEPS = ("reserve", "charge", "ship")
-# Who waits for the lease of the dead gets the claim.
+# The retry waits until the lease of the dead process has expired.
 POLICY = Policy(lease=LEASE, wait="20s")
 
 
 class Downstream:
-    """Does what it is asked for, and knows what it has done."""
+    """Has effects, and knows which it has had."""
 
     def __init__(self, ledger):
         self._ledger = Path(ledger)
@@ -45,7 +45,7 @@ class Downstream:
 
 
 def order(downstream, do):
-    """The handler; whom it asks to *do* it is no part of what it is asked for."""
+    """The handler; *do* has the effect, and is not part of the fingerprint."""
 
     async def handle():
         operation = current_operation()

@@ -1,6 +1,6 @@
 """Every fault at every point under every recovery, on real stores: what the docs promise (L5, L6).
 
-A sample by default, in which every two things meet; all of it with `make test-faults`.
+A sample by default, with every pair of values; all of it with `make test-faults`.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from tests.faults.victims import PROCESSES, WAIT_S_MAX, Injector, Work, engine_o
 from tests.support.servers.postgres import Postgres
 from tests.support.servers.redis import Redis
 
-# How long a store that is frozen does not answer; SQLite, how long somebody else has its file.
+# How long a frozen store does not answer; on SQLite, how long another process locks its file.
 FROZEN_S = 1.0
 
 _NUMBERS = itertools.count()
@@ -71,7 +71,7 @@ def test_every_cell_ends_as_the_table_says(cell, tmp_path):
     try:
         if cell.fault.startswith("store"):
             assert ours.poll(WAIT_S_MAX)
-            trouble(cell, place, ours)
+            strike_store(cell, place, ours)
         if cell.fault == "freeze":
             wait_until_stopped(victim.pid)
             retry(cell, place)
@@ -88,8 +88,8 @@ def test_every_cell_ends_as_the_table_says(cell, tmp_path):
     assert Outcome(place.effects(cell.recovery), end) == cell.outcome
 
 
-def trouble(cell, place, line):
-    """What happens to the store when the victim has reached the point."""
+def strike_store(cell, place, line):
+    """Freeze or kill the store, now that the victim has reached the point."""
     if cell.store == "SQLite":
         with closing(sqlite3.connect(place.path)) as connection:
             connection.execute("begin immediate")
@@ -125,7 +125,7 @@ def wait_until_stopped(pid):
 
 
 def retry_meanwhile(cell, place, line):
-    """The store is back, and the victim stays in its handler until the retry has met it."""
+    """Retry while the store is back and the victim stays in its handler."""
     words: queue.Queue[str] = queue.Queue()
     with ThreadPoolExecutor(1) as client:
         asked = client.submit(retry, cell, place, words.put)
@@ -146,13 +146,13 @@ def met(cells, *fields):
 
 
 @pytest.mark.parametrize("fields", [*itertools.combinations(Cell._fields, 2)], ids="-".join)
-def test_in_the_sample_every_two_things_meet(fields):
-    """L5, L6: every fault meets every recovery, every point, every store, and so on."""
+def test_the_sample_has_every_pair_of_values(fields):
+    """L5, L6: every fault with every recovery, every point, every store, and so on."""
     assert set(met(sample(all_cells()), *fields)) == set(met(all_cells(), *fields))
 
 
 def test_the_sample_is_small_and_spread_evenly():
-    """V2: so that nobody is tempted to leave it out."""
+    """V2: so that it can run with all other tests."""
     taken = sample(all_cells())
     assert 40 <= len(taken) <= 50
     for field, names in {"store": STORES, "code": CODE}.items():
@@ -162,8 +162,8 @@ def test_the_sample_is_small_and_spread_evenly():
 
 @pytest.mark.parametrize("recovery", RECOVERIES)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_only_what_cannot_be_is_not_in_the_matrix(fault, recovery):
-    """L5: and that is what the documentation says."""
+def test_only_impossible_combinations_are_not_in_the_matrix(fault, recovery):
+    """L5: as documented."""
     found = {(c.store, c.code) for c in all_cells() if (c.fault, c.recovery) == (fault, recovery)}
     stores, code = set(STORES), set(CODE)
     if fault == "store killed" or (fault, recovery) == ("store frozen", "transaction"):
@@ -178,7 +178,7 @@ def test_only_what_cannot_be_is_not_in_the_matrix(fault, recovery):
 @pytest.mark.parametrize("store", ["PostgreSQL", "Redis"])
 @pytest.mark.parametrize("fault", ["exception", "kill"])
 def test_async_victims_use_the_native_backend_of_their_store(fault, store, tmp_path):
-    """D2: what is struck is what runs in production."""
+    """D2: the faults strike the code that runs in production."""
     cell = Cell(fault, "before response", "retry", store, "async", "afterwards")
     place = place_of(store, tmp_path)
 

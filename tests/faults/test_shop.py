@@ -1,9 +1,9 @@
 """The shop of `examples/shop`, under load over HTTP, is killed in a loop: its ledger is exact.
 
-Uvicorn serves it in two processes. One of them is killed, and another takes its place; some die by
-their own hand at a named point, so that it is certain that they were struck in the middle of it,
-and some from outside at any moment. Clients ask again until they know. What must be in the ledger
-of the provider, which is outside of the system, is one payment for each order (L5, L6, L7, L9).
+Uvicorn serves it in two processes. One of them is killed, and another takes its place. Some kill
+themselves at a named point, so that they certainly die in the middle of an operation, and the test
+kills others at any moment. Clients retry until they have an answer. The ledger of the provider,
+which is outside of the system, must have one payment for each order (L5, L6, L7, L9).
 """
 
 import asyncio
@@ -24,11 +24,11 @@ from coatcheck.core.record import COMPLETED, IN_DOUBT
 from coatcheck.stores import Query
 from tests.faults.cells import IS_ALL
 from tests.faults.outcomes import RECOVERIES, STORES, is_run
-from tests.faults.shop_processes import Death, Street
+from tests.faults.shop_processes import Death, Deployment
 from tests.faults.test_matrix import place_of
 from tests.faults.victims import WAIT_S_MAX
 
-# Where each recovery is shown, and who is paid there.
+# The route of each recovery, and the service that is paid there.
 ROUTES = {
     "retry": ("/cards", "cards"),
     "reconcile": ("/transfers", "bank"),
@@ -37,7 +37,7 @@ ROUTES = {
     "steps": ("/baskets", "bank"),
 }
 JSON = [("content-type", "application/json")]
-# Where servers kill themselves; in transaction mode the store is not the one who is asked.
+# Where servers kill themselves; in transaction mode the store sees no claim.
 POINTS = ("after claim", "after effect", "after complete")
 POINTS_OF = {
     "transaction": ("after effect", "after effect", "before response"),
@@ -47,15 +47,15 @@ ROUNDS = 4 if IS_ALL else 1
 CLIENTS = 8
 # Each third order is sent twice at the same time.
 TWINS_EVERY = 3
-# How long all is well until the next is killed, at most.
-PEACE_S_MAX = 0.2
-# 50 ms until a client asks again: often enough to meet whoever takes over, too.
-PAUSE_S = 0.05
+# The longest pause until the next server is killed.
+PAUSE_S_MAX = 0.2
+# 50 ms until a client retries: often enough to find the operation taken over.
+RETRY_PAUSE_S = 0.05
 SEED = 7
 
 
 def deaths_of(recovery):
-    """At each point, and not at the first order."""
+    """One death at each point, and not at the first order."""
     points = POINTS_OF.get(recovery, POINTS) * ROUNDS
     return [Death(point, number % 3 + 2) for number, point in enumerate(points)]
 
@@ -63,8 +63,8 @@ def deaths_of(recovery):
 class Customers:
     """Clients who order for as long as servers are killed, and ask until each order has an end."""
 
-    def __init__(self, street, path):
-        self._street = street
+    def __init__(self, deployment, path):
+        self._deployment = deployment
         self._path = path
         self._numbers = itertools.count(1)
         self._is_over = False
@@ -80,29 +80,29 @@ class Customers:
             self._is_over = True
 
     async def ask_again(self):
-        """For what was in doubt."""
+        """Retry what was in doubt."""
         again, self.doubts = [*self.doubts], {}
         async with self.client() as self._http:
             await asyncio.gather(*(self._ask(number) for number in again))
 
     def client(self):
-        """A connection for each request: else who was there first would be asked for ever."""
+        """A connection for each request: one that is kept would always reach the same server."""
         return httpx.AsyncClient(
-            base_url=f"http://127.0.0.1:{self._street.port}",
+            base_url=f"http://127.0.0.1:{self._deployment.port}",
             limits=httpx.Limits(max_keepalive_connections=0),
             timeout=WAIT_S_MAX,
         )
 
     async def _kill(self, deaths):
-        """One from outside while it is at work, and who comes in its place by its own hand."""
+        """Kill one server while it works; the server in its place kills itself."""
         chance = random.Random(SEED)
-        for death, place in zip(deaths, itertools.cycle(range(Street.SERVERS)), strict=False):
-            await asyncio.sleep(chance.uniform(0, PEACE_S_MAX))
-            self._street.servers[place].kill()
-            server = self._street.replace(place, death)
+        for death, place in zip(deaths, itertools.cycle(range(Deployment.SERVERS)), strict=False):
+            await asyncio.sleep(chance.uniform(0, PAUSE_S_MAX))
+            self._deployment.servers[place].kill()
+            server = self._deployment.replace(place, death)
             await self._end_of(server)
             assert server.has_killed_itself
-            self._street.replace(place)
+            self._deployment.replace(place)
 
     async def _end_of(self, server):
         deadline = time.monotonic() + WAIT_S_MAX
@@ -111,7 +111,7 @@ class Customers:
             await asyncio.sleep(0.005)
 
     async def _order(self):
-        """One after the other; who has to ask again does so beside what is ordered next."""
+        """Place one order after the other; retries run beside the next order."""
         while not self._is_over:
             number = next(self._numbers)
             twins = 2 if number % TWINS_EVERY == 0 else 1
@@ -123,10 +123,10 @@ class Customers:
         deadline = time.monotonic() + WAIT_S_MAX
         while not await self._has_end(number):
             assert time.monotonic() < deadline, f"order {number} never ends"
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(RETRY_PAUSE_S)
 
     async def _has_end(self, number):
-        """Ask once: whether there is an answer, or nobody knows."""
+        """Ask once; whether there is an answer, or the operation is in doubt."""
         headers = {"Idempotency-Key": f'"order-{number}"'}
         try:
             answer = await self._http.post(self._path, json=order_of(number), headers=headers)
@@ -158,22 +158,22 @@ def shops():
 def test_a_shop_that_is_killed_in_a_loop_keeps_an_exact_ledger(store, recovery, tmp_path):
     """L5, L6, L7, L9: every order is paid for once, and what is in doubt is seen and resolved."""
     place, (path, desk) = place_of(store, tmp_path), ROUTES[recovery]
-    with closing(Street(place.url, place.ledger, recovery)) as street:
-        customers = Customers(street, path)
+    with closing(Deployment(place.url, place.ledger, recovery)) as deployment:
+        customers = Customers(deployment, path)
         asyncio.run(customers.run(deaths_of(recovery)))
         attempts = check_records(place, customers, recovery)
         resolve(place, customers, desk)
         asyncio.run(customers.ask_again())
     assert not customers.doubts
     check_ledger(place, customers, recovery)
-    # Else nobody was struck in the middle, and nothing is shown. (A transaction leaves no trace:
-    # there it is shown by those who have killed themselves.)
+    # Otherwise no server died in the middle, and the test shows nothing. A transaction leaves no
+    # trace: there, the servers that killed themselves show it.
     assert customers.failures
     assert attempts > 1 or recovery in ("manual", "transaction")
 
 
 def check_records(place, customers, recovery):
-    """Nothing is stuck: what did not end is in doubt, where people see it. The most attempts."""
+    """Nothing is stuck: what did not end is visibly in doubt. Returns the most attempts."""
     with Engine(place.url) as engine:
         records = engine.store.find(Query(limit=100_000)).records
     numbers = customers.answers.keys() | customers.doubts.keys()
@@ -186,7 +186,7 @@ def check_records(place, customers, recovery):
 
 
 def resolve(place, customers, desk):
-    """A person looks at the roll of paper, and says so."""
+    """An operator reads the roll of paper, and resolves what is in doubt."""
     receipts = {number: receipt for receipt, number, _ in paid(place, desk)} if desk else {}
     with Engine(place.url) as engine:
         for number, reference in customers.doubts.items():
@@ -198,15 +198,15 @@ def resolve(place, customers, desk):
 
 
 def check_ledger(place, customers, recovery):
-    """One payment for each order, and its receipt is what its client was told."""
+    """One payment for each order, and its client has its receipt."""
     _, desk = ROUTES[recovery]
     rows = paid(place, desk)
     assert Counter(number for _, number, _ in rows) == Counter(customers.answers.keys())
     assert [row for row in rows if row[2] != order_of(row[1])["cents"]] == []
-    told = {
+    receipts = {
         number: [json.loads(one)["receipt"] for one in a] for number, a in customers.answers.items()
     }
-    assert told == {number: [receipt] for receipt, number, _ in rows}
+    assert receipts == {number: [receipt] for receipt, number, _ in rows}
     if recovery == "steps":
         sent = Counter(number for _, number, _ in paid(place, "parcels"))
         assert sent == Counter(customers.answers.keys())

@@ -1,4 +1,4 @@
-"""What meets a fault in a process of its own, and its retry; each in sync and in async code.
+"""The process that a fault strikes, and its retry; each in sync and in async code.
 
 Effects are counted outside of the system: as lines of a file, and in transaction mode as rows of
 the application's own table. Every store is reached as it is in production: from an event loop over
@@ -46,7 +46,7 @@ PROCESSES.set_forkserver_preload(
 )
 # 1 s: long enough that a busy machine renews in time, short enough to be waited for.
 LEASE = "1s"
-# Much longer than a store is away: nobody takes over from who is alive.
+# Much longer than a store is down: no request takes over from a running attempt.
 LEASE_LONG = "60s"
 WAIT_S_MAX = 30
 
@@ -64,7 +64,7 @@ class Work:
         self.happen = self._happen if injector is None else injector.effect(self._happen)
 
     def policy(self) -> Policy:
-        """As the cell's column says."""
+        """The policy of the cell's recovery."""
         recovery, is_meanwhile = self.cell.recovery, self.cell.retry == "meanwhile"
         options: dict[str, Any] = {"lease": LEASE, "wait": "3s"}
         if is_meanwhile:
@@ -120,13 +120,13 @@ class Work:
         return done
 
     def reach(self, point: crash.Point) -> Any:
-        """A point in the handler, where it is not seen in the store; who is cancelled ends here."""
+        """A point in the handler, where it is not seen in the store; a cancelled handler ends here."""
         if self.injector is not None and not self.injector.is_in_store:
             self.injector.reach(point)
         return self.stay(point)
 
     def stay(self, point: crash.Point) -> Any:
-        """Where the retry comes meanwhile: stay at the point until it is there."""
+        """If the retry comes meanwhile, stay at the point until it is there."""
         if self.injector is None or self.cell.retry != "meanwhile" or point != self.cell.point:
             return None
         wait = self.injector.wait
@@ -137,7 +137,7 @@ class Work:
 
 
 class Injector(crash.Injector):
-    """The fault of *cell*, at its point; what happens to the store is the parent's to do."""
+    """The fault of *cell*, at its point; the parent freezes or kills the store."""
 
     def __init__(self, cell: Cell, line: Connection) -> None:
         faults: dict[str, Callable[[], object]] = {
@@ -150,7 +150,7 @@ class Injector(crash.Injector):
             "store frozen": self._ask_parent,
         }
         super().__init__(cell.point, faults[cell.fault])
-        # Its points are seen in the store, or else in the handler.
+        # Its points are seen in the store; otherwise in the handler.
         self.is_in_store = cell.fault in ("kill", "freeze") and cell.recovery != "transaction"
         self._line = line
 
@@ -159,7 +159,7 @@ class Injector(crash.Injector):
         self.wait()
 
     def wait(self) -> None:
-        """Until the parent says a word."""
+        """Wait for a message of the parent."""
         assert self._line.poll(WAIT_S_MAX)
         self._line.recv()
 
@@ -184,8 +184,8 @@ class _Around:
         if any(crash._is_claim(swap) for swap in swaps):
             self._injector.reach("before claim")
         lost = await self._store.swap(swaps)
-        for swap, standing in zip(swaps, lost, strict=True):
-            if standing is None:
+        for swap, conflict in zip(swaps, lost, strict=True):
+            if conflict is None:
                 self.blocking._reach_after(swap)  # type: ignore[attr-defined] # it is crash's own
         return lost
 
@@ -199,8 +199,8 @@ def suffer(cell: Cell, place: Place, line: Connection) -> None:
     try:
         _play(cell, _suffer(Work(cell, place, injector)))
     except (crash.Injected, asyncio.CancelledError, ClaimLost):
-        pass  # of these its client knows; and who was stopped learns that it has lost its claim
-    except Exception:  # its client is told of an outage, and asks again
+        pass  # its client gets these; a process that was stopped finds that it has lost its claim
+    except Exception:  # its client gets a 503, and asks again
         if not cell.fault.startswith("store"):
             raise
     assert injector.has_struck, "the point was never reached, and nothing is shown"
@@ -217,7 +217,7 @@ def _suffer(work: Work) -> Script[str]:
         if cell.fault == "client gone":
             yield _hang_up(engine, work, injector)
             return ""
-        if cell.fault.startswith("store"):  # it is not the first who asks for anything
+        if cell.fault.startswith("store"):  # so that the connections are open already
             yield engine.run("k", _nothing(cell), scope="before")
         if not injector.is_in_store:
             injector.reach("before claim")
@@ -263,7 +263,7 @@ async def _hang_up(engine: AsyncEngine, work: Work, injector: Injector) -> None:
     with suppress(asyncio.CancelledError):
         await REQUESTS[0]
     async with asyncio.timeout(WAIT_S_MAX):
-        await asyncio.gather(*(visit.task for visit in RUNNING_EXCHANGES if visit.task is not None))
+        await asyncio.gather(*(one.task for one in RUNNING_EXCHANGES if one.task is not None))
 
 
 def _guarded(engine: AsyncEngine, work: Work) -> Any:
@@ -276,8 +276,8 @@ def _guarded(engine: AsyncEngine, work: Work) -> Any:
 
 
 async def _ask(app: Any, injector: Injector | None = None) -> str:
-    """The body of the answer; it is claimed when the body of the request is there."""
-    said: list[Any] = []
+    """The body of the answer; the claim follows when the body of the request is there."""
+    sent: list[Any] = []
     headers = [(b"idempotency-key", b"k")]
     scope = {"type": "http", "method": "POST", "path": "/", "headers": headers}
 
@@ -288,34 +288,34 @@ async def _ask(app: Any, injector: Injector | None = None) -> str:
         return {"type": "http.request", "body": b""}
 
     async def send(message: Any) -> None:
-        said.append(message)
+        sent.append(message)
 
     await app(scope, receive, send)
-    return str(said[1]["body"].decode())
+    return str(sent[1]["body"].decode())
 
 
 # -------------------------------------------------------------------------------------- the retry
 
 
-# Who wants to know what a client is refused with meanwhile.
-Told = Callable[[str], object] | None
+# Called with each refusal that the client gets meanwhile.
+OnRefused = Callable[[str], object] | None
 
 
-def retry(cell: Cell, place: Place, told: Told = None) -> str:
+def retry(cell: Cell, place: Place, on_refused: OnRefused = None) -> str:
     """
-    A client that asks until it has a final answer, or knows that nobody knows.
+    A client that asks until it has a final answer, or the operation is in doubt.
 
-    In transaction mode somebody may hold the row, and be asleep; then it is "busy", unless
-    somebody is *told* of every refusal and sees to it that there is an end.
+    In transaction mode a frozen process may hold the row. Then the result is "busy", unless
+    *on_refused* is there, which gets every refusal and lets that process go on.
     """
     try:
-        return _play(cell, _retry(Work(cell, place), told))
-    except StoreUnavailable:  # SQLite cannot even be opened while a transaction is asleep
+        return _play(cell, _retry(Work(cell, place), on_refused))
+    except StoreUnavailable:  # SQLite cannot even be opened while a frozen process holds its lock
         assert cell.recovery == "transaction"
         return "busy"
 
 
-def _retry(work: Work, told: Told) -> Script[str]:
+def _retry(work: Work, on_refused: OnRefused) -> Script[str]:
     engine, deadline = engine_of(work), time.monotonic() + WAIT_S_MAX
     try:
         while True:
@@ -325,8 +325,8 @@ def _retry(work: Work, told: Told) -> Script[str]:
                 return "in doubt"
             except (KeyBusy, StoreUnavailable) as refusal:
                 assert time.monotonic() < deadline, "it never ends"
-                if told is not None:
-                    told(type(refusal).__name__)
+                if on_refused is not None:
+                    on_refused(type(refusal).__name__)
                 elif work.cell.recovery == "transaction":
                     return "busy"
             else:

@@ -1,14 +1,20 @@
 """The simulation: long random schedules of the whole protocol, each made from one number.
 
-The complement of `tests/explore`: that visits every state of small worlds, this one walks at
-random through large ones. It runs production's engine: `engine` has its attempts, heartbeat, steps
-and recovery, and `runner` performs the effects of their flows in virtual time. `world` is that time
-and a scheduler; `store` a store whose messages are lost, late or doubled, and which goes away and
-comes back; `process` a machine with a clock of its own and an engine on it; `driver` a door, from
-begin to complete or fail; `transactions` the connections of transaction mode, on the `database`.
-`handlers` is what applications do, and `downstream` the ledger outside that counts their effects:
-`stepping` are handlers with steps, `long_work` those that defer to a queue; `people` decide what is
-in doubt. `weather` is what goes wrong, `schedule` draws all of it from a seed, and `rules` are the
-promises, those of the `middle` among them. `__main__` runs as many as you like, and shows one with
-everything that happened (`trace`).
+`tests/explore` visits every state of small worlds; this walks at random through large ones. It runs
+production's engine: its attempts, heartbeat, steps and recovery.
+
+    world          virtual time and a scheduler
+    process        a machine with a clock of its own, and an engine on it
+    engine         production's engine, with its I/O in virtual time
+    runner         performs the effects of production's flows
+    served         a request in a process, from `begin` to `complete` or `fail`
+    store          a store whose messages are lost, late or doubled, and which fails and comes back
+    transactions   connections for transaction mode, on the `database`
+    handlers       what applications do: with steps (`stepping`), or deferring (`deferred_work`)
+    downstream     what handlers change outside of the system, counted
+    operators      decide what is in doubt
+    faults         what goes wrong, and how often
+    schedule       draws all of it from a seed
+    rules          the promises, with `progress_rules`
+    runs, trace    many schedules; one of them with everything that happened
 """

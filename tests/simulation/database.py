@@ -10,8 +10,8 @@ from coatcheck.core.record import Record, Swap
 from coatcheck.transactions.errors import ErrorKind
 
 from .downstream import Downstream
+from .faults import Broken
 from .store import SimulatedStore
-from .weather import Broken
 from .world import Host, World
 
 
@@ -23,11 +23,11 @@ class Transaction:
         self.host = host
         self.claim: Record | None = None  # while it is open
         self.effects: list[bytes] = []
-        self.is_savepoint_gone = False
+        self.is_over = False
 
 
 class Database:
-    """Who has locked which row; the records and the ledger are the store's and downstream's own."""
+    """Which transaction has locked which row; records are in the store, effects downstream."""
 
     def __init__(
         self, world: World, store: SimulatedStore, downstream: Downstream, broken: Broken
@@ -40,9 +40,7 @@ class Database:
 
     def claim(self, transaction: Transaction, swap: Swap) -> ErrorKind | None:
         """Make the claim *swap*; else its row is held by another that is open, or taken."""
-        if (
-            transaction.is_savepoint_gone or not transaction.host.is_alive
-        ):  # the connection is closed
+        if transaction.is_over or not transaction.host.is_alive:  # the connection is closed
             return ErrorKind.LOCKED
         if swap.id in self._open and self.broken.rows_are_locked:
             return ErrorKind.LOCKED
@@ -73,12 +71,12 @@ class Database:
 
     def abort(self, transaction: Transaction) -> None:
         """Nothing of it has happened."""
-        if not transaction.is_savepoint_gone:
+        if not transaction.is_over:
             self.world.happened(transaction.owner, "rolls back")
             self._end(transaction)
 
     def _end(self, transaction: Transaction) -> None:
-        transaction.is_savepoint_gone = True
+        transaction.is_over = True
         claim, transaction.claim = transaction.claim, None
         if claim is not None and self._open.get(claim.id) is transaction:
             del self._open[claim.id]
@@ -87,7 +85,7 @@ class Database:
         """*host* is gone; its connections are found dead after a while."""
         for transaction in list(self._open.values()):
             if transaction.host is host:
-                self.world.later(self.store.weather.timeout_ms, self.abort, transaction)
+                self.world.later(self.store.faults.timeout_ms, self.abort, transaction)
 
     def restart(self) -> None:
         """No transaction outlives it."""

@@ -1,8 +1,8 @@
 """The downstream: what handlers change outside of the system, and the ledger that counts it.
 
-Three kinds, as they are found in the world. A plain one does what it is told, each time. One that
+Three kinds, as they are found in the world. A plain one acts on each call. One that
 fences remembers the highest fence it was shown, by an effect or by a question, and refuses lower
-ones (`operation.fence`). One that deduplicates does what it is told once for each key, and gives
+ones (`operation.fence`). One that deduplicates acts once for each key, and gives
 the first answer again (`operation.derive`).
 """
 
@@ -16,7 +16,7 @@ from coatcheck.core.record import Record
 from .world import World
 
 # One operation, from its first claim until its window is over.
-Life: TypeAlias = tuple[bytes, int]
+Generation: TypeAlias = tuple[bytes, int]
 
 
 class Effect(NamedTuple):
@@ -24,28 +24,26 @@ class Effect(NamedTuple):
 
     response: bytes
     attempt: int
-    is_late: (
-        bool  # somebody had asked already whether it happened, and a later attempt relies on it
-    )
+    is_late: bool  # a later attempt had asked already whether it happened, and relies on the answer
 
 
-def life_of(record: Record) -> Life:
-    """The life that *record* is part of."""
+def generation_of(record: Record) -> Generation:
+    """The generation that *record* is part of."""
     return (record.id, record.created_ms)
 
 
 class Downstream:
-    """What happened, by life."""
+    """What happened, by generation."""
 
     def __init__(self, world: World, *, fences: bool = False, deduplicates: bool = False) -> None:
-        self.effects: defaultdict[Life, list[Effect]] = defaultdict(list)
+        self.effects: defaultdict[Generation, list[Effect]] = defaultdict(list)
         self._world = world
         self._fences = fences
         self._deduplicates = deduplicates
         self._fence_of: dict[bytes, int] = {}
         self._answer_to: dict[str, bytes] = {}
-        self._asked_by: dict[Life, int] = {}
-        self._asked_ms: dict[Life, float] = {}
+        self._asked_by: dict[Generation, int] = {}
+        self._asked_ms: dict[Generation, float] = {}
 
     def charge(self, claim: Record, key: str, response: bytes, sent_ms: float) -> bytes | None:
         """Do it, for the attempt that *claim* names. The answer; None: it is refused."""
@@ -62,21 +60,21 @@ class Downstream:
 
     def add(self, claim: Record, response: bytes, sent_ms: float | None = None) -> None:
         """It has happened; it was on its way since *sent_ms*, or not at all."""
-        life = life_of(claim)
-        is_late = self._asked_by.get(life, 0) > claim.attempt
-        if sent_ms is not None and self._asked_ms.get(life, 0) > sent_ms:
+        generation = generation_of(claim)
+        is_late = self._asked_by.get(generation, 0) > claim.attempt
+        if sent_ms is not None and self._asked_ms.get(generation, 0) > sent_ms:
             is_late = True
-        self.effects[life].append(Effect(response, claim.attempt, is_late))
+        self.effects[generation].append(Effect(response, claim.attempt, is_late))
         self._world.happened("downstream", "a late effect" if is_late else "an effect", claim)
 
     def ask(self, claim: Record) -> bytes | None:
-        """What happened in this life, asked by the attempt that *claim* names; None: nothing."""
-        life = life_of(claim)
-        self._asked_by[life] = max(claim.attempt, self._asked_by.get(life, 0))
-        self._asked_ms[life] = self._world.now_ms
+        """What happened in this generation, asked by the attempt of *claim*; None: nothing."""
+        generation = generation_of(claim)
+        self._asked_by[generation] = max(claim.attempt, self._asked_by.get(generation, 0))
+        self._asked_ms[generation] = self._world.now_ms
         if self._fences:
             self._is_newest(claim)
-        return self.effects[life][0].response if life in self.effects else None
+        return self.effects[generation][0].response if generation in self.effects else None
 
     def _is_newest(self, claim: Record) -> bool:
         """Remember its fence, unless a higher one was shown."""

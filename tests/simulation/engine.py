@@ -18,6 +18,7 @@ from coatcheck.core.lifecycle import ClaimRequest, Refuse, Replay
 from coatcheck.core.policy import Policy
 from coatcheck.core.record import Record, Swap, is_same_write
 from coatcheck.engine import attempts as attempts_module
+from coatcheck.engine import clock as clock_module
 from coatcheck.engine import recovery as recovery_module
 from coatcheck.engine import steps as steps_module
 from coatcheck.engine.attempts import Attempts
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from .process import Process
 
 # Production polls as often as is right for leases of this length; longer ones are polled less
-# often here, so that a schedule costs the same whatever its lease.
+# often here, so that a schedule costs the same with any lease.
 POLLED_LEASE_MS = 1_000
 
 
@@ -92,7 +93,7 @@ class SimulatedHeartbeat(Heartbeat):
         )
         self._process = process
         self._wake: Any = Waiter(process.world, "")
-        self._runner = Runner(process, lambda _swap: f"heart of {process}")
+        self._runner = Runner(process, lambda _swap: f"heartbeat of {process}")
 
     def start(self) -> None:
         """Tick from now on, for as long as there is anything to do."""
@@ -104,7 +105,7 @@ class SimulatedHeartbeat(Heartbeat):
         """Write the *completion* of *lease* as soon as the store is back."""
         if self._process.is_alive:  # else its tasks are only being thrown away
             self._process.world.happened(
-                self._process, "leaves an end to the heart", completion.record
+                self._process, "leaves its completion to the heartbeat", completion.record
             )
             super().schedule_completion(lease, completion)
 
@@ -116,7 +117,7 @@ class SimulatedHeartbeat(Heartbeat):
                 try:
                     yield from part()
                 except StoreUnavailable:
-                    self._process.world.happened(self._process, "a beat fails")
+                    self._process.world.happened(self._process, "a heartbeat fails")
             pause_s = self._pause_s()
         self._thread = None
 
@@ -160,7 +161,7 @@ class SimulatedAttempts(Attempts):
 
     def _writer_of(self, swap: Swap) -> object:
         assert swap.record is not None  # a step deletes nothing
-        return self.process.visits.get(swap.record.nonce)
+        return self.process.served.get(swap.record.nonce)
 
     def request_for(self, record: Record) -> ClaimRequest:
         """A request for the operation of *record* itself."""
@@ -187,7 +188,7 @@ class SimulatedAttempts(Attempts):
         return super().after_write(swap, conflict)
 
     def _is_within_quota(self, _request: ClaimRequest, _policy: Policy) -> bool:
-        return not self.process.world.chance(self.process.setting.store.weather.crowded)
+        return not self.process.world.chance(self.process.setting.store.faults.crowded)
 
     def _poll_pauses_s(self, id: bytes) -> Iterator[float]:
         scale = self.process.setting.policy.lease_ms / POLLED_LEASE_MS
@@ -201,14 +202,19 @@ def _ask(call: ReconcileCall) -> Any:
 
 @contextmanager
 def machine_clocks(world: World) -> Iterator[None]:
-    """Whatever production reads from `time.monotonic` is the clock of the machine that runs it."""
+    """Have production read the clock of the simulated machine that runs it."""
 
     def monotonic() -> float:
         now_s: float = world.running.local_s()
         return now_s
 
+    def local_ms() -> int:
+        now_ms: int = world.running.clock.local_ms()
+        return now_ms
+
     time, retry = SimpleNamespace(monotonic=monotonic), partial(WriteRetry, clock=monotonic)
     patches: list[tuple[Any, str, Any]] = [
+        (clock_module, "local_ms", local_ms),
         *((module, "time", time) for module in (attempts_module, steps_module)),
         *((m, "WriteRetry", retry) for m in (attempts_module, steps_module, recovery_module)),
     ]

@@ -2,7 +2,7 @@
 
 A handler thinks, has its effect downstream, thinks again and answers. It may fail before, saying
 so, or in the middle of it; and what it sent may arrive long after it has failed, or died. Those
-with steps are in `stepping`, and those that hand over in `long_work`.
+with steps are in `stepping`, and those that defer in `deferred_work`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from coatcheck.core.response import Response, encode_value
 from coatcheck.operation import DidNotHappen, Happened, Operation, Unknown
 
 from .downstream import Downstream
-from .weather import Broken, Weather
+from .faults import Broken, Faults
 from .world import Pause, Resume, World
 
 Ended: TypeAlias = Generator[Pause, Any, Outcome]
@@ -44,16 +44,16 @@ class Handlers:
         self.policy = policy
         self.downstream = downstream
         self.broken = broken
-        self.weather = Weather(0.0, 0.0)
+        self.faults = Faults(0.0, 0.0)
 
     def execute(self, claim: Record, charge: Charge | None = None) -> Ended:
         """Run the handler for *claim*, with its effect by *charge*."""
-        world, weather = self.world, self.weather
+        world, faults = self.world, self.faults
         if (refusal := (yield from self.begin(claim))) is not None:
             return refusal
-        fails_late = world.chance(weather.fails_late)
+        fails_late = world.chance(faults.fails_late)
         if fails_late and world.chance(0.3):
-            raise HandlerError("before its effect, but who knows")
+            raise HandlerError("before its effect, but the client does not know")
         response = b"by %d for %s" % (claim.nonce, claim.fingerprint)
         response = yield from (charge or self.charge)(claim, response)
         yield self.thought_ms()
@@ -62,14 +62,14 @@ class Handlers:
             if world.chance(0.5):
                 raise HandlerError("after its effect")
             return self.answered(503, b"sorry")
-        if world.chance(weather.not_kept):
+        if world.chance(faults.not_kept):
             return Outcome(OutcomeKind.COMPLETE, None)
         return self.answered(201, response)
 
     def begin(self, claim: Record) -> Generator[Pause, Any, Outcome | None]:
         """Think, and perhaps refuse, before anything has happened."""
         yield self.thought_ms()
-        if not self.world.chance(self.weather.fails_early):
+        if not self.world.chance(self.faults.fails_early):
             return None
         self.world.happened("handler", "refuses", claim)
         return self.answered(self.world.random.choice((429, 401)), b"not now")
@@ -81,7 +81,7 @@ class Handlers:
         yield self.delay_ms()
         response = self.downstream.ask(claim)
         yield self.delay_ms()
-        if world.chance(self.weather.fails_late):
+        if world.chance(self.faults.fails_late):
             world.happened("reconciler", "does not know", claim)
             return Unknown()
         if response is None or not self.broken.reconciler_tells_the_truth:
@@ -101,16 +101,16 @@ class Handlers:
         return answer
 
     def _send(self, ledger: Downstream, claim: Record, response: bytes, resume: Resume) -> None:
-        world, weather = self.world, self.weather
+        world, faults = self.world, self.faults
         name = "charge" if self.broken.keys_are_derived else f"charge {claim.attempt}"
         key = Operation(claim, self.policy).derive(name)
         act = functools.partial(ledger.charge, claim, key, response, world.now_ms)
-        if world.chance(weather.fails_late / 2):  # it arrives late, or never
+        if world.chance(faults.fails_late / 2):  # it arrives late, or never
             world.happened("downstream", "does not answer", claim)
             if world.chance(0.7):
-                late_ms = weather.timeout_ms + world.between(0, weather.late_ms_max)
+                late_ms = faults.timeout_ms + world.between(0, faults.late_ms_max)
                 world.later(late_ms, act)
-            world.later(weather.timeout_ms, resume, None, HandlerError("no answer"))
+            world.later(faults.timeout_ms, resume, None, HandlerError("no answer"))
         else:
             world.later(self.delay_ms(), self._arrive, act, resume)
 
@@ -133,4 +133,4 @@ class Handlers:
 
     def delay_ms(self) -> float:
         """How long a message to downstream takes, or its answer."""
-        return self.weather.latency_ms * self.world.between(0.5, 2)
+        return self.faults.latency_ms * self.world.between(0.5, 2)

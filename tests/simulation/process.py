@@ -1,4 +1,4 @@
-"""A process: a machine with a clock of its own, and the engine that serves visits on it."""
+"""A process: a machine with a clock of its own, and the engine that serves requests on it."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from coatcheck.core.keep import Outcome
 from coatcheck.core.lifecycle import Answer
 from coatcheck.core.policy import Policy
 from coatcheck.core.record import IN_DOUBT, RUNNING, Record
-from coatcheck.engine.clock import LOOK_EVERY_MS
+from coatcheck.engine.clock import StoreClock
 from coatcheck.engine.recovery import Recovery
 from coatcheck.errors import StoreUnavailable
 from coatcheck.operation import Operation
 
 from .database import Database
-from .driver import LABEL, Visit
 from .engine import SimulatedAttempts
+from .faults import Broken
 from .handlers import Handlers
 from .rules import Rules
+from .served import LABEL, ServedRequest
 from .store import EPOCH_MS, SimulatedStore
-from .weather import Broken
 from .world import Body, Host, Pause, World
 
 # One in a thousand: twenty times what quartz does, so that it shows.
 DRIFT_MAX = 0.001
-# How wrong a machine's own idea of the time may be; nobody uses it, unless that is broken.
+# How wrong a machine's own time may be; it is used only if that part is broken.
 WALL_CLOCK_LEASES_MAX = 3.0
 
 
-# How often the application is asked about what stays in doubt: often, because storms are short.
+# How often the application is asked about what stays in doubt: often, because faults are short.
 RECOVER_EVERY_LEASES = 0.1
 
 
@@ -47,18 +47,17 @@ class Setting:
     broken: Broken
     strike: Callable[[Process], object]  # called when a process begins to execute
     # What the application does when it is executed.
-    handle: Callable[[Visit, Record, Operation], Generator[Pause, Any, Outcome]]
+    handle: Callable[[ServedRequest, Record, Operation], Generator[Pause, Any, Outcome]]
 
 
-class Clock:
-    """`engine.clock.StoreClock`, on a machine whose time begins anywhere and does not run true."""
+class Clock(StoreClock):
+    """Production's clock, on a machine whose time begins anywhere and does not run true."""
 
     def __init__(self, world: World, lease_ms: int, *, is_looking: bool) -> None:
+        super().__init__(cast("Any", None))
         self._world = world
         self._start_ms = world.between(0, 1e9)
         self._rate = 1 + world.between(-DRIFT_MAX, DRIFT_MAX)
-        self._looked_ms: int | None = None
-        self._offset_ms = 0
         self._is_looking = is_looking
         self.is_running = True  # it has never stood still
         if not is_looking:
@@ -69,21 +68,12 @@ class Clock:
         """This machine's monotonic clock."""
         return int(self._start_ms + self._world.now_ms * self._rate)
 
-    def now_ms(self) -> int:
-        """The store's time, as this process knows it."""
-        return self.local_ms() + self._offset_ms
+    def _now_ms(self) -> int:
+        return self.local_ms() + self._offset_ms  # also for tasks that are thrown away
 
     def is_due(self) -> bool:
-        """It is time to look at the store's clock."""
-        if not self._is_looking:
-            return False
-        return self._looked_ms is None or self.local_ms() - self._looked_ms >= LOOK_EVERY_MS
-
-    def set(self, asked_ms: int, store_ms: int) -> None:
-        """Learn that the store said *store_ms* when asked at *asked_ms*."""
-        answered_ms = self.local_ms()
-        self._offset_ms = store_ms - (asked_ms + answered_ms) // 2
-        self._looked_ms = answered_ms
+        """The store's clock must be read again."""
+        return self._is_looking and super().is_due()
 
     def stand_still(self, duration_ms: float) -> None:
         """The machine was suspended: its clock did not go on meanwhile."""
@@ -100,8 +90,8 @@ class Process(Host):
         is_looking = setting.broken.engine_asks_the_store_for_the_time
         self.clock = Clock(world, setting.policy.lease_ms, is_looking=is_looking)
         self.is_asking_the_time = False
-        self.visits: dict[int, Visit] = {}  # by the nonces of their attempts
-        self.advancing: Visit | None = None  # whose flow runs right now
+        self.served: dict[int, ServedRequest] = {}  # by the nonces of their attempts
+        self.advancing: ServedRequest | None = None  # whose flow runs right now
         self.attempts = SimulatedAttempts(self)
         self.recovery = Recovery(
             self.attempts,
@@ -111,25 +101,27 @@ class Process(Host):
         )
         self.recovery.register_function(LABEL, setting.policy)
 
-    def serve(self, id: bytes, fingerprint: bytes, tell: Callable[[Answer | None], object]) -> None:
-        """Serve a request, and *tell* its client the answer; None: an error."""
-        self.start(self._told(tell, lambda: Visit(self, id, fingerprint).run()))
+    def serve(
+        self, id: bytes, fingerprint: bytes, answer: Callable[[Answer | None], object]
+    ) -> None:
+        """Serve a request, and call *answer* with what its client gets; None: an error."""
+        self.start(self._answering(answer, lambda: ServedRequest(self, id, fingerprint).run()))
 
-    def work(self, text: str, tell: Callable[[Answer | None], object]) -> None:
-        """Do the deferred work of *text*, and *tell* the queue the answer; None: an error."""
-        self.start(self._told(tell, lambda: Visit(self, b"", b"").work(text)))
+    def work(self, text: str, answer: Callable[[Answer | None], object]) -> None:
+        """Do the deferred work of *text*, and call *answer* with the result; None: an error."""
+        self.start(self._answering(answer, lambda: ServedRequest(self, b"", b"").work(text)))
 
-    def _told(
+    def _answering(
         self,
-        tell: Callable[[Answer | None], object],
-        visit: Callable[[], Generator[Pause, Any, Answer | None]],
+        answer: Callable[[Answer | None], object],
+        served: Callable[[], Generator[Pause, Any, Answer | None]],
     ) -> Body:
         try:
             yield from self.look()
         except StoreUnavailable:
-            tell(None)
+            answer(None)
             return
-        tell((yield from visit()))
+        answer((yield from served()))
 
     def now_ms(self) -> int:
         """The time, as the engine knows it."""
@@ -147,7 +139,7 @@ class Process(Host):
             try:
                 if self.setting.broken.freezes_while_it_asks_the_time:
                     self.setting.strike(self)
-                    yield 4 * store.weather.latency_ms
+                    yield 4 * store.faults.latency_ms
                 store_ms: int = yield store.ask(store.now_ms)
             finally:
                 self.is_asking_the_time = False
@@ -177,7 +169,7 @@ class Process(Host):
             for record in found:
                 policy = recovery._policy_of(record)
                 if policy is not None and recovery._is_due(self.attempts, record, policy):
-                    yield from Visit(self, record.id, record.fingerprint).recover(policy)
+                    yield from ServedRequest(self, record.id, record.fingerprint).recover(policy)
         except StoreUnavailable:
             pass
 

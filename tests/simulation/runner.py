@@ -1,7 +1,7 @@
 """The runner: performs the effects of production's flows, each as a pause of a task.
 
-What `engine/runner.py` does in a thread or on an event loop, this does in virtual time. Whatever
-an effect waits for (the store, the clock, a function of the application) other tasks run meanwhile.
+What `engine/runner.py` does in a thread or on an event loop, this does in virtual time. While an
+effect waits for the store, the clock or a function of the application, other tasks run.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from coatcheck.engine.lease_writes import SwapAll
 from .world import Pause, Violation
 
 if TYPE_CHECKING:
-    from .driver import Visit
     from .process import Process
+    from .served import ServedRequest
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ class Crashed(BaseException):
 
 
 def _discard(flow: Flow[Any]) -> None:
-    """End *flow*; the process is dead, so whatever it still asks for is not done."""
+    """End *flow*; the process is dead, so its remaining effects are not performed."""
     with suppress(Crashed, StopIteration):
         flow.throw(Crashed())
         while True:
@@ -56,23 +56,26 @@ class Runner:
     Runs flows in one process.
 
     Args:
-        writer: who writes a record, for the rules: a visit, or the name of a background task.
-        visit: the visit that the flows belong to, if they belong to one.
+        writer: who writes a record, for the rules: a request, or the name of a background task.
+        served: the request that the flows belong to, if they belong to one.
     """
 
     def __init__(
-        self, process: Process, writer: Callable[[Swap], object], visit: Visit | None = None
+        self,
+        process: Process,
+        writer: Callable[[Swap], object],
+        served: ServedRequest | None = None,
     ) -> None:
         self._process = process
         self._writer = writer
-        self._visit = visit
+        self._served = served
 
     def run(self, flow: Flow[T]) -> Generator[Pause, Any, T]:
         """Run *flow* to its end."""
         send: Callable[[Any], Effect[Any]] = flow.send
         value: Any = None
         for _ in range(EFFECTS_MAX):
-            self._process.advancing = self._visit
+            self._process.advancing = self._served
             try:
                 effect = send(value)
             except StopIteration as stopped:
@@ -110,8 +113,8 @@ class Runner:
 
     def _swap(self, swaps: list[Swap]) -> Generator[Pause, Any, list[Record | None]]:
         store, writer = self._process.setting.store, self._writer(swaps[0])
-        if self._visit is not None:
-            self._visit.is_about_to_write(swaps[0].id)
+        if self._served is not None:
+            self._served.is_about_to_write(swaps[0].id)
         conflicts: list[Record | None] = yield store.ask(
             functools.partial(store.swap, swaps, writer)
         )

@@ -29,10 +29,10 @@ def run(seeds: Iterable[int], kind: str | None = None) -> Total:
     schedules = steps = 0
     counts: Counter[str] = Counter()
     for seed in seeds:
-        told = simulate(seed, kind=kind)
+        summary = simulate(seed, kind=kind)
         schedules += 1
-        steps += told.steps
-        counts += told.counts
+        steps += summary.steps
+        counts += summary.counts
     return Total(schedules, steps, counts)
 
 
@@ -53,7 +53,10 @@ def run_on_all_processors(first: int, schedules: int, kind: str | None = None) -
 def explained(seed: int, kind: str | None = None) -> tuple[str, bool]:
     """Everything that happens in the schedule of *seed*, and whether all promises are kept."""
     try:
-        told = simulate(seed, kind=kind, is_traced=True)
+        summary = simulate(seed, kind=kind, is_traced=True)
     except Violation as violation:
         return f"{readable(violation.trace or [])}\n\nbroken: {violation}", False
-    return f"{readable(told.trace or [])}\n\nevery promise is kept, in {told.steps} steps", True
+    return (
+        f"{readable(summary.trace or [])}\n\nevery promise is kept, in {summary.steps} steps",
+        True,
+    )

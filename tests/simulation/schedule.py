@@ -1,8 +1,8 @@
-"""A schedule: who asks for what and when, in which weather; all of it drawn from one number.
+"""A schedule: which requests come when, and what goes wrong; all of it drawn from one number.
 
-First a storm, in which clients ask, and ask again, while processes and the store come and go. Then
-the storm is over, and everything on its way arrives. In the end every key is tried once more: it
-must give its answer, or be in doubt where a person sees it; and the person's word must set it free.
+At first things go wrong: clients ask, and ask again, while processes and the store fail and come
+back. Then no more faults begin, and every message arrives. In the end every key is tried once more:
+it must give its answer, or be in doubt where an operator sees it, whose decision must set it free.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from coatcheck.core.record import IN_DOUBT, Record
 from coatcheck.engine.periodic import JITTER
 from coatcheck.operation import Operation
 
-from . import people, weather
+from . import faults, operators
 from .database import Database
+from .deferred_work import Queue, defer_work, execute
 from .downstream import Downstream
-from .driver import Visit
 from .engine import machine_clocks
+from .faults import AWAY_LEASES_MAX, SOUND, STEP_LEASES_MAX, Broken, Faults
 from .handlers import Ended, Handlers
-from .long_work import Queue, execute, hand_over
 from .process import Process, Setting
 from .rules import COUNTED, Rules
 from .runner import Doing
+from .served import ServedRequest
 from .stepping import Stepping
 from .store import SimulatedStore
-from .weather import AWAY_LEASES_MAX, SOUND, STEP_LEASES_MAX, Broken, Weather
 from .world import Body, Host, Pause, Trace, Violation, World
 
 logger = logging.getLogger("coatcheck")
@@ -42,7 +42,7 @@ RECOVERIES = {
     "reconcile": ("reconcile",),
     "fenced": ("reconcile",),
     "manual": ("manual",),
-    "handed": ("retry", "reconcile", "manual"),
+    "deferred": ("retry", "reconcile", "manual"),
     "resolved": ("reconcile", "manual"),
     "steps": ("retry", "reconcile", "manual"),
 }
@@ -50,27 +50,27 @@ RECOVERIES = {
 FINGERPRINTS = (b"same",) * 9 + (b"other",)
 # From a lease that any network can keep, to the default.
 LEASES_MS = (1_000, 7_000, 60_000)
-# The margin outlasts whatever is late: see `weather`.
+# The margin is longer than any delay: see `faults`.
 MARGIN_LEASES = 4 * AWAY_LEASES_MAX + 1
 # What is not the end of it for a client: work is done elsewhere, and a step may leave a doubt.
 LATER = {
-    "handed": ("an error, or accepted", "in-progress", "too-many-waiting"),
+    "deferred": ("an error, or accepted", "in-progress", "too-many-waiting"),
     "steps": ("an error, or accepted",),
 }
-# How long the storm lasts; the last clients come when windows and retentions are over.
-STORM_LEASES = 12.0
+# How long faults begin; the last clients come when windows and retentions are over.
+FAULTY_LEASES = 12.0
 LATE_LEASES = 60.0
-# The shortest is shorter than work that is handed over may take, so that it would never be seen.
-WINDOWS_LEASES = (2.0, 6.0, 2 * STORM_LEASES)
+# The shortest is shorter than deferred work may take, so that it would never be seen.
+WINDOWS_LEASES = (2.0, 6.0, 2 * FAULTY_LEASES)
 SWEEPS = 4
 ROUNDS = 4  # of the background reconciler
-PEOPLE = 16
+OPERATORS = 16
 PATIENCE_LEASES = 3 * AWAY_LEASES_MAX
-# How often a key is tried in the end, where a worker has to be waited for, or a person is needed.
+# How often a key is tried in the end, if it waits for a worker or needs an operator.
 TRIES = 24
 
 
-class Told(NamedTuple):
+class Summary(NamedTuple):
     """How much a schedule was, and what happened in it."""
 
     steps: int
@@ -80,7 +80,7 @@ class Told(NamedTuple):
 
 def simulate(
     seed: int, *, kind: str | None = None, broken: Broken = SOUND, is_traced: bool = False
-) -> Told:
+) -> Summary:
     """Run the schedule that *seed* stands for; raises `Violation` where a promise is broken."""
     JITTER.uniform = random.Random(seed).uniform  # so that a seed repeats the jitter, too
     world = World(seed, is_traced=is_traced)
@@ -94,20 +94,20 @@ def simulate(
         raise Violation(violation.promise, seed, schedule.kind, world.trace) from None
     finally:
         logger.disabled = is_disabled
-    return Told(world.steps, world.counts, world.trace)
+    return Summary(world.steps, world.counts, world.trace)
 
 
 class Schedule:
-    """Everybody who takes part in one schedule."""
+    """All parts of one schedule."""
 
     def __init__(self, world: World, kind: str, broken: Broken) -> None:
         self.world = world
         self.kind = kind
         draw = world.random
         self.lease_ms = draw.choice(LEASES_MS)
-        self.weather = weather.drawn(draw, self.lease_ms)
+        self.faults = faults.drawn(draw, self.lease_ms)
         self.policy = self._policy()
-        self.rules = Rules(world, self.policy, is_calm=self.weather.is_calm)
+        self.rules = Rules(world, self.policy, is_calm=self.faults.is_calm)
         self.store = SimulatedStore(world, self.rules, broken)
         self.downstream = Downstream(
             world,
@@ -126,7 +126,7 @@ class Schedule:
         self.outside = Host(world, "outside")
         self.processes = [self._process() for _ in range(draw.randint(2, 4))]
         self.ids = [b"key %012d" % number for number in range(draw.choice((1, 1, 2, 3)))]
-        world.happened("schedule", f"a schedule of {kind}", self.weather, self.policy)
+        world.happened("schedule", f"a schedule of {kind}", self.faults, self.policy)
 
     def _policy(self) -> Policy:
         draw, lease_s = self.world.random, self.lease_ms / 1_000
@@ -138,7 +138,7 @@ class Schedule:
             knobs["mode"] = "transaction"
         return Policy(
             lease=lease_s,
-            window=lease_s * draw.choice(WINDOWS_LEASES[self.kind == "handed" :]),
+            window=lease_s * draw.choice(WINDOWS_LEASES[self.kind == "deferred" :]),
             margin=lease_s * MARGIN_LEASES,
             wait=lease_s * draw.choice((0, 0.1, 0.5, 2.0)),
             patience=lease_s * draw.choice((0, 0.3)),
@@ -155,39 +155,39 @@ class Schedule:
         self.world.counts["process"] += 1
         return Process(self.world, f"p{self.world.counts['process']}", self.setting)
 
-    def _handle(self, visit: Visit, claim: Record, operation: Operation) -> Ended:
+    def _handle(self, served: ServedRequest, claim: Record, operation: Operation) -> Ended:
         """What the application does."""
         if self.stepping is not None:
-            return self.stepping.execute(visit, claim, operation)
-        if self.kind == "handed" and visit.is_work:
+            return self.stepping.execute(served, claim, operation)
+        if self.kind == "deferred" and served.is_work:
             return execute(self.handlers, claim)
-        if self.kind == "handed" and not visit.is_person:
-            return hand_over(self.handlers, self.queue, claim, operation)
+        if self.kind == "deferred" and not served.is_operator:
+            return defer_work(self.handlers, self.queue, claim, operation)
         return self.handlers.execute(claim)
 
-    # --- the storm ----------------------------------------------------------------------------
+    # --- while things go wrong ------------------------------------------------------------------
 
     def run(self) -> None:
-        """The storm, the calm after it, and the question whether all is well."""
+        """Run while things go wrong, then until all is quiet, and check what came of it."""
         world = self.world
-        self.store.weather = self.handlers.weather = self.weather
+        self.store.faults = self.handlers.faults = self.faults
         for number in range(world.random.randint(3, 12)):
             self.outside.start(self._client(f"client {number}"))
-        for trouble, count in (
-            (self._crash, self.weather.crashes),
-            (self._freeze, self.weather.freezes),
-            (self._fail, self.weather.outages),
+        for fault, count in (
+            (self._crash, self.faults.crashes),
+            (self._freeze, self.faults.freezes),
+            (self._fail, self.faults.outages),
         ):
             for _ in range(count):
-                world.later(self._some_leases(STORM_LEASES), trouble)
+                world.later(self._some_leases(FAULTY_LEASES), fault)
         for _ in range(SWEEPS):
             world.later(self._some_leases(LATE_LEASES), self._sweep)
         for _ in range(0 if self.policy.reruns else ROUNDS):
-            world.later(self._some_leases(STORM_LEASES), self._recover)
-        for _ in range(PEOPLE if self.kind in ("resolved", "steps") else 0):
-            world.later(self._some_leases(STORM_LEASES), self._decide)
+            world.later(self._some_leases(FAULTY_LEASES), self._recover)
+        for _ in range(OPERATORS if self.kind in ("resolved", "steps") else 0):
+            world.later(self._some_leases(FAULTY_LEASES), self._decide)
         world.run()
-        world.happened("schedule", "the storm is over")
+        world.happened("schedule", "no more faults")
         self._probe()
         if self.stepping is None:
             self.rules.check_effects(self.kind, self.downstream)
@@ -202,26 +202,28 @@ class Schedule:
         world, draw = self.world, self.world.random
         id, fingerprint = draw.choice(self.ids), draw.choice(FINGERPRINTS)
         # Many at once, some one after the other, and a few when the window or all is over.
-        most = draw.choice((0.01, 1.0, STORM_LEASES, LATE_LEASES))
+        most = draw.choice((0.01, 1.0, FAULTY_LEASES, LATE_LEASES))
         yield self._some_leases(most)
         for _ in range(draw.randint(1, 7)):
             answers: list[Answer | None] = []
-            copies = 2 if self.weather.twice and world.chance(0.1) else 1
+            copies = 2 if self.faults.twice and world.chance(0.1) else 1
             for _ in range(copies):  # a proxy may ask again by itself
                 draw.choice(self.processes).serve(id, fingerprint, answers.append)
             world.happened(name, "asks", id, fingerprint)
             yield self._some_leases(draw.choice((0.1, 1.5)))
-            is_told = any(isinstance(answer, (Executed, Replay)) for answer in answers)
-            if is_told and world.chance(0.7):  # else it never hears of it, and asks once more
+            is_answered = any(isinstance(answer, (Executed, Replay)) for answer in answers)
+            if is_answered and world.chance(
+                0.7
+            ):  # otherwise the answer is lost, and it asks once more
                 return
 
     def _strike(self, process: Process) -> None:
-        """ErrorKind comes when it is least welcome."""
+        """Have *process* crash or freeze soon, in the middle of its work."""
         world = self.world
-        if world.chance(self.store.weather.struck):
-            delay_ms = world.random.choice((4 * self.weather.latency_ms, 1.5 * self.lease_ms))
-            trouble = world.random.choice((self._crash, self._freeze))
-            world.later(world.between(0, delay_ms), trouble, process)
+        if world.chance(self.store.faults.struck):
+            delay_ms = world.random.choice((4 * self.faults.latency_ms, 1.5 * self.lease_ms))
+            fault = world.random.choice((self._crash, self._freeze))
+            world.later(world.between(0, delay_ms), fault, process)
 
     def _crash(self, process: Process | None = None) -> None:
         process = process or self.world.random.choice(self.processes)
@@ -248,25 +250,25 @@ class Schedule:
     def _decide(self) -> None:
         draw = self.world.random
         process, id = draw.choice(self.processes), draw.choice(self.ids)
-        # Nobody can ask about a step that was not begun yet; so these people let it come.
+        # Downstream knows nothing of a step that was not begun yet, so these operators wait.
         patience_ms = PATIENCE_LEASES * self.lease_ms if self.stepping is not None else 0.0
-        process.start(people.decide(process, id, self.stepping, patience_ms))
+        process.start(operators.decide(process, id, self.stepping, patience_ms))
 
     def _away_ms(self) -> float:
-        return self.world.between(0, self.weather.away_ms_max)
+        return self.world.between(0, self.faults.away_ms_max)
 
     # --- afterwards ---------------------------------------------------------------------------
 
     def _probe(self) -> None:
         """Everything on its way has arrived: from now on nothing goes wrong any more."""
-        calm = Weather(self.weather.latency_ms, self.weather.timeout_ms)
-        self.store.weather = self.handlers.weather = calm
+        calm = Faults(self.faults.latency_ms, self.faults.timeout_ms)
+        self.store.faults = self.handlers.faults = calm
         self.processes = [self._process()]
         self.outside.start(self._probes())
         self.world.run()
 
     def _probes(self) -> Body:
-        yield 2.0 * self.lease_ms  # by now every lease has run out, whoever's clock it came from
+        yield 2.0 * self.lease_ms  # by now every lease has run out, on any clock
         for id in self.ids:
             code = ""
             for _ in range(TRIES):
@@ -302,8 +304,8 @@ class Schedule:
         return self.policy.recovery == "manual" or self.kind == "steps"
 
     def _resolved(self, id: bytes) -> Generator[Pause, Any, None]:
-        """A person finds what is in doubt, asks downstream, and says what happened."""
+        """An operator finds what is in doubt, asks downstream, and says what happened."""
         found = [record for record in self.store.find(IN_DOUBT) if record.id == id]
         self.world.require(found, "what is in doubt is visible")
-        self.processes[0].start(people.decide(self.processes[0], id, self.stepping))
+        self.processes[0].start(operators.decide(self.processes[0], id, self.stepping))
         yield 5.0 * self.lease_ms  # longer than any handler, if it is run again

@@ -1,7 +1,7 @@
 """A handler with a middle: three steps, each with an effect of its own, and the ledgers of those.
 
     reserve   a plain step: an attempt that dies in it has it run again
-    charge    at most once: an attempt that dies in it leaves a doubt, and a person looks, also
+    charge    at most once: an attempt that dies in it leaves a doubt, and an operator looks, also
               where a later release calls it plain
     ship      at most once, with a probe that asks what became of it
 
@@ -21,20 +21,20 @@ from coatcheck.core.record import Record
 from coatcheck.core.response import decode_value
 from coatcheck.operation import DidNotHappen, Happened, Operation, Unknown
 
-from .downstream import Downstream, life_of
+from .downstream import Downstream, generation_of
 from .handlers import Ended, HandlerError, Handlers
 from .runner import Doing, done
 from .world import Pause
 
 if TYPE_CHECKING:
-    from .driver import Visit
+    from .served import ServedRequest
 
 STEPS = ("reserve", "charge", "ship")
 BY_HAND = b" by hand"
 # How often a handler takes a step that has failed, and the share of those that do.
 TRIES = 2
 STUBBORN = 0.5
-# The share of steps in which trouble comes, in weather that has any.
+# The share of steps in which trouble comes, in faults that has any.
 STRUCK = 0.6
 # The share of releases that call a step plain in which an attempt of another has died.
 CARELESS = 0.5
@@ -49,7 +49,7 @@ class Stepping:
         self.ledgers = {name: Downstream(self.world) for name in STEPS}
         self._runs = 0
 
-    def execute(self, visit: Visit, claim: Record, operation: Operation) -> Ended:
+    def execute(self, served: ServedRequest, claim: Record, operation: Operation) -> Ended:
         """Run the handler for *claim*."""
         handlers, world = self.handlers, self.world
         if (refusal := (yield from handlers.begin(claim))) is not None:
@@ -59,13 +59,13 @@ class Stepping:
         results = []
         for name in STEPS:
             yield handlers.thought_ms() if name == "charge" else handlers.delay_ms()
-            results.append((yield from self._taken(visit, claim, operation, name)))
-        if world.chance(handlers.weather.fails_late):
+            results.append((yield from self._taken(served, claim, operation, name)))
+        if world.chance(handlers.faults.fails_late):
             raise HandlerError("after all of its steps")
         return handlers.answered(201, answer_of(claim, results))
 
     def _taken(
-        self, visit: Visit, claim: Record, operation: Operation, name: str
+        self, served: ServedRequest, claim: Record, operation: Operation, name: str
     ) -> Generator[Pause, Any, bytes]:
         options: dict[str, Any] = {"at_most_once": name != "reserve"}
         begun = progress_of(claim).step(name)
@@ -74,8 +74,8 @@ class Stepping:
         if name == "ship":
             options["probe"] = functools.partial(self._asked, claim, name)
         for tries_left in reversed(range(TRIES)):
-            function = functools.partial(self._begun, visit, claim, name)
-            is_known_lost = visit.is_known_lost()
+            function = functools.partial(self._begun, served, claim, name)
+            is_known_lost = served.is_known_lost()
             try:
                 step = operation.step(name, function, is_known_lost, **options)
                 result: bytes = yield from done(step)
@@ -84,16 +84,18 @@ class Stepping:
                     raise
                 self.world.happened("handler", "insists on a step", claim, name)
             else:
-                visit.process.setting.rules.step_result(claim, name, result)
+                served.process.setting.rules.step_result(claim, name, result)
                 return result
         raise AssertionError  # the last one has returned or raised
 
-    def _begun(self, visit: Visit, claim: Record, name: str, is_known_lost: bool) -> Doing[bytes]:
-        setting = visit.process.setting
+    def _begun(
+        self, served: ServedRequest, claim: Record, name: str, is_known_lost: bool
+    ) -> Doing[bytes]:
+        setting = served.process.setting
         setting.rules.step_runs(claim, name, setting.store.get(claim.id), is_lost=is_known_lost)
         self.world.happened("handler", "takes a step", claim, name)
         if self.world.chance(STRUCK):
-            setting.strike(visit.process)
+            setting.strike(served.process)
         self._runs += 1
         response = b"%s %d by %d" % (name.encode(), self._runs, claim.nonce)
         return Doing(self.handlers.charge(claim, response, self.ledgers[name]))
@@ -106,7 +108,7 @@ class Stepping:
         yield handlers.delay_ms()
         response = self.ledgers[name].ask(claim)
         yield handlers.delay_ms()
-        if world.chance(handlers.weather.fails_late):
+        if world.chance(handlers.faults.fails_late):
             world.happened("probe", "does not know", claim)
             return Unknown()
         if response is None or not handlers.broken.probes_tell_the_truth:
@@ -117,12 +119,12 @@ class Stepping:
 
     def found(self, record: Record) -> Outcome:
         """
-        What a person says of *record*, who has asked about every step that was begun.
+        What an operator decides about *record*, after asking about every step that was begun.
 
         A step that happened after all may not be taken again; so the rest is done by hand.
         """
-        life, progress = life_of(record), progress_of(record)
-        effects = {name: self.ledgers[name].effects.get(life) for name in STEPS}
+        generation, progress = generation_of(record), progress_of(record)
+        effects = {name: self.ledgers[name].effects.get(generation) for name in STEPS}
         begun = [step.name for step in progress.steps if step.value is None]
         if not any(effects[name] for name in begun):
             return Outcome(OutcomeKind.RELEASE)

@@ -13,8 +13,8 @@ from typing import Any
 from coatcheck.core.record import GONE, RUNNING, Record, State, Swap, is_retention_over
 from coatcheck.errors import StoreUnavailable
 
+from .faults import Broken, Faults
 from .rules import Rules
-from .weather import Broken, Weather
 from .world import Pause, Resume, World
 
 # Where the store's clock starts: versions come from it, and look like those of real stores.
@@ -28,7 +28,7 @@ class SimulatedStore:
         self.world = world
         self.rules = rules
         self.broken = broken
-        self.weather = Weather(0.0, 0.0)
+        self.faults = Faults(0.0, 0.0)
         self.records: dict[bytes, Record] = {}
         self.is_up = True
         self._step_ms = 0.0  # how far the node that serves now is from the first
@@ -41,34 +41,34 @@ class SimulatedStore:
         return functools.partial(self._send, act, is_repeatable)
 
     def _send(self, act: Callable[[], object], is_repeatable: bool, resume: Resume) -> None:
-        world, weather = self.world, self.weather
+        world, faults = self.world, self.faults
         there_ms = self.delay_ms()
         kind = world.random.random()
-        troubles = (
-            (weather.lost, "is lost", None),
-            (weather.deaf, "answer is lost", there_ms),
-            (weather.late, "is late", weather.timeout_ms + world.between(0, weather.late_ms_max)),
+        kinds = (
+            (faults.lost, "is lost", None),
+            (faults.deaf, "answer is lost", there_ms),
+            (faults.late, "is late", faults.timeout_ms + world.between(0, faults.late_ms_max)),
         )
-        for share, name, delay_ms in troubles:
+        for share, name, delay_ms in kinds:
             if kind < share:
                 world.happened("network", name)
                 if delay_ms is not None:
                     world.later(delay_ms, self._arrive, act, None)
                 unsure = StoreUnavailable("no answer", is_ambiguous=True)
-                world.later(weather.timeout_ms, resume, None, unsure)
+                world.later(faults.timeout_ms, resume, None, unsure)
                 return
             kind -= share
         world.later(there_ms, self._arrive, act, resume)
-        if is_repeatable and kind < weather.twice:
+        if is_repeatable and kind < faults.twice:
             world.happened("network", "comes twice")
-            world.later(there_ms + world.between(0, weather.late_ms_max), self._arrive, act, None)
+            world.later(there_ms + world.between(0, faults.late_ms_max), self._arrive, act, None)
 
     def delay_ms(self) -> float:
         """How long a message is on its way; both ways are always less than the time-out."""
-        weather = self.weather
-        if weather.slow and self.world.chance(weather.slow):
-            return self.world.between(0, 0.49 * weather.timeout_ms)
-        return weather.latency_ms * self.world.between(0.5, 2)
+        faults = self.faults
+        if faults.slow and self.world.chance(faults.slow):
+            return self.world.between(0, 0.49 * faults.timeout_ms)
+        return faults.latency_ms * self.world.between(0.5, 2)
 
     def _arrive(self, act: Callable[[], object], resume: Resume | None) -> None:
         result: Any = None
@@ -88,27 +88,27 @@ class SimulatedStore:
         return EPOCH_MS + int(self.world.now_ms + self._step_ms)
 
     def get(self, id: bytes) -> Record:
-        """What stands."""
+        """The current record."""
         return self.records.get(id, GONE)
 
     def swap(self, swaps: Sequence[Swap], writer: object) -> list[Record | None]:
-        """Write each record if the version its caller saw still stands; see `Store.swap`."""
+        """Write each record if its version is still the expected one; see `Store.swap`."""
         return [self._swap(swap, writer) for swap in swaps]
 
     def _swap(self, swap: Swap, writer: object) -> Record | None:
-        standing = self.records.get(swap.id, GONE)
+        current = self.records.get(swap.id, GONE)
         record = swap.record
         assert record is not None
-        is_end = record.state != RUNNING and standing is not GONE
+        is_end = record.state != RUNNING and current is not GONE
         is_blind = is_end and not self.broken.store_compares_versions
-        if standing.version != swap.expected and not is_blind:
-            self.world.happened(writer, "loses", record, standing)
-            return standing
+        if current.version != swap.expected and not is_blind:
+            self.world.happened(writer, "loses", record, current)
+            return current
         self.put(record, writer)
         return None
 
     def put(self, record: Record, writer: object) -> None:
-        """*record* stands from now on."""
+        """Store *record*."""
         before = self.records.get(record.id)
         move = self.rules.accepted(before, record, writer, self.now_ms())
         self.records[record.id] = record

@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 
-from coatcheck.core import deferred as hand_over
+from coatcheck.core import deferred as defer_work
 from coatcheck.core import lifecycle as production
 from coatcheck.core import recovery as resolving
 from coatcheck.core import steps
@@ -21,11 +21,11 @@ from coatcheck.engine import steps as step_writer
 from coatcheck.engine.attempts import Attempts
 from coatcheck.engine.leases import Heartbeat
 
-from . import driver
+from . import served
+from .faults import SOUND
 from .runs import explained, run
 from .schedule import simulate
 from .test_simulation import SCHEDULES
-from .weather import SOUND
 from .world import Violation
 
 
@@ -51,7 +51,7 @@ PARTS = {
     ),
     "probes_tell_the_truth": ("steps", "steps: at most once, of what a probe could ask for"),
     "engine_asks_the_store_for_the_time": ("retry", "no claim holds longer than its lease"),
-    # Why nobody freezes while it asks for the time: it would believe in a time that is yet to come.
+    # Why no process freezes while it reads the clock: it would take a future time for the present.
     "freezes_while_it_asks_the_time": ("retry", "no claim holds longer than its lease"),
 }
 
@@ -137,7 +137,17 @@ def recalls_without_comparing_requests(monkeypatch):
     monkeypatch.setattr(Attempts, "find_replay", late)
 
 
-def waits_for_good(monkeypatch):
+def recalls_past_the_window(monkeypatch):
+    def late(self, request, _policy):
+        record = self.replay_cache.get(request.id)
+        if record is None or record.fingerprint != request.fingerprint:
+            return None
+        return Replay(record, record.response)
+
+    monkeypatch.setattr(Attempts, "find_replay", late)
+
+
+def waits_for_ever(monkeypatch):
     monkeypatch.setattr(attempts, "has_changed", lambda _read, _wait: False)
 
 
@@ -149,11 +159,11 @@ def answers_though_nothing_was_recorded(monkeypatch):
 
 
 ENGINE = [
-    (does_not_recognise_its_own_write, "retry", "who has an answer holds no claim any more"),
+    (does_not_recognise_its_own_write, "retry", "a request that is answered holds no claim"),
     (believes_in_its_claims, "manual", "an attempt executes at most once"),
     (
         *(does_not_know_what_it_executes_itself, "retry"),
-        "nobody takes over from who lives in the same process",
+        "no request takes over from an attempt that its own process executes",
     ),
     (renews_whatever_is_stored, "retry", "every change is a legal move"),
     (completes_whatever_is_stored, "steps", "a heartbeat writes only what its own process holds"),
@@ -163,9 +173,13 @@ ENGINE = [
         "an answer leaves after its record is safe",
     ),
     (remembers_what_was_not_written, "retry", "an answer leaves after its record is safe"),
-    (recalls_without_comparing_requests, "retry", "nobody sees the answer to another request"),
-    (waits_for_good, "retry", "every flow comes to its end"),
-    (answers_though_nothing_was_recorded, "retry", "who has an answer holds no claim any more"),
+    (recalls_without_comparing_requests, "retry", "no request gets the answer to another one"),
+    (
+        *(recalls_past_the_window, "retry"),
+        "no request gets an answer whose window is over",
+    ),
+    (waits_for_ever, "retry", "every flow comes to its end"),
+    (answers_though_nothing_was_recorded, "retry", "a request that is answered holds no claim"),
 ]
 
 
@@ -180,7 +194,7 @@ def test_a_mistake_of_the_engine_is_noticed(breaks, kind, promise, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["derived", "fenced", "manual"])
 def test_a_heartbeat_that_never_renews_breaks_no_promise_about_effects(kind, monkeypatch):
-    """L5, L6: a lease that runs out costs work, and in calm weather that is noticed; never more."""
+    """L5, L6: a lease that runs out costs work, which is noticed if nothing else goes wrong; never more."""
     never_renews(monkeypatch)
     broken = set(promises_broken(kind))
     assert broken == {"a living executor keeps its claim"}
@@ -194,7 +208,7 @@ def never_takes_over(monkeypatch):
     monkeypatch.setattr(production, "is_lease_over", lambda _record, _now_ms: False)
 
 
-def begins_a_new_life_within_the_window(monkeypatch):
+def begins_a_new_generation_within_the_window(monkeypatch):
     monkeypatch.setattr(production, "is_window_over", production.is_lease_over)
 
 
@@ -212,8 +226,8 @@ def answers_before_its_record_is_safe(monkeypatch):
 
 
 def insists_on_its_own_answer(monkeypatch):
-    def own(standing, request, _policy):
-        return Replay(standing, b"by %d for %s" % (request.nonce, request.fingerprint))
+    def own(current, request, _policy):
+        return Replay(current, b"by %d for %s" % (request.nonce, request.fingerprint))
 
     monkeypatch.setattr(production, "superseded", own)
 
@@ -221,8 +235,8 @@ def insists_on_its_own_answer(monkeypatch):
 def compares_no_requests(monkeypatch):
     decide = production.verdict
 
-    def careless(standing, request, policy, now_ms):
-        return decide(standing._replace(fingerprint=b""), request, policy, now_ms)
+    def careless(current, request, policy, now_ms):
+        return decide(current._replace(fingerprint=b""), request, policy, now_ms)
 
     monkeypatch.setattr(production, "verdict", careless)
 
@@ -239,13 +253,13 @@ DECISIONS = [
     (ignores_the_lease, "retry", "every change is a legal move"),
     (never_takes_over, "retry", "no key is stuck: in-progress"),
     (
-        *(begins_a_new_life_within_the_window, "retry"),
-        "a new life begins when the window is over, and not before",
+        *(begins_a_new_generation_within_the_window, "retry"),
+        "a new generation begins when the window is over, and not before",
     ),
-    (counts_no_attempts, "derived", "only what was handed over is taken up elsewhere"),
-    (answers_before_its_record_is_safe, "manual", "who has an answer holds no claim any more"),
+    (counts_no_attempts, "derived", "only deferred work is taken up elsewhere"),
+    (answers_before_its_record_is_safe, "manual", "a request that is answered holds no claim"),
     (insists_on_its_own_answer, "retry", "an answer leaves after its record is safe"),
-    (compares_no_requests, "retry", "nobody sees the answer to another request"),
+    (compares_no_requests, "retry", "no request gets the answer to another one"),
     (runs_again_whatever_the_policy_says, "manual", "manual: one effect"),
     (
         *(runs_again_whatever_the_policy_says, "reconcile"),
@@ -267,7 +281,7 @@ def test_a_flow_that_decides_wrongly_is_noticed(breaks, kind, promise, monkeypat
     assert promise in promises_broken(kind)
 
 
-# --- what happens in the middle -----------------------------------------------------------------
+# --- between claim and completion ----------------------------------------------------------------
 
 
 def runs_again_what_was_begun(monkeypatch):
@@ -355,22 +369,22 @@ def frees_too_much_for_a_person(monkeypatch):
 
 
 def takes_what_was_taken_before(monkeypatch):
-    def greedy(handed, request, policy, standing):
-        handed = handed._replace(nonce=standing.nonce)
-        return hand_over.run_deferred(handed, request, policy, standing)
+    def greedy(deferred, request, policy, current):
+        deferred = deferred._replace(nonce=current.nonce)
+        return defer_work.run_deferred(deferred, request, policy, current)
 
     monkeypatch.setattr(resuming, "run_deferred", greedy)
 
 
 def works_without_taking_it(monkeypatch):
-    def hasty(_handed, _ticket, _policy, standing):
-        yield from production.Execute(standing)
-        return production.Executed(standing)
+    def hasty(_handed, _ticket, _policy, current):
+        yield from production.Execute(current)
+        return production.Executed(current)
 
     monkeypatch.setattr(resuming, "run_deferred", hasty)
 
 
-def hands_over_for_good(monkeypatch):
+def defers_for_ever(monkeypatch):
     offer = resuming.offer
     monkeypatch.setattr(resuming, "offer", lambda claim, until_ms: offer(claim, until_ms * 2))
 
@@ -388,8 +402,8 @@ def decides_about_what_is_alive(monkeypatch):
     )
 
 
-def believes_whoever_executed(monkeypatch):
-    """A zombie writes its own end over what a person has decided."""
+def believes_a_late_executor(monkeypatch):
+    """A zombie writes its own end over what an operator has decided."""
 
     def stubborn(claim, outcome, **options):
         lost = yield from write_outcome(claim, outcome, **options)
@@ -407,44 +421,44 @@ def frees_in_the_background_what_is_in_doubt(monkeypatch):
         if seen.record.state == IN_DOUBT:
             yield from Swap(seen.record.id, seen.record.version, failed(seen.record))
 
-    monkeypatch.setattr(driver, "recover", careless)
+    monkeypatch.setattr(served, "recover", careless)
 
 
 def runs_again_what_is_in_doubt(monkeypatch):
     decide = production.verdict
 
-    def careless(standing, request, policy, now_ms):
-        decided = decide(standing, request, policy, now_ms)
-        if standing.state != IN_DOUBT or not isinstance(decided, Refuse):
+    def careless(current, request, policy, now_ms):
+        decided = decide(current, request, policy, now_ms)
+        if current.state != IN_DOUBT or not isinstance(decided, Refuse):
             return decided
-        return TakeOver(production.next_attempt(standing, request, policy, now_ms), asks=False)
+        return TakeOver(production.next_attempt(current, request, policy, now_ms), asks=False)
 
     monkeypatch.setattr(production, "verdict", careless)
 
 
-MIDDLES = [
+PROGRESS = [
     (runs_again_what_was_begun, "steps", "a step at most once does not run again"),
     (goes_by_what_is_declared_now, "steps", "a step at most once does not run again"),
     (runs_again_what_is_done, "steps", "a step that is done does not run again"),
     (writes_over_what_was_written, "steps", "what was noted stays"),
     (
         *(does_not_ask_when_its_lease_is_over, "steps"),
-        "who has lost its claim learns it before its next step",
+        "an attempt that has lost its claim takes no further step",
     ),
     (
         *(forgets_what_it_began_when_that_fails, "steps"),
         "a step at most once does not run again",
     ),
     (begins_anew_when_it_takes_over, "steps", "what was noted stays"),
-    (frees_what_was_begun, "steps", "what was begun stays, until a person has decided"),
+    (frees_what_was_begun, "steps", "what was begun stays until an operator decides"),
     (
-        *(frees_nothing_for_a_person, "steps"),
-        "what a person says did not happen may be taken again",
+        *(frees_nothing_for_an_operator, "steps"),
+        "a step that did not happen, says an operator, may be taken again",
     ),
-    (frees_too_much_for_a_person, "steps", "what was noted stays"),
-    (takes_what_was_taken_before, "handed", "only what was handed over is taken up elsewhere"),
-    (works_without_taking_it, "handed", "an attempt executes at most once"),
-    (hands_over_for_good, "handed", "no claim holds longer than its lease"),
+    (frees_too_much_for_an_operator, "steps", "what was noted stays"),
+    (takes_what_was_taken_before, "deferred", "only deferred work is taken up elsewhere"),
+    (works_without_taking_it, "deferred", "an attempt executes at most once"),
+    (defers_for_ever, "deferred", "no claim holds longer than its lease"),
     (
         *(decides_without_a_reason, "resolved"),
         "no decision is without its author and its reason",
@@ -453,23 +467,23 @@ MIDDLES = [
         *(decides_about_what_is_alive, "resolved"),
         "only its holder ends an attempt, unless its lease has run out",
     ),
-    (believes_whoever_executed, "resolved", "every change is a legal move"),
+    (believes_a_late_executor, "resolved", "every change is a legal move"),
     (
         *(frees_in_the_background_what_is_in_doubt, "manual"),
-        "a doubt is ended by who executed, or by a person",
+        "only its executor or an operator ends a doubt",
     ),
     (
         *(runs_again_what_is_in_doubt, "resolved"),
-        "nothing in doubt runs again unless somebody is asked first",
+        "nothing in doubt runs again before the application is asked",
     ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("breaks", "kind", "promise"), MIDDLES, ids=[f"{m[0].__name__}-{m[1]}" for m in MIDDLES]
+    ("breaks", "kind", "promise"), PROGRESS, ids=[f"{m[0].__name__}-{m[1]}" for m in PROGRESS]
 )
 def test_a_mistake_in_the_middle_is_noticed(breaks, kind, promise, monkeypatch):
-    """L5, L6, L7, L10: steps, hand-over and what people decide."""
+    """L5, L6, L7, L10: steps, deferred work and what operators decide."""
     breaks(monkeypatch)
     assert promise in promises_broken(kind)
 

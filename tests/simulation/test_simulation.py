@@ -18,17 +18,17 @@ ROOT = Path(__file__).resolve().parents[2]
 # For each kind of route: about two seconds.
 SCHEDULES = 450
 
-# What must have happened at least once, or the storm was none.
+# What must have happened at least once, or the schedules were too easy.
 EVERYWHERE = {
     *("crashes", "freezes", "is suspended", "fails", "is away", "is back", "sweep"),
     *("is lost", "answer is lost", "is late", "comes twice"),
     *("waits", "recalls", "new generation", "refuses", "an effect"),
-    *("is told: Executed", "is told: Replay", "is told: in-progress", "is told: key-reused"),
-    *("is told: key-expired", "is told: too-many-waiting", "is told: too-many-keys"),
+    *("gets: Executed", "gets: Replay", "gets: in-progress", "gets: key-reused"),
+    *("gets: key-expired", "gets: too-many-waiting", "gets: too-many-keys"),
 }
 IN_RECORDS = {
     *("renew", "complete", "release", "retry", "loses", "meets its own record"),
-    *("a beat fails", "leaves an end to the heart", "does not answer"),
+    *("a heartbeat fails", "leaves its completion to the heartbeat", "does not answer"),
 }
 ASKED = {
     *("take over", "mark in doubt", "resolve by running again", "recovers"),
@@ -40,13 +40,13 @@ SEEN = {
     "reconcile": {*IN_RECORDS, *ASKED, "a late effect"},
     "fenced": {*IN_RECORDS, *ASKED, "refuses an old fence"},
     "manual": {
-        *(*IN_RECORDS, "mark in doubt", "recovers", "is told: outcome-unknown"),
+        *(*IN_RECORDS, "mark in doubt", "recovers", "gets: outcome-unknown"),
         *("resolve as happened", "resolve as not happened"),
     },
     "transaction": {"claims in a transaction", "rolls back"},
-    "handed": {
-        *(*IN_RECORDS, *ASKED, "hands over", "takes it back", "delivers", "takes up work"),
-        *("defer", "is told: Accepted", "decides"),
+    "deferred": {
+        *(*IN_RECORDS, *ASKED, "defers", "takes it back", "delivers", "takes up work"),
+        *("defer", "gets: Accepted", "decides"),
     },
     "resolved": {
         *(*IN_RECORDS, *ASKED, "decides", "decides too late", "cannot decide now"),
@@ -61,7 +61,7 @@ SEEN = {
             "insists on a step",
             "decides",
         ),
-        *("is asked", "says yes", "says no", "does not know", "is told: outcome-unknown"),
+        *("is asked", "says yes", "says no", "does not know", "gets: outcome-unknown"),
     },
 }
 
@@ -75,8 +75,8 @@ def test_no_schedule_breaks_a_promise(kind):
 
 
 def test_a_seed_gives_the_same_schedule_in_every_process():
-    """Whoever is told a seed sees what happened; also where sets have another order."""
-    told = subprocess.run(
+    """A seed gives the same trace everywhere; also where sets have another order."""
+    shown = subprocess.run(
         [sys.executable, "-m", "tests.simulation", "--seed", "7", "--kind", "reconcile"],
         cwd=ROOT,
         env={**os.environ, "PYTHONHASHSEED": "7"},
@@ -87,4 +87,4 @@ def test_a_seed_gives_the_same_schedule_in_every_process():
     )
     text, is_kept = explained(7, "reconcile")
     assert is_kept
-    assert told.stdout == f"{text}\n"
+    assert shown.stdout == f"{text}\n"

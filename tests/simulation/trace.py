@@ -1,4 +1,4 @@
-"""A trace for people: one line for each thing that happened, with its time."""
+"""A trace for operators: one line for each thing that happened, with its time."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ def _words(part: object) -> str:
         state += f" until {(part.lease_until_ms - EPOCH_MS) / 1_000:.3f}"
     return (
         f"[key {name}: {state}, version {since[0]}, "
-        f"attempt {part.attempt} of {part.nonce % 10_000:04}, life {since[1]}]"
+        f"attempt {part.attempt} of {part.nonce % 10_000:04}, generation {since[1]}]"
     )

@@ -7,13 +7,15 @@ in `engine/transactions.py`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable
 from typing import TYPE_CHECKING, Any, cast
 
+from coatcheck.core.flow import Call, Flow
 from coatcheck.core.record import Record, Swap
 from coatcheck.engine.transactions import Database
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.transaction_statements import Statement, TransactionStatements
+from coatcheck.transactions.contract import call
 from coatcheck.transactions.errors import ErrorKind
 
 from .database import Transaction
@@ -21,7 +23,7 @@ from .runner import Doing
 from .world import Pause
 
 if TYPE_CHECKING:
-    from .driver import Visit
+    from .served import ServedRequest
 
 # How often a claim tries its row anew while another holds it: a lock that is waited for, without
 # a queue.
@@ -52,19 +54,23 @@ class SimulatedConnection:
 
     dialect = "postgresql"
 
-    def __init__(self, visit: Visit) -> None:
+    def __init__(self, served: ServedRequest) -> None:
         self.handle = self
-        self._process = visit.process
-        self._policy = visit.policy
-        self._database = visit.process.setting.database
-        self._store = visit.process.setting.store
-        self.transaction = Transaction(visit, visit.process)
+        self._process = served.process
+        self._policy = served.policy
+        self._database = served.process.setting.database
+        self._store = served.process.setting.store
+        self.transaction = Transaction(served, served.process)
 
-    def begin(self, claim: Statement) -> Doing[int]:
+    def begin(self, claim: Iterable[Statement]) -> Flow[bool]:
         """Begin, and make the claim."""
-        return Doing(self._claim(*claim.values))
+        (statement,) = claim
+        return (yield from Call(self._begin, tuple(statement.values)))
 
-    def _claim(self, swap: Swap, wait_ms: int) -> Generator[Pause, Any, int]:
+    def _begin(self, swap: Swap, wait_ms: int) -> Doing[bool]:
+        return Doing(self._claim(swap, wait_ms))
+
+    def _claim(self, swap: Swap, wait_ms: int) -> Generator[Pause, Any, bool]:
         until_ms = self._process.now_ms() + wait_ms
         pause_ms = max(1.0, self._policy.wait_ms / LOOKS_PER_WAIT)
         claim = functools.partial(self._database.claim, self.transaction, swap)
@@ -74,22 +80,28 @@ class SimulatedConnection:
             kind = yield from self._asked(claim)
         if kind is ErrorKind.LOCKED:
             raise RowLocked
-        return 1 if kind is None else 0
+        return kind is None
 
-    def is_closed(self) -> bool:
-        """A driver learns of it when it sends something."""
-        return False
-
-    def end(self, statement: Statement) -> Doing[bool]:
+    def end(self, completion: Statement) -> Flow[None]:
         """Complete the claim, and commit."""
-        (swap,) = statement.values
+        yield from Call(self._end, tuple(completion.values))
+
+    def _end(self, swap: Swap) -> Doing[None]:
         return Doing(self._commit(swap))
 
-    def _commit(self, swap: Swap) -> Generator[Pause, Any, bool]:
+    def _commit(self, swap: Swap) -> Generator[Pause, Any, None]:
         commit = functools.partial(self._database.commit, self.transaction, swap)
         if not (yield from self._asked(commit)):
             raise ConnectionResetError("the connection is lost")
-        return True
+
+    def rollback(self) -> Flow[None]:
+        """Roll back; the message to the database takes its time."""
+        yield from Call(self._abort)
+
+    def _abort(self) -> None:
+        if self._process.is_alive:  # the database notices a dead process by itself
+            delay_ms = self._store.delay_ms()
+            self._process.world.later(delay_ms, self._database.abort, self.transaction)
 
     def charge(self, _claim: Record, response: bytes) -> Generator[Pause, Any, bytes]:
         """The handler's effect: a write in the same transaction."""
@@ -109,26 +121,14 @@ class SimulatedConnection:
 class SimulatedAccess:
     """Connections for the tasks of one process."""
 
-    def __init__(self, visit: Visit) -> None:
-        self._visit = visit
+    def __init__(self, served: ServedRequest) -> None:
+        self._served = served
         self.database = Database(cast("Any", None), STATEMENTS)
 
-    def acquire(self, _source: object) -> tuple[SimulatedConnection, None]:
-        """A new connection."""
-        return SimulatedConnection(self._visit), None
+    def acquire(self, _source: object) -> tuple[SimulatedConnection, Callable[..., None]]:
+        """A new connection, which goes back to no pool."""
+        return SimulatedConnection(self._served), lambda *_failure: None
 
-    def leave(self, _manager: None, _failure: BaseException | None) -> None:
-        """There is no pool."""
-
-    def undo(
-        self,
-        connection: SimulatedConnection | None,
-        _manager: None,
-        _failure: BaseException | None,
-        _timeout_s: float,
-    ) -> None:
-        """Roll back; the database hears of it a little later, or finds out that we are dead."""
-        process = self._visit.process
-        if connection is not None and process.is_alive:
-            delay_ms = process.setting.store.delay_ms()
-            process.world.later(delay_ms, process.setting.database.abort, connection.transaction)
+    def run_to_end(self, flow: Flow[None], _timeout_s: float) -> None:
+        """Run *flow*, which sends a rollback and does not wait."""
+        call(flow)

@@ -54,7 +54,7 @@ class World:
         self.random = Random(seed)
         self.now_ms = 0.0
         self.steps = 0
-        # How often each thing happened; and all of it with its time, where somebody wants to read.
+        # How often each thing happened; and all of it with its time, for a reader.
         self.counts: Counter[str] = Counter()
         self.trace: Trace | None = [] if is_traced else None
         self._queue: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
@@ -73,11 +73,11 @@ class World:
             self.now_ms, _, action, args = heapq.heappop(queue)
             self.steps += 1
             if self.steps > STEPS_MAX:
-                self.broken("the world comes to rest when nobody asks any more")
+                self.broken("the world comes to rest when no client asks any more")
             action(*args)
 
     def happened(self, who: object, what: str, *details: object) -> None:
-        """Count *what* happened, and remember it for whoever reads the trace."""
+        """Count *what* happened, and add it to the trace."""
         self.counts[what] += 1
         if self.trace is not None:
             self.trace.append((self.now_ms, who, what, *details))
@@ -130,7 +130,7 @@ class Task:
         self.turn = 0
 
     def resume(self, turn: int, value: object = None, error: Exception | None = None) -> None:
-        """Go on after the pause that *turn* numbers, soon: never within somebody else's step."""
+        """Go on after the pause that *turn* numbers, soon: never within the step of another task."""
         self.host.world.later(0.0, self._step, turn, value, error)
 
     def _step(self, turn: int, value: object, error: Exception | None) -> None:

@@ -31,8 +31,9 @@ import uvicorn
 from psycopg_pool import AsyncConnectionPool
 
 from coatcheck import AsyncEngine, Engine, Policy, current_operation, transactions
+from coatcheck.core.flow import Flow
 from coatcheck.stores.transaction_statements import Statement
-from coatcheck.transactions.psycopg import AsyncPsycopgConnection
+from coatcheck.transactions.psycopg import PsycopgConnection
 from tests.support.servers import START_S_MAX
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "bank" / "app.py"
@@ -42,21 +43,9 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "bank" / "app.py"
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
     [
-        *(
-            "pytest",
-            "httpx",
-            "uvicorn",
-            "uvloop",
-            "fastapi",
-            "psycopg_pool",
-            "aiosqlite",
-            "pymysql",
-        ),
-        *(
-            "coatcheck.server.fastapi",
-            "coatcheck.stores.postgres.store",
-            "coatcheck.stores.mysql.store",
-        ),
+        *("pytest", "httpx", "uvicorn", "uvloop", "fastapi", "psycopg_pool", "aiosqlite"),
+        *("pymysql", "coatcheck.server.fastapi", "coatcheck.stores.postgres.store"),
+        "coatcheck.stores.mysql.store",
     ]
 )
 
@@ -135,19 +124,17 @@ class WatchedPsycopg(_Watched, psycopg.AsyncConnection[Any]):
         return cursor
 
 
-class WatchedConnection(AsyncPsycopgConnection):
+class WatchedConnection(PsycopgConnection):
     """Reports our own statements on such a connection."""
 
-    async def begin(self, claim: Statement) -> int:
-        affected = await super().begin(claim)
-        self.handle.stop.executed(claim.text)
+    def write(self, statement: Statement) -> Flow[int]:
+        affected = yield from super().write(statement)
+        self.handle.stop.executed(statement.text)
         return affected
 
-    async def end(self, statement: Statement) -> bool:
-        self.handle.stop.reach("completed")  # about to be
-        is_ended = await super().end(statement)
+    def commit(self) -> Flow[None]:
+        yield from super().commit()
         self.handle.stop.executed("commit")
-        return is_ended
 
 
 class WatchedSqlite(_Watched, sqlite3.Connection):

@@ -68,12 +68,12 @@ def post(site: Any, where: str, number: int) -> int:
         "wsgi.errors": io.StringIO(),
         "wsgi.url_scheme": "http",
     }
-    told: list[str] = []
-    said = site(environ, lambda status, *_: told.append(status))
-    b"".join(said)
-    if hasattr(said, "close"):
-        said.close()
-    return int(told[0][:3])
+    started: list[str] = []
+    body = site(environ, lambda status, *_: started.append(status))
+    b"".join(body)
+    if hasattr(body, "close"):
+        body.close()
+    return int(started[0][:3])
 
 
 def play(scene: dict[str, Any]) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def play_apart(line: str) -> None:
         return
     try:
         seen = play(json.loads(line))
-    except Exception:  # noqa: BLE001 - told to the test
+    except Exception:  # noqa: BLE001 - the test raises it
         seen = {"failed": traceback.format_exc()}
     print(json.dumps(seen), flush=True)
     os._exit(0)

@@ -7,10 +7,11 @@ which its handler writes a row. Tests check the result over a connection of thei
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import sqlite3
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
@@ -160,11 +161,7 @@ class Idiom:
         return connection.execute("rollback") if is_asyncpg else connection.rollback()
 
 
-def sqlite3_source(shop: Shop) -> Any:
-    return shop.connect, None
-
-
-def psycopg_source(shop: Shop) -> Any:
+def plain_source(shop: Shop) -> Any:
     return shop.connect, None
 
 
@@ -175,10 +172,6 @@ def psycopg_pool_source(shop: Shop) -> Any:
 
 def psycopg_autocommit_source(shop: Shop) -> Any:
     return lambda: psycopg.connect(shop.place, autocommit=True), None
-
-
-def pymysql_source(shop: Shop) -> Any:
-    return shop.connect, None
 
 
 def dbapi_writes(connection: Any, number: int) -> None:
@@ -312,12 +305,12 @@ async def asyncmy_writes(connection: Any, number: int) -> None:
         await cursor.execute("insert into orders values (%s)", (number,))
 
 
-def async_engine(shop: Shop, driver: str) -> Any:
+def async_engine(shop: Shop, driver: str, **options: Any) -> Any:
     arguments: dict[str, Any] = {}
     if driver == "asyncpg":
         _, _, schema = psycopg.conninfo.conninfo_to_dict(shop.place)["options"].partition("=")
         arguments["server_settings"] = {"search_path": schema}
-    return create_async_engine(alchemy_url(shop, driver), connect_args=arguments)
+    return create_async_engine(alchemy_url(shop, driver), connect_args=arguments, **options)
 
 
 def async_core_source(driver: str) -> Callable[[Shop], Any]:
@@ -352,24 +345,20 @@ async def async_orm_writes(session: Any, number: int) -> None:
     session.add(Order(number=number))
 
 
-def _nothing_source(_shop: Shop) -> Any:
-    return None, None
-
-
-async def _nothing_lends_async(_shop: Shop) -> Any:
+def _no_source(_shop: Shop) -> Any:
     return None, None
 
 
 _WRITES = {"sqlite": aiosqlite_writes, "postgres": psycopg_async_writes, "mysql": asyncmy_writes}
 
 IDIOMS = (
-    *(Idiom(f"own-{kind}", kind, False, _nothing_source, dbapi_writes) for kind in SHOPS),
-    *(Idiom(f"own-async-{k}", k, True, _nothing_lends_async, _WRITES[k]) for k in SHOPS),
-    Idiom("sqlite3", "sqlite", False, sqlite3_source, dbapi_writes),
-    Idiom("psycopg", "postgres", False, psycopg_source, dbapi_writes),
+    *(Idiom(f"own-{kind}", kind, False, _no_source, dbapi_writes) for kind in SHOPS),
+    *(Idiom(f"own-async-{k}", k, True, _no_source, _WRITES[k]) for k in SHOPS),
+    Idiom("sqlite3", "sqlite", False, plain_source, dbapi_writes),
+    Idiom("psycopg", "postgres", False, plain_source, dbapi_writes),
     Idiom("psycopg-pool", "postgres", False, psycopg_pool_source, dbapi_writes),
     Idiom("psycopg-autocommit", "postgres", False, psycopg_autocommit_source, dbapi_writes),
-    Idiom("pymysql", "mysql", False, pymysql_source, dbapi_writes),
+    Idiom("pymysql", "mysql", False, plain_source, dbapi_writes),
     Idiom("core-sqlite", "sqlite", False, core_source("pysqlite"), core_writes),
     Idiom("core-psycopg", "postgres", False, core_source("psycopg"), core_writes),
     Idiom("core-pymysql", "mysql", False, core_source("pymysql"), core_writes),
@@ -395,7 +384,7 @@ IDIOMS = (
     # Sync connections on an event loop, as handlers in a framework's threads use them.
     Idiom("threads-psycopg", "postgres", True, psycopg_pool_source, dbapi_writes),
     Idiom("threads-orm", "postgres", True, orm_source("psycopg"), orm_writes),
-    Idiom("threads-sqlite3", "sqlite", True, sqlite3_source, dbapi_writes),
+    Idiom("threads-sqlite3", "sqlite", True, plain_source, dbapi_writes),
 )
 
 
@@ -461,7 +450,56 @@ class Harness:
             self._runner.close()
 
 
-@cache
-def idiom_called(name: str) -> Idiom:
-    """Return the idiom of this name."""
-    return next(idiom for idiom in IDIOMS if idiom.name == name)
+# --------------------------------------------------------------------------- both kinds of code
+
+
+async def settled(result: Any) -> Any:
+    """*result*, awaited where it has to be."""
+    return await result if inspect.isawaitable(result) else result
+
+
+def drive(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run *coroutine*, which never waits for an event loop, as plain code."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return done.value
+    raise AssertionError("it waits")
+
+
+@dataclass(frozen=True)
+class Code:
+    """Sync or async code: a test that is written once, as a coroutine, runs as either."""
+
+    is_async: bool
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a whole test."""
+        return asyncio.run(coroutine) if self.is_async else drive(coroutine)
+
+    @asynccontextmanager
+    async def engine(self, shop: Shop, *args: Any, **options: Any) -> AsyncIterator[Any]:
+        """An engine whose handlers are coroutine functions."""
+        make = AsyncEngine if self.is_async else Engine
+        engine = make(shop.store, *args, **options)
+        try:
+            yield engine if self.is_async else _Driven(engine)
+        finally:
+            await settled(engine.close())
+
+
+class _Driven:
+    """An `Engine` with the methods of an `AsyncEngine`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def transaction(self, key: str, handler: Any, *args: Any, **options: Any) -> Any:
+        @functools.wraps(handler)
+        def handle(*args: Any) -> Any:
+            return drive(handler(*args))
+
+        return self._engine.transaction(key, handle, *args, **options)
+
+
+CODES = {"sync": Code(is_async=False), "async": Code(is_async=True)}

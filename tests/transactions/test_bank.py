@@ -168,7 +168,7 @@ def test_a_database_killed_before_the_commit_has_moved_nothing(own):
         assert bank.books() == MOVED
 
 
-def test_connections_that_died_with_the_database_fail_nobody_afterwards(own):
+def test_connections_that_died_with_the_database_fail_no_later_operation(own):
     """L9: if one connection is dead, the pool closes all idle ones."""
     together = Barrier(SIZE, timeout=START_S_MAX)
     with Engine(own.url) as engine, ThreadPoolExecutor(SIZE) as threads:
@@ -179,10 +179,10 @@ def test_connections_that_died_with_the_database_fail_nobody_afterwards(own):
         assert engine.transaction("after", lambda: "as before", scope="s") == "as before"
 
 
-def test_async_connections_that_died_fail_nobody_afterwards(own):
+def test_async_connections_that_died_fail_no_later_operation(own):
     """L9."""
 
-    async def do():
+    async def main():
         together = asyncio.Barrier(SIZE)
         async with AsyncEngine(own.url) as engine:
             asked = (engine.transaction(str(n), together.wait) for n in range(SIZE))
@@ -191,7 +191,7 @@ def test_async_connections_that_died_fail_nobody_afterwards(own):
             own.restart()
             return await engine.transaction("after", asyncio.sleep, 0, "as before")
 
-    assert asyncio.run(do()) == "as before"
+    assert asyncio.run(main()) == "as before"
 
 
 def test_a_pool_without_a_free_connection_is_asked_once(tmp_path):

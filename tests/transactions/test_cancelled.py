@@ -16,7 +16,7 @@ from coatcheck import AsyncEngine, Policy, current_operation
 from coatcheck.engine import transactions
 from coatcheck.errors import StoreUnavailable
 from tests.support.servers import until
-from tests.transactions.idioms import IDIOMS, SHOPS
+from tests.transactions.idioms import IDIOMS, SHOPS, Shop, settled
 
 WAIT_S_MAX = 20.0
 
@@ -94,47 +94,15 @@ def test_a_caller_cancelled_at_any_await_leaves_the_key_and_the_connection_free(
 # --- one connection, which is its owner's -----------------------------------------------------
 
 
-async def psycopg_connected(shop):
-    return await psycopg.AsyncConnection.connect(shop.place)
-
-
-async def asyncpg_connected(shop):
-    return await asyncpg.connect(shop.place)
-
-
-async def aiosqlite_connected(shop):
-    return await aiosqlite.connect(shop.place)
-
-
-async def connected(shop):
-    return shop.connect()
-
-
-async def psycopg_unprepared(shop):
-    return await psycopg.AsyncConnection.connect(shop.place, prepare_threshold=None)
-
-
-async def asyncpg_unprepared(shop):
-    return await asyncpg.connect(shop.place, statement_cache_size=0)
-
-
 # Not asyncmy: see below.
 KEPT = {
-    "psycopg": ("postgres", psycopg_connected),
-    "psycopg-unprepared": ("postgres", psycopg_unprepared),
-    "asyncpg": ("postgres", asyncpg_connected),
-    "asyncpg-unprepared": ("postgres", asyncpg_unprepared),
-    "aiosqlite": ("sqlite", aiosqlite_connected),
-    "threads-sqlite": ("sqlite", connected),
-    "threads-postgres": ("postgres", connected),
-    "threads-mysql": ("mysql", connected),
+    "psycopg": ("postgres", lambda shop: psycopg.AsyncConnection.connect(shop.place)),
+    "asyncpg": ("postgres", lambda shop: asyncpg.connect(shop.place)),
+    "aiosqlite": ("sqlite", lambda shop: aiosqlite.connect(shop.place)),
+    "threads-sqlite": ("sqlite", Shop.connect),
+    "threads-postgres": ("postgres", Shop.connect),
+    "threads-mysql": ("mysql", Shop.connect),
 }
-
-
-async def closed(connection):
-    closing = connection.close()
-    if closing is not None:
-        await closing
 
 
 async def seven():
@@ -161,7 +129,7 @@ def test_a_connection_that_stays_its_owners_is_idle_afterwards(driver, again, tm
     handler = place_one if driver.startswith("threads") else order
 
     async def story():
-        connection = await connect(shop)
+        connection = await settled(connect(shop))
         async with AsyncEngine(shop.store, transactions=connection) as engine:
             at, is_cancelled = 0, True
             while is_cancelled:
@@ -170,7 +138,7 @@ def test_a_connection_that_stays_its_owners_is_idle_afterwards(driver, again, tm
                 is_cancelled = await cancelled(work, at, again=again)
                 assert await engine.transaction(f"p{at}", handler, -at, scope="s") == -at
                 assert await engine.transaction(f"k{at}", handler, at, scope="s") == at
-        await closed(connection)
+        await settled(connection.close())
         return at
 
     at = asyncio.run(story())
@@ -203,8 +171,8 @@ def test_a_connection_that_its_driver_has_closed_is_not_said_to_be_in_a_transact
     assert asyncio.run(story()) > 0
 
 
-def test_who_is_cancelled_while_it_waits_for_a_file_does_not_take_it_later(tmp_path):
-    """L9: aiosqlite's thread goes on waiting, and gets the file when nobody wants it any more."""
+def test_a_caller_cancelled_while_it_waits_for_a_file_does_not_lock_it_later(tmp_path):
+    """L9: aiosqlite's thread goes on waiting, and gets the lock when its caller is gone."""
     shop = SHOPS["sqlite"](tmp_path)
 
     async def story():
@@ -236,7 +204,7 @@ def test_who_is_cancelled_while_it_waits_for_a_file_does_not_take_it_later(tmp_p
 
 
 @AGAIN
-def test_who_is_cancelled_while_its_connection_goes_back_leaves_the_key(tmp_path, again):
+def test_a_caller_cancelled_while_its_connection_goes_back_leaves_the_key_free(tmp_path, again):
     """L9: the handler has failed, and the pool takes its time."""
     shop = SHOPS["postgres"](tmp_path)
 
@@ -344,7 +312,7 @@ def test_a_connection_is_not_given_back_before_its_late_commit_has_ended(tmp_pat
     assert (shop.orders(), shop.records()) == ([1, 2, 3, 4], 2)
 
 
-def test_who_is_cancelled_does_not_wait_for_ever_for_a_silent_server(tmp_path, monkeypatch):
+def test_a_cancelled_caller_does_not_wait_for_ever_for_a_silent_server(tmp_path, monkeypatch):
     """D2: the key is free then, and the connection goes back when the driver is done with it."""
     monkeypatch.setattr(transactions, "ROLLBACK_S_MAX", 0.05)
     shop = SHOPS["mysql"](tmp_path)
@@ -370,7 +338,7 @@ def test_who_is_cancelled_does_not_wait_for_ever_for_a_silent_server(tmp_path, m
 
 
 def test_a_connection_that_comes_too_late_goes_back_at_once(tmp_path):
-    """L9: who was cancelled while it waited for one does not keep it."""
+    """L9: a caller that was cancelled while it waited does not keep it."""
     shop = SHOPS["mysql"](tmp_path)
     pool = OneOnly(shop.connect())
 
@@ -399,18 +367,18 @@ def test_a_connection_that_comes_too_late_goes_back_at_once(tmp_path):
     pool.kept.close()
 
 
-class Pondering(pymysql.Connection):
-    """A connection that takes its time to say whether it is in a transaction."""
+class SlowToReport(pymysql.Connection):
+    """A connection that takes its time to report whether it is in a transaction."""
 
-    asked, may_say = threading.Event(), threading.Event()
-    is_pondering = False
+    asked, may_report = threading.Event(), threading.Event()
+    is_slow = False
     _status = 0
 
     @property
     def server_status(self):
-        if self.is_pondering:
+        if self.is_slow:
             self.asked.set()
-            assert self.may_say.wait(WAIT_S_MAX)
+            assert self.may_report.wait(WAIT_S_MAX)
         return self._status
 
     @server_status.setter
@@ -418,22 +386,22 @@ class Pondering(pymysql.Connection):
         self._status = status
 
 
-def test_who_is_cancelled_while_it_is_refused_undoes_nothing(tmp_path):
-    """L9: the transaction is its owner's, also for somebody who was not told so any more."""
+def test_a_caller_cancelled_while_it_is_refused_rolls_nothing_back(tmp_path):
+    """L9: the transaction is its owner's, also if the refusal reaches a cancelled caller."""
     shop = SHOPS["mysql"](tmp_path)
-    connection = Pondering(**shop.place)
+    connection = SlowToReport(**shop.place)
 
     async def story():
         async with AsyncEngine(shop.store, transactions=connection) as engine:
             await engine.transaction("a", seven, scope="s")
             insert(connection, 1)
-            connection.is_pondering = True
+            connection.is_slow = True
             task = asyncio.ensure_future(engine.transaction("b", seven, scope="s"))
             await asyncio.to_thread(connection.asked.wait, WAIT_S_MAX)
             task.cancel()
             await asyncio.sleep(0)
-            connection.is_pondering = False
-            connection.may_say.set()
+            connection.is_slow = False
+            connection.may_report.set()
             await asyncio.wait([task])
             assert task.cancelled()
 

@@ -21,7 +21,7 @@ from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.transactions.sources import connection_source
 from tests.transactions.idioms import SHOPS, alchemy_url, async_engine
 
-WHO = ContextVar("WHO", default="nobody")
+WHO = ContextVar("WHO", default="no caller")
 
 
 @pytest.fixture
@@ -136,17 +136,17 @@ def test_errors_of_a_source_in_a_thread_reach_the_caller(shop):
 # --- async ------------------------------------------------------------------------------------
 
 
-async def lend_later():
+async def connect_later():
     """A coroutine function."""
 
 
 @asynccontextmanager
-async def lend_managed():
+async def connect_managed():
     """The same with an end."""
     yield
 
 
-class Lending:
+class Manager:
     """A context manager."""
 
     async def __aenter__(self):
@@ -156,25 +156,32 @@ class Lending:
         """Leave."""
 
 
-class Lender:
-    """A pool as somebody has written it, and something that can be called."""
+class HomemadePool:
+    """A pool of the application."""
 
     async def acquire(self):
-        """Lend."""
+        """Connect."""
 
 
 class Callee:
     """Can be called."""
 
     async def __call__(self):
-        """Lend."""
+        """Connect."""
 
 
 @pytest.mark.parametrize(
     "given",
     [
-        *(lend_later, lend_managed, Lending, Lender(), Callee(), Lender().acquire),
-        *(partial(lend_later), partial(lend_managed), psycopg.AsyncConnection.connect),
+        *(
+            connect_later,
+            connect_managed,
+            Manager,
+            HomemadePool(),
+            Callee(),
+            HomemadePool().acquire,
+        ),
+        *(partial(connect_later), partial(connect_managed), psycopg.AsyncConnection.connect),
         *(partial(asyncpg.connect, "somewhere"), async_sessionmaker()),
     ],
 )
@@ -205,8 +212,8 @@ def test_pools_of_async_drivers_are_called_on_the_event_loop(shop, tmp_path):
     asyncio.run(main())
 
 
-def test_a_plain_function_that_gives_something_async_is_then_called_on_the_event_loop(shop):
-    """L9: only the first call takes a thread."""
+def test_a_plain_function_may_return_something_async(shop):
+    """L9: it is called in a thread like any other, and its result is awaited on the event loop."""
     calls = Calls()
 
     async def main():
@@ -216,28 +223,31 @@ def test_a_plain_function_that_gives_something_async_is_then_called_on_the_event
                 calls.note()
                 return pool.acquire()
 
-            await served(shop, connect, times=3)
+            await served(shop, connect)
 
     asyncio.run(main())
-    assert calls.on_loop() == [False, True, True]
+    assert calls.on_loop() == [False, False]
 
 
-def test_a_plain_function_that_asks_for_the_event_loop_has_it(shop):
-    """L9: as an application with one pool per event loop does."""
-    calls = Calls()
+def test_a_function_that_needs_the_event_loop_must_be_async(shop):
+    """S3: as in an application with one pool per event loop; a plain one is refused."""
 
     async def main():
         async with asyncpg.create_pool(shop.place, min_size=1, max_size=1) as pool:
             pools = {asyncio.get_running_loop(): pool}
 
             def connect():
-                calls.note()
                 return pools[asyncio.get_running_loop()].acquire()
 
-            await served(shop, connect)
+            async def connect_async():
+                return connect()
+
+            with pytest.raises(Misconfigured, match="declare it with `async def`"):
+                await served(shop, connect)
+            await served(shop, connect_async)
 
     asyncio.run(main())
-    assert calls.on_loop() == [False, True, True]
+    assert shop.records() == 2
 
 
 def test_what_an_async_function_makes_may_be_sync(tmp_path):

@@ -1,27 +1,31 @@
 """Transaction mode: the record and the handler's writes commit in one transaction.
 
 `OperationTransaction` performs the effects of `core/transaction.py` on a connection of the
-application's. It is written as flows; what differs between threads and event loops is in the two
+application. It is written as flows; what differs between threads and event loops is in the two
 classes at the end. Duplicates in the same process do not take a connection each to wait for the
-row; they wait like all others. Whatever goes wrong, the transaction is over and the connection is
-returned before the caller learns of it.
+row: they wait for the first one in memory. After any failure the transaction is over and the
+connection is given back before the caller gets the error.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from coatcheck.core.flow import Call, Effect, Flow
 from coatcheck.core.record import GONE, RUNNING, Record, Swap, in_doubt
 from coatcheck.core.transaction import Begin, Commit
 from coatcheck.errors import CoatcheckError, Misconfigured, NotCommitted, StoreUnavailable
 from coatcheck.operation import Operation
-from coatcheck.stores.transaction_statements import Dialect, Statement, TransactionStatements
-from coatcheck.transactions import AsyncTransactionConnection, TransactionConnection
-from coatcheck.transactions.contract import InTransaction
+from coatcheck.stores.transaction_statements import Dialect, TransactionStatements
+from coatcheck.transactions.contract import (
+    InTransaction,
+    TransactionConnection,
+    call,
+    call_async,
+)
 from coatcheck.transactions.errors import ErrorKind, error_kind_of, is_busy, is_refused
 from coatcheck.transactions.run_to_end import run_to_end
 from coatcheck.transactions.sources import ConnectionSource, acquire, acquire_async
@@ -34,9 +38,9 @@ if TYPE_CHECKING:  # the attempts hold transactions in turn
 TRIES = 3
 # The record that a claim lost against may be swept before it is read, but not again and again.
 _GONE_MAX = 5
-# The nonce that stands for a claim in a transaction that only its own process can see yet.
+# The nonce of a claim that another transaction has not committed yet, so that we cannot read it.
 _UNCOMMITTED = -1
-# 5 s: as long as a store waits for its database. A rollback that is not over then ends by itself.
+# 5 s: as long as a store waits for its database. A longer rollback goes on in the background.
 ROLLBACK_S_MAX = 5.0
 
 
@@ -63,25 +67,14 @@ class Database(NamedTuple):
 
 
 class Access(Protocol):
-    """Acquires and returns connections; everything is awaited in async code."""
+    """What differs between threads and event loops; both methods are awaited in async code."""
 
-    def acquire(self, source: ConnectionSource, /) -> Any:  # noqa: ANN401 - a connection and its manager
-        """A connection, and the context manager to leave for it."""
+    def acquire(self, source: ConnectionSource, /) -> Any:  # noqa: ANN401 - see `sources.acquire`
+        """Return a connection, and the function that gives it back."""
         ...
 
-    def leave(self, manager: Any, failure: BaseException | None, /) -> Any:  # noqa: ANN401 - None, or awaited
-        """Return the connection."""
-        ...
-
-    def undo(
-        self,
-        connection: Any,  # noqa: ANN401 - of any driver
-        manager: Any,  # noqa: ANN401 - of the application
-        failure: BaseException | None,
-        timeout_s: float,
-        /,
-    ) -> Any:  # noqa: ANN401 - None, or awaited
-        """Roll back and return the connection, also if the caller is cancelled meanwhile."""
+    def run_to_end(self, flow: Flow[None], timeout_s: float, /) -> Any:  # noqa: ANN401 - None, or awaited
+        """Run *flow*, also if the caller is cancelled meanwhile."""
         ...
 
 
@@ -92,11 +85,11 @@ class OperationTransaction:
         self._attempts = attempts
         self._database = database
         self._access = access
+        self._dialect: Dialect = database.statements.dialect
         self._claimed: Record | None = None
-        self._gone = 0  # how often the record that a claim lost against was not there
         self._until_ms = 0  # until when the claim may wait for its row
-        self._connection: TransactionConnection | AsyncTransactionConnection | None = None
-        self._manager: Any = None  # returns the connection when it is left
+        self._connection: TransactionConnection | None = None
+        self._give_back: Callable[..., Any] | None = None
 
     @property
     def connection(self) -> Any:  # noqa: ANN401 - of any driver
@@ -132,93 +125,78 @@ class OperationTransaction:
     # --- begin and claim ------------------------------------------------------------------------
 
     def _begin(self, begin: Begin) -> Flow[Record | None]:
-        swap, conflict, is_claimed = begin.swap, None, False
-        assert swap.record is not None
+        claim = begin.swap.record
+        assert claim is not None
         self._until_ms = begin.until_ms
-        if (current := self._enter(swap.record)) is not None:
-            return current
+        conflict = self._enter(claim)
+        if conflict is not None:
+            return conflict
+        is_claimed = False
         try:
-            while not is_claimed and conflict is None:
-                problem = yield from self._claim(begin)
-                is_claimed = problem is None
-                if problem is not None:
-                    read = yield from self._attempts.read(swap.id)
-                    conflict = self._conflict_of(begin, problem, read.record)
+            for _ in range(1 + _GONE_MAX):
+                kind = yield from self._claim(begin.swap)
+                is_claimed = kind is None
+                if is_claimed:
+                    return None
+                if kind is ErrorKind.LOCKED:
+                    conflict = claim._replace(nonce=_UNCOMMITTED)
+                    return conflict
+                current = (yield from self._attempts.read(claim.id)).record
+                if current.version or begin.swap.expected:
+                    conflict = current
+                    return conflict
+            raise StoreUnavailable(
+                "a claim conflicts with a record that the store does not have: does the connection "
+                "lead to the store's own database and schema?"
+            )
         finally:
             if not is_claimed:
                 try:
                     yield from self._undo()
                 finally:
                     self._leave(conflict)
-        return conflict
 
-    def _claim(self, begin: Begin) -> Flow[ErrorKind | None]:
-        """Make the claim in a new transaction; None: it is made, and the transaction is open."""
+    def _claim(self, swap: Swap) -> Flow[ErrorKind | None]:
+        """
+        Write the claim in a new transaction, which stays open, and return None.
+
+        If the row is locked or exists already, roll back and return which of the two.
+        """
         for tries_left in reversed(range(TRIES)):
             try:
-                is_claimed = yield from self._try_claim(begin)
+                if (yield from self._try_claim(swap)):
+                    return None
+                kind: ErrorKind | None = ErrorKind.DUPLICATE
             except CoatcheckError as error:
                 yield from self._undo(error)
                 raise
-            except Exception as error:  # noqa: BLE001 - translated, or raised
-                yield from self._undo()
-                kind = self._kind_of(error, is_last=not tries_left)
-                if kind in (ErrorKind.LOCKED, ErrorKind.DUPLICATE):
-                    return kind
-            else:
-                if is_claimed:
-                    return None
-                yield from self._undo()
-                return ErrorKind.DUPLICATE
+            except Exception as error:
+                kind = error_kind_of(error, self._dialect)
+                is_conflict = kind in (ErrorKind.LOCKED, ErrorKind.DUPLICATE)
+                if kind is None or not (is_conflict or tries_left):
+                    raise StoreUnavailable(_text_of(error)) from error
+            yield from self._undo()
+            if kind in (ErrorKind.LOCKED, ErrorKind.DUPLICATE):
+                return kind
         raise AssertionError  # the last try has returned or raised
 
-    def _try_claim(self, begin: Begin) -> Flow[bool]:
-        connection, self._manager = yield from Call(self._access.acquire, (self._database.source,))
-        statements = self._statements_of(begin, connection.dialect)
-        first = next(statements)
-        self._connection = connection
-        affected = yield from Call(connection.begin, (first,))
-        while affected != 1 and (statement := next(statements, None)) is not None:
-            affected = yield from Call(connection.write, (statement,))
-        return bool(affected == 1)
-
-    def _statements_of(self, begin: Begin, dialect: Dialect) -> Iterator[Statement]:
-        if dialect != self._dialect:
+    def _try_claim(self, swap: Swap) -> Flow[bool]:
+        acquired = yield from Call(self._access.acquire, (self._database.source,))
+        connection: TransactionConnection
+        connection, self._give_back = acquired
+        if connection.dialect != self._dialect:
             raise Misconfigured(
-                f"the store is in {self._dialect}, and the connection leads to {dialect}; record "
-                "and effect can only commit together in one database"
+                f"the store is in {self._dialect}, and the connection leads to "
+                f"{connection.dialect}; record and effect can only commit together in one database"
             )
-        wait_ms = begin.until_ms - self._attempts.now_ms()
         # At least 1: some databases take 0 for "no limit".
-        return self._database.statements.claim(begin.swap, max(1, wait_ms))
-
-    def _kind_of(self, error: Exception, *, is_last: bool) -> ErrorKind:
-        """What the *error* of a claim means; raises if it cannot be made."""
-        kind = error_kind_of(error, self._dialect)
-        if kind in (ErrorKind.LOCKED, ErrorKind.DUPLICATE):
-            return kind
-        if kind is None or is_last:
-            raise StoreUnavailable(_text_of(error)) from error
-        return kind
-
-    def _conflict_of(self, begin: Begin, kind: ErrorKind, current: Record) -> Record | None:
-        """
-        The record that a claim lost against; *current* is what the store has.
-
-        None: it is gone, so the claim may be made now.
-        """
-        if kind is ErrorKind.LOCKED:  # by a transaction that is not committed
-            assert begin.swap.record is not None
-            return begin.swap.record._replace(nonce=_UNCOMMITTED)
-        if current.version or begin.swap.expected:
-            return current
-        self._gone += 1
-        if self._gone > _GONE_MAX:
-            raise StoreUnavailable(
-                "a claim conflicts with a record that the store does not have: does the connection "
-                "lead to the store's own database and schema?"
-            )
-        return None
+        wait_ms = max(1, self._until_ms - self._attempts.now_ms())
+        self._connection = connection
+        try:
+            return (yield from connection.begin(self._database.statements.claim(swap, wait_ms)))
+        except InTransaction:
+            self._connection = None  # the open transaction is its owner's: no rollback
+            raise
 
     # --- complete and commit --------------------------------------------------------------------
 
@@ -227,11 +205,7 @@ class OperationTransaction:
         assert connection is not None
         assert claim is not None
         try:
-            if connection.is_closed():
-                _raise_closed()
-            statement = self._database.statements.change(swap)
-            if not (yield from Call(connection.end, (statement,))):
-                _raise_ended()
+            yield from connection.end(self._database.statements.change(swap))
         except Exception as error:
             yield from self.abandon()
             meaning = self._meaning_of(error)
@@ -240,9 +214,9 @@ class OperationTransaction:
             if meaning is None:
                 raise
             raise meaning from error
-        manager, self._manager, self._connection = self._manager, None, None
+        give_back, self._give_back, self._connection = self._give_back, None, None
         try:
-            yield from Call(self._access.leave, (manager, None))
+            yield from _returned(give_back, None)
         finally:
             self._claimed = None
             self._attempts.in_transaction.pop(swap.id, None)
@@ -250,9 +224,10 @@ class OperationTransaction:
 
     def _meaning_of(self, error: Exception) -> CoatcheckError | None:
         """
-        What the *error* of a commit means; None: what it says, and nothing is committed.
+        Return our error for the *error* of a commit; None if the driver's own is to be raised.
 
-        `StoreUnavailable`: it is not known whether the commit took place.
+        `StoreUnavailable`: it is not known whether the commit took place. Otherwise nothing is
+        committed.
         """
         if is_busy(error):
             return NotCommitted("the handler has left a statement running on its connection")
@@ -262,12 +237,7 @@ class OperationTransaction:
         return StoreUnavailable(f"at the commit: {_text_of(error)}", is_ambiguous=True)
 
     def _roll_back(self) -> Flow[None]:
-        """
-        Undo; what the handler has committed by itself before it failed is marked in doubt.
-
-        The record is read each time: a handler that has begun another transaction since looks
-        like any other.
-        """
+        """Undo; if the handler has committed by itself before it failed, mark that in doubt."""
         claim = self._claimed
         yield from self.abandon()
         if claim is not None:
@@ -287,20 +257,18 @@ class OperationTransaction:
                 self._attempts.after_write(swap, (yield from swap))
 
     def _undo(self, refusal: CoatcheckError | None = None) -> Flow[None]:
-        """Roll back, and return the connection."""
-        connection, manager = self._connection, self._manager
-        self._connection = self._manager = None
-        if isinstance(refusal, InTransaction):
-            connection = None  # the open transaction there is its owner's
-        if connection is not None or manager is not None:
+        """Roll back, and give the connection back."""
+        connection, give_back = self._connection, self._give_back
+        self._connection = self._give_back = None
+        if give_back is not None:
             wait_s = max(0, self._until_ms - self._attempts.now_ms()) / 1_000
-            timeout_s = wait_s + ROLLBACK_S_MAX
-            yield from Call(self._access.undo, (connection, manager, refusal, timeout_s))
+            flow = _rolled_back(connection, give_back, refusal)
+            yield from Call(self._access.run_to_end, (flow, wait_s + ROLLBACK_S_MAX))
 
     # --- which operations this process has transactions for -------------------------------------
 
     def _enter(self, claim: Record) -> Record | None:
-        """Start work on *claim*; else the claim that this process works on already."""
+        """Start work on *claim*; returns the claim that this process works on already, if any."""
         current = self._attempts.in_transaction.setdefault(claim.id, claim)
         if current is not claim:
             # Held for as long as its transaction is open, whatever its lease says.
@@ -309,32 +277,35 @@ class OperationTransaction:
         return None
 
     def _leave(self, current: Record | None = None) -> None:
-        """The work is over and nothing remains of it; waiters go on from the *current* record."""
+        """End the work, of which nothing remains; waiters go on from the *current* record."""
         claim, self._claimed = self._claimed, None
         if claim is not None:
             self._attempts.in_transaction.pop(claim.id, None)
-            # A record that is not committed yet says nothing.
             if current is None or current.nonce == _UNCOMMITTED:
                 current = GONE
             self._attempts.waiters.wake(current._replace(id=claim.id))
 
-    @property
-    def _dialect(self) -> Dialect:
-        return self._database.statements.dialect
+
+def _rolled_back(
+    connection: TransactionConnection | None,
+    give_back: Callable[..., Any],
+    failure: BaseException | None,
+) -> Flow[None]:
+    """Roll back and give the connection back; if the rollback fails, the connection is dead."""
+    if connection is not None:
+        failure = None
+        try:
+            yield from connection.rollback()
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - cancelled: the loop ends
+            failure = error
+    yield from _returned(give_back, failure)
 
 
-def _raise_closed() -> NoReturn:
-    raise NotCommitted(
-        "the connection was closed before the operation was complete; leave that to the pool or "
-        "function that it comes from"
-    )
-
-
-def _raise_ended() -> NoReturn:
-    raise NotCommitted(
-        "the handler has committed or rolled back by itself; leave that to the operation, or use "
-        "a savepoint"
-    )
+def _returned(give_back: Callable[..., Any] | None, failure: BaseException | None) -> Flow[None]:
+    """Give the connection back; the work is committed or undone already, so no error matters."""
+    assert give_back is not None
+    with suppress(Exception):
+        yield from Call(give_back, (type(failure) if failure else None, failure, None))
 
 
 def _text_of(error: BaseException) -> str:
@@ -344,67 +315,18 @@ def _text_of(error: BaseException) -> str:
 class ThreadAccess:
     """Connections for threads."""
 
-    def acquire(self, source: ConnectionSource) -> tuple[TransactionConnection, Any]:
-        """A connection, and the context manager to leave for it."""
-        manager = acquire(source)
-        return manager.__enter__(), manager
+    acquire = staticmethod(acquire)
 
-    def leave(self, manager: Any, failure: BaseException | None) -> None:  # noqa: ANN401 - the application's
-        """Return the connection."""
-        if manager is not None:
-            with suppress(Exception):  # the work is committed or undone already
-                manager.__exit__(type(failure) if failure else None, failure, None)
-
-    def undo(
-        self,
-        connection: TransactionConnection | None,
-        manager: Any,  # noqa: ANN401 - the application's
-        failure: BaseException | None,
-        _timeout_s: float,
-    ) -> None:
-        """Roll back and return the connection; if even that fails, it is dead."""
-        if connection is not None:
-            failure = None
-            try:
-                connection.rollback()
-            except Exception as error:  # noqa: BLE001 - its transaction died with it
-                failure = error
-        self.leave(manager, failure)
+    def run_to_end(self, flow: Flow[None], _timeout_s: float) -> None:
+        """Run *flow*."""
+        call(flow)
 
 
 class LoopAccess:
     """Connections for event loops."""
 
-    def acquire(self, source: ConnectionSource) -> Any:  # noqa: ANN401 - a coroutine
-        """A connection, and the context manager to leave for it."""
-        return acquire_async(source)
+    acquire = staticmethod(acquire_async)
 
-    async def leave(self, manager: Any, failure: BaseException | None) -> None:  # noqa: ANN401 - the application's
-        """Return the connection."""
-        if manager is not None:
-            with suppress(Exception):  # the work is committed or undone already
-                await manager.__aexit__(type(failure) if failure else None, failure, None)
-
-    async def undo(
-        self,
-        connection: AsyncTransactionConnection | None,
-        manager: Any,  # noqa: ANN401 - the application's
-        failure: BaseException | None,
-        timeout_s: float,
-    ) -> None:
-        """Roll back and return the connection, also if the caller is cancelled meanwhile."""
-        await run_to_end(self._undo(connection, manager, failure), timeout_s)
-
-    async def _undo(
-        self,
-        connection: AsyncTransactionConnection | None,
-        manager: Any,  # noqa: ANN401 - the application's
-        failure: BaseException | None,
-    ) -> None:
-        if connection is not None:
-            failure = None
-            try:
-                await connection.rollback()
-            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - its transaction died with it, or the loop ends
-                failure = error
-        await self.leave(manager, failure)
+    async def run_to_end(self, flow: Flow[None], timeout_s: float) -> None:
+        """Run *flow*, also if the caller is cancelled meanwhile."""
+        await run_to_end(call_async(flow), timeout_s)

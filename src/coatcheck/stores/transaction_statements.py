@@ -24,8 +24,8 @@ class Statement(NamedTuple):
 
     text: str
     values: Sequence[Any]
-    # The timeout of a claim, on connections of the store's own and in drivers that have one.
-    patience_s: float = inf
+    # Of a claim, on the store's own connections and in drivers that have a timeout per statement.
+    timeout_s: float = inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

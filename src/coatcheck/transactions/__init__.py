@@ -14,10 +14,9 @@ from importlib import import_module
 from typing import Any
 
 from coatcheck.errors import Misconfigured
-from coatcheck.transactions.contract import AsyncTransactionConnection, TransactionConnection
+from coatcheck.transactions.contract import TransactionConnection
 
 __all__ = [
-    "AsyncTransactionConnection",
     "TransactionConnection",
     "adapter_for",
     "is_async",
@@ -25,20 +24,18 @@ __all__ = [
     "is_of_async_driver",
 ]
 
-# (package of the driver, is it async) -> (our module, our class).
+# Package of the driver -> our module and class.
 _ADAPTERS = {
-    ("sqlite3", False): ("dbapi", "SqliteConnection"),
-    ("psycopg", False): ("psycopg", "PsycopgConnection"),
-    ("pymysql", False): ("dbapi", "PymysqlConnection"),
-    ("MySQLdb", False): ("dbapi", "PymysqlConnection"),
-    ("sqlalchemy", False): ("sqlalchemy", "AlchemyConnection"),
-    ("django", False): ("django", "DjangoConnection"),
-    ("psycopg", True): ("psycopg", "AsyncPsycopgConnection"),
-    ("asyncpg", True): ("asyncpg", "AsyncpgConnection"),
-    ("aiosqlite", True): ("async_dbapi", "AiosqliteConnection"),
-    ("asyncmy", True): ("async_dbapi", "AsyncmyConnection"),
-    ("aiomysql", True): ("async_dbapi", "AsyncmyConnection"),
-    ("sqlalchemy", True): ("sqlalchemy", "AsyncAlchemyConnection"),
+    "sqlite3": ("dbapi", "SqliteConnection"),
+    "aiosqlite": ("dbapi", "SqliteConnection"),
+    "psycopg": ("psycopg", "PsycopgConnection"),
+    "asyncpg": ("asyncpg", "AsyncpgConnection"),
+    "pymysql": ("dbapi", "MysqlConnection"),
+    "MySQLdb": ("dbapi", "MysqlConnection"),
+    "asyncmy": ("dbapi", "MysqlConnection"),
+    "aiomysql": ("dbapi", "MysqlConnection"),
+    "sqlalchemy": ("sqlalchemy", "AlchemyConnection"),
+    "django": ("django", "DjangoConnection"),
 }
 _ASYNC_DRIVERS = frozenset({"asyncpg", "aiosqlite", "asyncmy", "aiomysql"})
 # Names of connection types. Pools and the like come from the same packages and are not in here.
@@ -50,57 +47,59 @@ _TYPE_NAMES = frozenset(
 )
 
 # The adapter of each type seen so far: the look-up by names runs once per type, not per operation.
-_adapter_of_type: dict[type[Any], Callable[[Any], Any]] = {}
+_adapter_of_type: dict[type[Any], Callable[[Any], TransactionConnection]] = {}
 
 
-def adapter_for(handle: Any) -> TransactionConnection | AsyncTransactionConnection:  # noqa: ANN401 - of any driver
+def adapter_for(handle: Any) -> TransactionConnection:  # noqa: ANN401 - of any driver
     """Return the adapter for *handle*, a connection or session of the application."""
     type_ = type(handle)
     adapter = _adapter_of_type.get(type_)
     if adapter is None:
         adapter = _adapter_of_type[type_] = _load_adapter(type_)
-    connection: TransactionConnection | AsyncTransactionConnection = adapter(handle)
-    return connection
+    return adapter(handle)
 
 
-def _load_adapter(type_: type[Any]) -> Callable[[Any], Any]:
-    driver = _driver_of_connection(type_)
-    if driver is None:
-        drivers = ", ".join(dict.fromkeys(name for name, _ in _ADAPTERS))
+def _load_adapter(type_: type[Any]) -> Callable[[Any], TransactionConnection]:
+    base = _drivers_own(type_)
+    if base is None:
         raise Misconfigured(
             f"{type_.__module__}.{type_.__qualname__} is not a supported connection; transactions "
-            f"work with connections and sessions of {drivers}"
+            f"work with connections and sessions of {', '.join(_ADAPTERS)}"
         )
-    module, name = _ADAPTERS[driver]
-    adapter: Callable[[Any], Any] = getattr(import_module(f"coatcheck.transactions.{module}"), name)
+    module, name = _ADAPTERS[_package_of(base)]
+    adapter: Callable[[Any], TransactionConnection] = getattr(
+        import_module(f"coatcheck.transactions.{module}"), name
+    )
     return adapter
 
 
 def is_connection(handle: Any) -> bool:  # noqa: ANN401 - of any driver
     """*handle* is a connection or session, not a pool or a function that returns one."""
-    return _driver_of_connection(type(handle)) is not None
+    return _drivers_own(type(handle)) is not None
 
 
 def is_async(handle: Any) -> bool:  # noqa: ANN401 - of any driver
     """*handle* is a connection for async code."""
-    driver = _driver_of_connection(type(handle))
-    return driver is not None and driver[1]
+    base = _drivers_own(type(handle))
+    return base is not None and _is_for_async_code(base)
 
 
 def is_of_async_driver(type_: type[Any]) -> bool:
     """*type_* belongs to an async driver, such as its pools, or its name begins with "async"."""
-    return any(_driver_of(ancestor)[1] for ancestor in type_.__mro__)
+    return any(map(_is_for_async_code, type_.__mro__))
 
 
-def _driver_of_connection(type_: type[Any]) -> tuple[str, bool] | None:
-    for ancestor in type_.__mro__:  # the application may use a subclass of its own
-        driver = _driver_of(ancestor)
-        if ancestor.__name__ in _TYPE_NAMES and driver in _ADAPTERS:
-            return driver
+def _drivers_own(type_: type[Any]) -> type[Any] | None:
+    """Return the connection type of a driver that *type_* is, or is a subclass of."""
+    for ancestor in type_.__mro__:
+        if ancestor.__name__ in _TYPE_NAMES and _package_of(ancestor) in _ADAPTERS:
+            return ancestor
     return None
 
 
-def _driver_of(type_: type[Any]) -> tuple[str, bool]:
-    """Return the package that *type_* comes from, and whether it is for async code."""
-    driver = type_.__module__.partition(".")[0].removeprefix("_")
-    return driver, driver in _ASYNC_DRIVERS or type_.__name__.lower().startswith("async")
+def _is_for_async_code(type_: type[Any]) -> bool:
+    return _package_of(type_) in _ASYNC_DRIVERS or type_.__name__.lower().startswith("async")
+
+
+def _package_of(type_: type[Any]) -> str:
+    return type_.__module__.partition(".")[0].removeprefix("_")

@@ -7,14 +7,15 @@ The transaction is begun with asyncpg's own `connection.transaction()`, so that 
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from math import inf
 from typing import Any
 
 from asyncpg import InterfaceError  # type: ignore[import-untyped]  # ships no types
 
+from coatcheck.core.flow import Call, Flow
 from coatcheck.stores.transaction_statements import Dialect, Statement
-from coatcheck.transactions.async_dbapi import numbered
-from coatcheck.transactions.contract import AsyncStatementByStatement, InTransaction
+from coatcheck.transactions.contract import InTransaction, TransactionConnection, numbered
 from coatcheck.transactions.errors import is_busy
 
 # 1 s: a statement that the handler left running is usually short, and the client waits for us.
@@ -23,17 +24,17 @@ _BUSY_S_MAX = 1.0
 _BUSY_POLL_S = 0.01
 
 
-class AsyncpgConnection(AsyncStatementByStatement):
+class AsyncpgConnection(TransactionConnection):
     """An `asyncpg.Connection`, also one of a pool."""
 
     dialect: Dialect = "postgresql"
 
     def __init__(self, handle: Any) -> None:  # noqa: ANN401 - a connection, or the proxy that a pool returns
-        self.handle = handle
+        super().__init__(handle)
         self._transaction: Any = None  # while it is open
         self._start: asyncio.Future[None] | None = None
 
-    async def start(self) -> None:
+    def start(self) -> Flow[None]:
         """
         Begin.
 
@@ -43,20 +44,18 @@ class AsyncpgConnection(AsyncStatementByStatement):
         if self.handle.is_in_transaction():
             raise InTransaction
         self._transaction = self.handle.transaction()
-        start: asyncio.Future[None] = asyncio.ensure_future(self._transaction.start())
-        self._start = start
-        await asyncio.shield(start)
+        self._start = asyncio.ensure_future(self._transaction.start())
+        yield from Call(asyncio.shield, (self._start,))
 
-    async def write(self, statement: Statement) -> int:
+    def write(self, statement: Statement) -> Flow[int]:
         """
         Execute *statement* and return the number of affected rows.
 
         A claim may wait for a row for longer than the application's `command_timeout`.
         """
-        limit_s = None if statement.patience_s == inf else statement.patience_s
-        status: str = await self.handle.execute(
-            numbered(statement.text), *statement.values, timeout=limit_s
-        )
+        limit_s = None if statement.timeout_s == inf else statement.timeout_s
+        execute = partial(self.handle.execute, timeout=limit_s)
+        status: str = yield from Call(execute, (numbered(statement.text), *statement.values))
         return int(status.rpartition(" ")[2])  # such as "INSERT 0 1", "UPDATE 1"
 
     def is_closed(self) -> bool:
@@ -66,23 +65,26 @@ class AsyncpgConnection(AsyncStatementByStatement):
         except InterfaceError:  # it is back in its pool
             return True
 
-    async def commit(self) -> None:
+    def commit(self) -> Flow[None]:
         """Commit."""
         transaction, self._transaction = self._transaction, None
-        await transaction.commit()
+        yield from Call(transaction.commit)
 
-    async def rollback(self) -> None:
+    def rollback(self) -> Flow[None]:
         """
         Roll back, also after a `start` or `commit` that failed or was cancelled.
 
         If the handler left a statement running, this waits for it, and closes the connection if it
         does not end: otherwise the transaction would stay open and keep its claim.
         """
+        yield from Call(self._roll_back_when_idle)
+
+    async def _roll_back_when_idle(self) -> None:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + _BUSY_S_MAX
         while True:
             try:
-                await self._roll_back()
+                return await self._roll_back()
             except InterfaceError as error:
                 if not is_busy(error):
                     raise
@@ -90,8 +92,6 @@ class AsyncpgConnection(AsyncStatementByStatement):
                     self.handle.terminate()
                     raise
                 await asyncio.sleep(_BUSY_POLL_S)
-            else:
-                return
 
     async def _roll_back(self) -> None:
         if self._start is not None and not await _has_succeeded(self._start):

@@ -1,14 +1,19 @@
-"""The contract: what the engine does with a connection, sync and async under the same names.
+"""The contract: what the engine does with a connection of the application.
 
 The engine calls `begin` with a claim, runs the handler, and calls `end` with the completion, or
-`rollback`. Drivers that execute one statement per call build on `StatementByStatement`.
+`rollback`. All methods are flows (`core/flow.py`) whose only effects are calls of the driver. So
+one adapter serves the sync and the async connections of a driver.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import inspect
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
 
-from coatcheck.errors import Misconfigured
+from coatcheck.core.flow import Call, Effect, Flow, run, run_async
+from coatcheck.errors import Misconfigured, NotCommitted
 from coatcheck.stores.transaction_statements import Dialect, Statement
 from coatcheck.transactions.errors import is_savepoint_gone
 
@@ -17,6 +22,15 @@ from coatcheck.transactions.errors import is_savepoint_gone
 # transaction has written it.
 _SET_SAVEPOINT = Statement("savepoint coatcheck_claim", ())
 _RELEASE_SAVEPOINT = Statement("release savepoint coatcheck_claim", ())
+
+_CLOSED = (
+    "the connection was closed before the operation was complete; leave that to the pool or "
+    "function that it comes from"
+)
+_ENDED = (
+    "the handler has committed or rolled back by itself; leave that to the operation, or use a "
+    "savepoint"
+)
 
 
 class InTransaction(Misconfigured):
@@ -29,153 +43,92 @@ class InTransaction(Misconfigured):
         )
 
 
-class TransactionConnection(Protocol):
-    """A connection of the application, used for one transaction of sync code."""
+class TransactionConnection:
+    """
+    A connection or session of the application, used for one transaction.
 
-    handle: Any  # the application's own object, as its handler uses it
+    Attributes:
+        handle: the application's own object, as its handler uses it.
+        dialect: the database it leads to.
+    """
+
     dialect: Dialect
 
-    def begin(self, claim: Statement) -> int:
-        """
-        Begin a transaction, execute *claim* in it and return the number of affected rows.
+    def __init__(self, handle: Any) -> None:  # noqa: ANN401 - of a driver that may not be installed
+        self.handle = handle
 
-        Raises `InTransaction` if the connection is in a transaction already.
-        """
-        ...
+    def start(self) -> Flow[None]:
+        """Begin a transaction; raises `InTransaction` if one is open already."""
+        raise NotImplementedError
 
-    def write(self, statement: Statement) -> int:
+    def write(self, statement: Statement) -> Flow[int]:
         """Execute *statement* and return the number of affected rows."""
-        ...
+        raise NotImplementedError
 
     def is_closed(self) -> bool:
         """The connection was closed while the handler ran, so no end can be sent on it."""
-        ...
+        raise NotImplementedError
 
-    def end(self, statement: Statement) -> bool:
-        """Execute *statement*, commit if it affected one row, and return whether it did."""
-        ...
-
-    def rollback(self) -> None:
-        """Roll the transaction back."""
-        ...
-
-
-class AsyncTransactionConnection(Protocol):
-    """A connection of the application, used for one transaction of async code."""
-
-    handle: Any
-    dialect: Dialect
-
-    async def begin(self, claim: Statement) -> int:
-        """
-        Begin a transaction, execute *claim* in it and return the number of affected rows.
-
-        Raises `InTransaction` if the connection is in a transaction already.
-        """
-        ...
-
-    async def write(self, statement: Statement) -> int:
-        """Execute *statement* and return the number of affected rows."""
-        ...
-
-    def is_closed(self) -> bool:
-        """The connection was closed while the handler ran, so no end can be sent on it."""
-        ...
-
-    async def end(self, statement: Statement) -> bool:
-        """Execute *statement*, commit if it affected one row, and return whether it did."""
-        ...
-
-    async def rollback(self) -> None:
-        """Roll the transaction back."""
-        ...
-
-
-class StatementByStatement(Protocol):
-    """`begin` and `end` for drivers that execute one statement per call."""
-
-    dialect: Dialect
-
-    def start(self) -> None:
-        """Begin a transaction; raises `InTransaction` if one is open already."""
-        ...
-
-    def write(self, statement: Statement, /) -> int:
-        """Execute *statement* and return the number of affected rows."""
-        ...
-
-    def commit(self) -> None:
+    def commit(self) -> Flow[None]:
         """Commit; raises if the commit failed."""
-        ...
+        raise NotImplementedError
 
-    def begin(self, claim: Statement) -> int:
-        """Begin a transaction, execute *claim* in it and return the number of affected rows."""
-        self.start()
-        affected = self.write(claim)
-        if affected == 1 and self.dialect != "postgresql":
-            self.write(_SET_SAVEPOINT)
-        return affected
+    def rollback(self) -> Flow[None]:
+        """Roll the transaction back."""
+        raise NotImplementedError
 
-    def end(self, statement: Statement) -> bool:
-        """Execute *statement*, commit if it affected one row, and return whether it did."""
-        if not self._is_still_open() or self.write(statement) != 1:
-            return False
-        self.commit()
-        return True
+    def begin(self, claim: Iterable[Statement]) -> Flow[bool]:
+        """
+        Begin a transaction and write *claim* in it; return whether it was written.
 
-    def _is_still_open(self) -> bool:
-        """The handler has not ended our transaction, as far as a savepoint has to show that."""
-        if self.dialect == "postgresql":
-            return True
-        try:
-            self.write(_RELEASE_SAVEPOINT)
-        except Exception as error:
-            if is_savepoint_gone(error, self.dialect):
-                return False
-            raise
-        return True
+        Executes the statements of *claim* in order until one of them affects a row.
+        """
+        yield from self.start()
+        for statement in claim:
+            if (yield from self.write(statement)) == 1:
+                if self.dialect != "postgresql":
+                    yield from self.write(_SET_SAVEPOINT)
+                return True
+        return False
+
+    def end(self, completion: Statement) -> Flow[None]:
+        """Write *completion* and commit; raises `NotCommitted` if our transaction is over."""
+        if self.is_closed():
+            raise NotCommitted(_CLOSED)
+        if self.dialect != "postgresql":
+            try:
+                yield from self.write(_RELEASE_SAVEPOINT)
+            except Exception as error:
+                if is_savepoint_gone(error, self.dialect):
+                    raise NotCommitted(_ENDED) from error
+                raise
+        if (yield from self.write(completion)) != 1:
+            raise NotCommitted(_ENDED)
+        yield from self.commit()
 
 
-class AsyncStatementByStatement(Protocol):
-    """The same for async code."""
+def call(flow: Flow[Any]) -> Any:  # noqa: ANN401 - what the flow returns
+    """Run a *flow* of a connection for sync code."""
+    return run(flow, _perform)
 
-    dialect: Dialect
 
-    async def start(self) -> None:
-        """Begin a transaction; raises `InTransaction` if one is open already."""
-        ...
+async def call_async(flow: Flow[Any]) -> Any:  # noqa: ANN401 - what the flow returns
+    """Run a *flow* of a connection for async code."""
+    return await run_async(flow, _perform_async)
 
-    async def write(self, statement: Statement, /) -> int:
-        """Execute *statement* and return the number of affected rows."""
-        ...
 
-    async def commit(self) -> None:
-        """Commit; raises if the commit failed."""
-        ...
+def _perform(effect: Effect[Any]) -> Any:  # noqa: ANN401 - what the driver returns
+    assert isinstance(effect, Call)
+    return effect.function(*effect.args)
 
-    async def begin(self, claim: Statement) -> int:
-        """Begin a transaction, execute *claim* in it and return the number of affected rows."""
-        await self.start()
-        affected = await self.write(claim)
-        if affected == 1 and self.dialect != "postgresql":
-            await self.write(_SET_SAVEPOINT)
-        return affected
 
-    async def end(self, statement: Statement) -> bool:
-        """Execute *statement*, commit if it affected one row, and return whether it did."""
-        if not await self._is_still_open() or await self.write(statement) != 1:
-            return False
-        await self.commit()
-        return True
+async def _perform_async(effect: Effect[Any]) -> Any:  # noqa: ANN401 - what the driver returns
+    result = _perform(effect)
+    return await result if inspect.isawaitable(result) else result
 
-    async def _is_still_open(self) -> bool:
-        """The handler has not ended our transaction, as far as a savepoint has to show that."""
-        if self.dialect == "postgresql":
-            return True
-        try:
-            await self.write(_RELEASE_SAVEPOINT)
-        except Exception as error:
-            if is_savepoint_gone(error, self.dialect):
-                return False
-            raise
-        return True
+
+@lru_cache(maxsize=64)
+def numbered(text: str) -> str:
+    """Return *text* with the placeholders of asyncpg ($1, $2 …) in place of %s."""
+    start, *rest = text.split("%s")
+    return start + "".join(f"${number}{part}" for number, part in enumerate(rest, 1))

@@ -13,37 +13,38 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any, cast
 
+from coatcheck.core.flow import Call, Flow
 from coatcheck.errors import NotCommitted
 from coatcheck.stores.transaction_statements import Dialect, Statement
-from coatcheck.transactions.contract import InTransaction, StatementByStatement
+from coatcheck.transactions.contract import InTransaction, TransactionConnection
 
 _NUMBERED_MARK = re.compile(r"\?(\d+)")
 
 logger = logging.getLogger("coatcheck")
 
 
-class DjangoConnection(StatementByStatement):
+class DjangoConnection(TransactionConnection):
     """A connection of Django, or the proxy for it."""
 
     def __init__(self, handle: Any) -> None:  # noqa: ANN401 - of a package that may not be installed
-        self.handle = handle
+        super().__init__(handle)
         self.dialect = cast("Dialect", handle.vendor)
         self._atomic: Any = None
         self._did_connect = False  # it was not connected before us
 
-    def start(self) -> None:
+    def start(self) -> Flow[None]:
         """Enter an `atomic` block."""
         handle = self.handle
         self._did_connect = handle.connection is None
         if handle.in_atomic_block or not handle.get_autocommit():
             raise InTransaction
         atomic = import_module("django.db.transaction").atomic(using=handle.alias)
-        atomic.__enter__()
+        yield from Call(atomic.__enter__)
         self._atomic = atomic
         # At the start of a request Django closes a connection that is in a transaction.
         handle.close_if_unusable_or_obsolete = _stay_open
 
-    def write(self, statement: Statement) -> int:
+    def write(self, statement: Statement) -> Flow[int]:
         """
         Execute *statement* and return the number of affected rows.
 
@@ -59,7 +60,7 @@ class DjangoConnection(StatementByStatement):
             text, order = _with_django_marks(text)
             values = tuple(values[index] for index in order)
         with self.handle.cursor() as cursor:
-            cursor.execute(text, values)
+            yield from Call(cursor.execute, (text, values))
             affected: int = cursor.rowcount
             return affected
 
@@ -67,11 +68,11 @@ class DjangoConnection(StatementByStatement):
         """Never: Django marks the block for rollback instead, and `write` raises."""
         return False
 
-    def commit(self) -> None:
+    def commit(self) -> Flow[None]:
         """Commit, then run the `on_commit` functions; their errors do not undo the commit."""
         handle, atomic = self.handle, self._leave_block()
         hooks, handle.run_on_commit = handle.run_on_commit, []
-        atomic.__exit__(None, None, None)
+        yield from Call(atomic.__exit__, (None, None, None))
         handle.run_on_commit = hooks
         try:
             handle.run_and_clear_commit_hooks()
@@ -82,12 +83,12 @@ class DjangoConnection(StatementByStatement):
             )
         self._release()
 
-    def rollback(self) -> None:
+    def rollback(self) -> Flow[None]:
         """Roll back."""
         if self._atomic is not None:
             atomic = self._leave_block()
             self.handle.set_rollback(True)
-            atomic.__exit__(None, None, None)
+            yield from Call(atomic.__exit__, (None, None, None))
         self._release()
 
     def _leave_block(self) -> Any:  # noqa: ANN401 - see above

@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from contextvars import copy_context
 from typing import Any, TypeVar
 
+from coatcheck.core.flow import Call, Flow
 from coatcheck.stores.transaction_statements import Dialect, Statement
-from coatcheck.transactions.contract import InTransaction, TransactionConnection
+from coatcheck.transactions.contract import InTransaction, TransactionConnection, call
 
 T = TypeVar("T")
 
@@ -30,9 +31,9 @@ _CLAIMING = ThreadPoolExecutor(max_workers=40, thread_name_prefix="coatcheck-cla
 _ENDING = ThreadPoolExecutor(max_workers=sys.maxsize, thread_name_prefix="coatcheck-end")
 
 
-async def acquire_in_thread(enter: Callable[..., T], *args: object) -> T:
-    """Call *enter* in a thread, with the caller's context; it returns a `ThreadedConnection`."""
-    future = _ACQUIRING.submit(copy_context().run, enter, *args)
+async def acquire_in_thread(open_: Callable[..., T], *args: object) -> T:
+    """Call *open_* in a thread, with the caller's context; it returns a `ThreadedConnection`."""
+    future = _ACQUIRING.submit(copy_context().run, open_, *args)
     try:
         return await asyncio.wrap_future(future)
     except asyncio.CancelledError:
@@ -46,73 +47,68 @@ def _give_back(future: Future[Any]) -> None:
         return
     opened = future.result()
     if isinstance(opened, ThreadedConnection):
-        _ENDING.submit(opened.manager.__exit__, None, None, None)
+        _ENDING.submit(opened.give_back_here, None, None, None)
     elif inspect.iscoroutine(opened):
         opened.close()
 
 
-class ThreadedConnection:
+class ThreadedConnection(TransactionConnection):
     """A connection for sync code, used in threads, and never in two at the same time."""
 
     def __init__(
-        self,
-        manager: AbstractContextManager[TransactionConnection],
-        connection: TransactionConnection,
+        self, connection: TransactionConnection, give_back_here: Callable[..., Any]
     ) -> None:
-        self.manager = manager
-        self.handle = connection.handle
+        super().__init__(connection.handle)
         self.dialect: Dialect = connection.dialect
+        self.give_back_here = give_back_here
         self._connection = connection
         self._has_begun = False
         self._last: Future[Any] | None = None
 
-    async def begin(self, claim: Statement) -> int:
-        """Begin a transaction, execute *claim* in it and return the number of affected rows."""
-        return await self._call(_CLAIMING, self._begin, claim)
+    def begin(self, claim: Iterable[Statement]) -> Flow[bool]:
+        """Begin a transaction and write *claim* in it; return whether it was written."""
+        is_written: bool = yield from Call(self._call, (_CLAIMING, self._begin, claim))
+        return is_written
 
-    def _begin(self, claim: Statement) -> int:
+    def _begin(self, claim: Iterable[Statement]) -> bool:
         self._has_begun = True
         try:
-            return self._connection.begin(claim)
+            is_written: bool = call(self._connection.begin(claim))
         except InTransaction:  # noted here, because a cancelled caller does not get the exception
             self._has_begun = False
             raise
+        return is_written
 
-    async def write(self, statement: Statement) -> int:
-        """Execute *statement* and return the number of affected rows."""
-        return await self._call(_CLAIMING, self._connection.write, statement)
+    def end(self, completion: Statement) -> Flow[None]:
+        """Write *completion* and commit; raises `NotCommitted` if our transaction is over."""
+        yield from Call(self._call, (_ENDING, call, self._connection.end(completion)))
 
-    def is_closed(self) -> bool:
-        """The handler has closed it."""
-        return self._connection.is_closed()
-
-    async def end(self, statement: Statement) -> bool:
-        """Execute *statement*, commit if it affected one row, and return whether it did."""
-        return await self._call(_ENDING, self._connection.end, statement)
-
-    async def rollback(self) -> None:
+    def rollback(self) -> Flow[None]:
         """Roll back, if a transaction was begun."""
-        await self._call(_ENDING, self._rollback)
+        yield from Call(self._call, (_ENDING, self._rollback))
 
     def _rollback(self) -> None:
         if self._has_begun:
-            self._connection.rollback()
+            call(self._connection.rollback())
 
-    async def __aexit__(self, *failure: object) -> None:
-        await self._call(_ENDING, self.manager.__exit__, *failure)
+    async def give_back(self, *failure: object) -> None:
+        """Give the connection back to its source."""
+        await self._call(_ENDING, self.give_back_here, *failure)
 
-    async def _call(self, threads: ThreadPoolExecutor, call: Callable[..., T], *args: object) -> T:
-        """Call *call* in one of *threads*, after the previous call on this connection."""
+    async def _call(
+        self, threads: ThreadPoolExecutor, function: Callable[..., T], *args: object
+    ) -> T:
+        """Call *function* in one of *threads*, after the previous call on this connection."""
         last = self._last
         if last is None or last.done():
-            future = threads.submit(call, *args)
+            future = threads.submit(function, *args)
         else:
-            future = _ENDING.submit(_call_after, last, call, *args)
+            future = _ENDING.submit(_call_after, last, function, *args)
         self._last = future
         return await asyncio.wrap_future(future)
 
 
-def _call_after(last: Future[Any], call: Callable[..., T], *args: object) -> T:
+def _call_after(last: Future[Any], function: Callable[..., T], *args: object) -> T:
     with suppress(CancelledError):  # cancelled before it had begun
         last.exception()
-    return call(*args)
+    return function(*args)

@@ -7,8 +7,8 @@ that may block run in a thread.
 Whether a call may block must be known before it is made. Called on the event loop is what is async
 by its type or declaration: coroutine functions, functions under `asynccontextmanager`, classes of
 async context managers, and what belongs to an async driver or has a name that begins with "async".
-Anything else is called in a thread, with a copy of the caller's context. If such a call returns
-something async, or asks for the running event loop, later calls are made on the event loop.
+Anything else is called in a thread, with a copy of the caller's context. It may return something
+async; a function that needs the event loop itself must be declared with `async def`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from __future__ import annotations
 import inspect
 import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from types import CoroutineType
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 from coatcheck.errors import Misconfigured
 from coatcheck.transactions import (
-    AsyncTransactionConnection,
     TransactionConnection,
     adapter_for,
     is_async,
@@ -38,21 +37,19 @@ from coatcheck.transactions.in_threads import ThreadedConnection, acquire_in_thr
 _METHODS = ("acquire", "connection", "connect")
 
 
-class ConnectionSource:
+class ConnectionSource(NamedTuple):
     """A function that opens or acquires a connection, and whether it runs on the event loop."""
 
-    __slots__ = ("is_async", "open")
-
-    def __init__(self, open: Callable[[], Any], *, is_async: bool) -> None:
-        self.open = open
-        self.is_async = is_async
+    open: Callable[[], Any]
+    is_async: bool
 
 
 def connection_source(given: object) -> ConnectionSource:
     """Return the source for what the application has *given*."""
-    if is_connection(given):
-        borrowed = _AsyncBorrowed(given) if is_async(given) else _Borrowed(given)
-        return ConnectionSource(lambda: borrowed, is_async=is_async(given))
+    if is_connection(given):  # the application keeps it: we neither enter nor close it
+        if is_async(given):
+            return ConnectionSource(partial(nullcontext, given), is_async=True)
+        return ConnectionSource(partial(_kept, given), is_async=False)
     if callable(given):
         return ConnectionSource(given, is_async=_is_for_event_loops(given))
     for name in _METHODS:
@@ -63,6 +60,11 @@ def connection_source(given: object) -> ConnectionSource:
         f"{given!r} provides no connections; pass a pool, an engine, a session maker, a "
         "connection, or a function that returns one"
     )
+
+
+@contextmanager
+def _kept(handle: Any) -> Iterator[Any]:  # noqa: ANN401 - of any driver
+    yield handle
 
 
 def _is_for_event_loops(function: Any) -> bool:  # noqa: ANN401 - anything callable
@@ -81,43 +83,25 @@ def _is_for_event_loops(function: Any) -> bool:  # noqa: ANN401 - anything calla
     )
 
 
-class _Borrowed:
-    """One connection that the application keeps: we neither enter nor close it."""
-
-    def __init__(self, handle: Any) -> None:  # noqa: ANN401 - of any driver
-        self._handle = handle
-
-    def __enter__(self) -> Any:  # noqa: ANN401 - as above
-        return self._handle
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-class _AsyncBorrowed(_Borrowed):
-    """The same for async code."""
-
-    async def __aenter__(self) -> Any:  # noqa: ANN401 - as above
-        return self._handle
-
-    async def __aexit__(self, *_: object) -> None:
-        pass
-
-
-def acquire(source: ConnectionSource) -> AbstractContextManager[TransactionConnection]:
-    """Return a context manager of a connection from *source*, which it gives back at its exit."""
+def acquire(source: ConnectionSource) -> tuple[TransactionConnection, Callable[..., Any]]:
+    """Return a connection from *source*, and the function that gives it back."""
     opened = source.open()
-    if _is_awaitable(opened):
+    if _is_for_async_code(opened):
         if inspect.iscoroutine(opened):
             opened.close()
         raise Misconfigured(
             f"{source.open!r} returns async connections; use them with an AsyncEngine"
         )
-    return _managed(opened)
+    return _entered(opened)
 
 
-def _is_awaitable(opened: object) -> bool:
-    return inspect.isawaitable(opened) or hasattr(type(opened), "__aenter__")
+def _is_for_async_code(opened: object) -> bool:
+    return inspect.isawaitable(opened) or hasattr(type(opened), "__aenter__") or is_async(opened)
+
+
+def _entered(opened: Any) -> tuple[TransactionConnection, Callable[..., Any]]:  # noqa: ANN401 - of any driver
+    manager = _managed(opened)
+    return manager.__enter__(), manager.__exit__
 
 
 @contextmanager
@@ -129,62 +113,50 @@ def _managed(opened: Any) -> Iterator[TransactionConnection]:  # noqa: ANN401 - 
     with opened as handle:
         if is_async(handle):
             raise Misconfigured(f"{handle!r} is for async code; use it with an AsyncEngine")
-        yield cast("TransactionConnection", adapter_for(handle))
+        yield adapter_for(handle)
 
 
-async def acquire_async(source: ConnectionSource) -> tuple[AsyncTransactionConnection, Any]:
-    """Return a connection from *source*, and the context manager to be exited for it, or None."""
-    opened: Any = source.open() if source.is_async else await _open_in_thread(source)
+async def acquire_async(
+    source: ConnectionSource,
+) -> tuple[TransactionConnection, Callable[..., Any]]:
+    """Return a connection from *source*, and the coroutine function that gives it back."""
+    if source.is_async:
+        opened = source.open()
+    else:
+        opened = await acquire_in_thread(_open_in_thread, source.open)
     if isinstance(opened, CoroutineType):
         opened = await opened
-    if hasattr(type(opened), "__aenter__"):
-        handle = await opened.__aenter__()
-        try:
-            connection: Any = adapter_for(handle)
-        except Misconfigured as error:
-            await opened.__aexit__(type(error), error, None)
-            raise
-        return connection, opened
-    if is_async(opened):
-        connection = adapter_for(opened)
-        return connection, None
-    if not isinstance(opened, ThreadedConnection):
-        opened = await acquire_in_thread(_enter, lambda: opened)
-    return opened, opened
+    if not isinstance(opened, ThreadedConnection) and not _is_for_async_code(opened):
+        opened = await acquire_in_thread(_open_in_thread, lambda: opened)
+    if isinstance(opened, ThreadedConnection):
+        return opened, opened.give_back
+    manager = opened if hasattr(type(opened), "__aenter__") else nullcontext(opened)
+    handle = await manager.__aenter__()
+    try:
+        return adapter_for(handle), manager.__aexit__
+    except Misconfigured as error:
+        await manager.__aexit__(type(error), error, None)
+        raise
 
 
-async def _open_in_thread(source: ConnectionSource) -> Any:  # noqa: ANN401 - of any driver
-    """
-    Open a connection of *source* in a thread.
-
-    Returns a `ThreadedConnection`, or something async; *source* is then called on the event loop
-    from now on.
-    """
-    opened = await acquire_in_thread(_enter, source.open)
-    source.is_async = not isinstance(opened, ThreadedConnection)
-    return source.open() if opened is _NEEDS_EVENT_LOOP else opened
-
-
-# Returned in place of a connection by a function that must be called on the event loop.
-_NEEDS_EVENT_LOOP = object()
-
-
-def _enter(open_: Callable[[], Any]) -> Any:  # noqa: ANN401 - of any driver
+def _open_in_thread(open_: Callable[[], Any]) -> Any:  # noqa: ANN401 - of any driver
     """Call *open_*; if the result is for sync code, enter it and return a `ThreadedConnection`."""
     try:
         opened = open_()
     except RuntimeError as error:
         if "event loop" in str(error):  # asyncio: "no running event loop"
-            return _NEEDS_EVENT_LOOP
+            raise Misconfigured(
+                f"{open_!r} needs the event loop, and plain functions are called in a thread; "
+                "declare it with `async def`"
+            ) from error
         raise
-    if _is_awaitable(opened) or is_async(opened):
+    if _is_for_async_code(opened):
         return opened
-    manager = _managed(opened)
-    connection = manager.__enter__()
+    connection, give_back = _entered(opened)
     if isinstance(connection, DjangoConnection):
-        manager.__exit__(None, None, None)
+        give_back(None, None, None)
         raise Misconfigured(
             "a connection of Django belongs to its thread and cannot be used on an event loop; use "
             "an Engine"
         )
-    return ThreadedConnection(manager, connection)
+    return ThreadedConnection(connection, give_back)

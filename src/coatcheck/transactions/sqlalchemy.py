@@ -11,14 +11,10 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any, cast
 
+from coatcheck.core.flow import Call, Flow
 from coatcheck.errors import Misconfigured
 from coatcheck.stores.transaction_statements import Dialect, Statement
-from coatcheck.transactions.async_dbapi import numbered
-from coatcheck.transactions.contract import (
-    AsyncStatementByStatement,
-    InTransaction,
-    StatementByStatement,
-)
+from coatcheck.transactions.contract import InTransaction, TransactionConnection, numbered
 
 _AUTOCOMMIT = (
     "the connection is in AUTOCOMMIT mode, so record and effect cannot be committed together; pass "
@@ -34,14 +30,16 @@ _SCOPED_SESSION = (
 )
 
 
-class _Alchemy:
-    """What both have in common; SQLAlchemy may not be installed, so its types are `Any`."""
+class AlchemyConnection(TransactionConnection):
+    """
+    A `Connection`, `Session` or `scoped_session`, or its async counterpart.
+
+    SQLAlchemy may not be installed, so its types are `Any`.
+    """
 
     def __init__(self, handle: Any) -> None:  # noqa: ANN401 - see above
-        self._scoped: Any = handle if hasattr(handle, "registry") else None
-        # Without us the scope would have no session, so we remove it at the end.
-        self._is_scope_ours = self._scoped is not None and not handle.registry.has()
-        self.handle = handle if self._scoped is None else handle()
+        self._scope = _Scope(handle) if hasattr(handle, "registry") else None
+        super().__init__(handle if self._scope is None else self._scope.session)
         self._is_session = hasattr(handle, "get_bind")
         try:
             bind = self.handle.get_bind() if self._is_session else handle
@@ -49,49 +47,105 @@ class _Alchemy:
             raise Misconfigured(_NO_BIND) from error
         name = "mysql" if bind.dialect.name == "mariadb" else bind.dialect.name
         self.dialect = cast("Dialect", name)
-        self._paramstyle: str = bind.dialect.paramstyle
+        self._is_numbered = bind.dialect.paramstyle == "numeric_dollar"
+
+    def start(self) -> Flow[None]:
+        """Begin; on SQLite with the write lock."""
+        if self.handle.in_transaction():
+            raise InTransaction
+        if self._scope is not None:
+            self._scope.keep_open()
+        yield from Call(self.handle.begin)
+        connection = yield from self._connection()
+        if hasattr(connection, "get_raw_connection"):
+            pooled = yield from Call(connection.get_raw_connection)
+        else:
+            pooled = connection.connection
+        driver = pooled.driver_connection
+        if _is_autocommit(pooled.dbapi_connection) or _is_autocommit(driver):
+            raise Misconfigured(_AUTOCOMMIT)
+        # An event listener of the application may have begun.
+        if self.dialect == "sqlite" and not driver.in_transaction:
+            yield from Call(connection.exec_driver_sql, ("begin immediate",))
+
+    def _connection(self) -> Flow[Any]:
+        """Return the current connection: a session that was rolled back takes another one."""
+        return (yield from Call(self.handle.connection)) if self._is_session else self.handle
+
+    def write(self, statement: Statement) -> Flow[int]:
+        """Execute *statement* and return the number of affected rows."""
+        connection = yield from self._connection()
+        text = numbered(statement.text) if self._is_numbered else statement.text
+        result = yield from Call(connection.exec_driver_sql, (text, tuple(statement.values)))
+        affected: int = result.rowcount
+        return affected
 
     def is_closed(self) -> bool:
         """The handler has closed it; a closed session goes on in another transaction."""
         return not self._is_session and self.handle.closed
 
-    def _text_of(self, statement: Statement) -> str:
-        text = statement.text
-        return numbered(text) if self._paramstyle == "numeric_dollar" else text
-
-    def _check_idle(self) -> None:
-        if self.handle.in_transaction():
-            raise InTransaction
-
-    def _must_begin(self, pooled: Any) -> bool:  # noqa: ANN401 - see above
+    def end(self, completion: Statement) -> Flow[None]:
         """
-        Whether we send `begin` on *pooled*, the connection as SQLAlchemy's pool returns it.
+        Write *completion* and commit; raises `NotCommitted` if our transaction is over.
 
-        Only on SQLite, unless the application does so in an event listener, which has run by now.
+        Commits the session's open savepoints first: they are inside ours, and releasing ours would
+        release them without the session's knowledge.
         """
-        driver = pooled.driver_connection
-        if any(_is_autocommit(connection) for connection in (pooled.dbapi_connection, driver)):
-            raise Misconfigured(_AUTOCOMMIT)
-        return self.dialect == "sqlite" and not driver.in_transaction
+        while self._is_session and (nested := self.handle.get_nested_transaction()):
+            yield from Call(nested.commit)
+        yield from super().end(completion)
 
-    # --- scoped sessions ----------------------------------------------------------------------
+    def commit(self) -> Flow[None]:
+        """Commit; a session flushes first."""
+        yield from Call(self.handle.commit)
+        yield from self._release()
 
-    def _is_in_scope(self) -> bool:
-        """The scoped session returns our session in this scope."""
-        return self._scoped.registry.has() and self._scoped() is self.handle
+    def rollback(self) -> Flow[None]:
+        """Roll back."""
+        try:
+            yield from Call(self.handle.rollback)
+        finally:
+            yield from self._release()
 
-    def _clear_scope(self) -> None:
-        self._scoped.registry.clear()
+    def _release(self) -> Flow[None]:
+        if self._scope is not None and self._scope.leave():
+            with suppress(Exception):  # the transaction is over, whatever becomes of the session
+                yield from Call(self.handle.close)
 
-    def _leave_scope(self) -> bool:
-        """Remove our session from its scope if we put it there; whether it is to be closed."""
-        if self._scoped is None:
-            return False
-        vars(self.handle).pop("close", None)
-        is_in_scope = self._is_in_scope()
-        if is_in_scope and self._is_scope_ours:
-            self._clear_scope()
-        return self._is_scope_ours or not is_in_scope
+
+class _Scope:
+    """The scope of a `scoped_session` or `async_scoped_session`, and our session in it."""
+
+    def __init__(self, scoped: Any) -> None:  # noqa: ANN401 - see above
+        self._registry = scoped.registry
+        # Without us the scope would have no session, so we remove it at the end.
+        self._is_ours = not self._registry.has()
+        self.session: Any = scoped()
+        self._is_async = hasattr(type(self.session), "__aenter__")
+        # Usually the current task; the rollback may run in another one.
+        self._key = self._registry.scopefunc() if self._is_async else None
+
+    def keep_open(self) -> None:
+        """Replace the session's `close()` until `leave`."""
+        if not self._has_session():
+            raise Misconfigured(_SCOPED_SESSION)
+        self.session.close = _stay_open_async if self._is_async else _stay_open
+
+    def leave(self) -> bool:
+        """Remove the session if it is there because of us; return whether to close it."""
+        vars(self.session).pop("close", None)
+        if not self._has_session():
+            return True
+        if self._is_ours and self._is_async:
+            del self._registry.registry[self._key]
+        elif self._is_ours:
+            self._registry.clear()
+        return self._is_ours
+
+    def _has_session(self) -> bool:
+        if self._is_async:
+            return self._registry.registry.get(self._key) is self.session
+        return self._registry.has() and self._registry() is self.session
 
 
 def _is_autocommit(connection: Any) -> bool:  # noqa: ANN401 - see above
@@ -102,121 +156,6 @@ def _is_autocommit(connection: Any) -> bool:  # noqa: ANN401 - see above
     level = getattr(connection, "isolation_level", None)
     is_on = getattr(connection, "autocommit", False) is True
     return is_on or level in ("autocommit", "AUTOCOMMIT")
-
-
-class AlchemyConnection(_Alchemy, StatementByStatement):
-    """A `Connection`, `Session` or `scoped_session`."""
-
-    def start(self) -> None:
-        """Begin; on SQLite with the write lock."""
-        self._check_idle()
-        if self._scoped is not None:
-            if not self._is_in_scope():
-                raise Misconfigured(_SCOPED_SESSION)
-            self.handle.close = _stay_open
-        self.handle.begin()
-        connection = self._connection()
-        if self._must_begin(connection.connection):
-            connection.exec_driver_sql("begin immediate")
-
-    def _connection(self) -> Any:  # noqa: ANN401 - see above
-        """The current connection: a session that was rolled back takes another one."""
-        return self.handle.connection() if self._is_session else self.handle
-
-    def write(self, statement: Statement) -> int:
-        """Execute *statement* and return the number of affected rows."""
-        result = self._connection().exec_driver_sql(
-            self._text_of(statement), tuple(statement.values)
-        )
-        affected: int = result.rowcount
-        return affected
-
-    def end(self, statement: Statement) -> bool:
-        """
-        Execute *statement*, commit if it affected one row, and return whether it did.
-
-        Commits the session's open savepoints first: they are inside ours, and releasing ours would
-        release them without the session's knowledge.
-        """
-        while self._is_session and (nested := self.handle.get_nested_transaction()):
-            nested.commit()
-        return super().end(statement)
-
-    def commit(self) -> None:
-        """Commit; a session flushes first."""
-        self.handle.commit()
-        self._release()
-
-    def rollback(self) -> None:
-        """Roll back."""
-        try:
-            self.handle.rollback()
-        finally:
-            self._release()
-
-    def _release(self) -> None:
-        if self._leave_scope():
-            with suppress(Exception):  # the transaction is over, whatever becomes of the session
-                self.handle.close()
-
-
-class AsyncAlchemyConnection(_Alchemy, AsyncStatementByStatement):
-    """An `AsyncConnection`, `AsyncSession` or `async_scoped_session`."""
-
-    def __init__(self, handle: Any) -> None:  # noqa: ANN401 - see above
-        super().__init__(handle)
-        # Usually the current task; the rollback may run in another one.
-        self._scope = None if self._scoped is None else handle.registry.scopefunc()
-
-    def _is_in_scope(self) -> bool:
-        return self._scoped.registry.registry.get(self._scope) is self.handle
-
-    def _clear_scope(self) -> None:
-        del self._scoped.registry.registry[self._scope]
-
-    async def start(self) -> None:
-        """Begin; on SQLite with the write lock."""
-        self._check_idle()
-        if self._scoped is not None:
-            self.handle.close = _stay_open_async
-        await self.handle.begin()
-        connection = await self._connection()
-        if self._must_begin(await connection.get_raw_connection()):
-            await connection.exec_driver_sql("begin immediate")
-
-    async def _connection(self) -> Any:  # noqa: ANN401 - see above
-        """The current connection: a session that was rolled back takes another one."""
-        return await self.handle.connection() if self._is_session else self.handle
-
-    async def write(self, statement: Statement) -> int:
-        """Execute *statement* and return the number of affected rows."""
-        connection = await self._connection()
-        result = await connection.exec_driver_sql(self._text_of(statement), tuple(statement.values))
-        affected: int = result.rowcount
-        return affected
-
-    async def end(self, statement: Statement) -> bool:
-        """Execute *statement*, commit if it affected one row, and return whether it did."""
-        while self._is_session and (nested := self.handle.get_nested_transaction()):
-            await nested.commit()
-        return await super().end(statement)
-
-    async def commit(self) -> None:
-        """Commit; a session flushes first."""
-        await self.handle.commit()
-        await self._release()
-
-    async def rollback(self) -> None:
-        """Roll back."""
-        try:
-            await self.handle.rollback()
-        finally:
-            await self._release()
-
-    async def _release(self) -> None:
-        if self._leave_scope():
-            with suppress(Exception):  # the transaction is over, whatever becomes of the session
-                await self.handle.close()
 
 
 def _stay_open() -> None:

@@ -22,17 +22,10 @@ from coatcheck.stores.postgres.connection import (
     Connection,
     is_direct,
 )
-from coatcheck.stores.postgres.connection import closing_after as in_time
 from coatcheck.stores.postgres.statements import PLACEHOLDERS, row_of
 from coatcheck.stores.transaction_statements import Statement, TransactionStatements
 
-__all__ = ["OwnAsyncConnection", "OwnConnection", "in_time", "transaction_statements_for"]
-
-# The connections that the store opens for transactions; `in_time` is for `psycopg_answers.py`.
-OwnConnection = Connection
-OwnAsyncConnection = AsyncConnection
-
-# Both are referred to by what follows, because PostgreSQL skips a CTE that is not.
+# The statement after it refers to both, because PostgreSQL skips a CTE without references.
 _LOCK_WITH_LIMIT = """\
 with limited as materialized (
   select 0 * length(set_config('coatcheck.lock_timeout', current_setting('lock_timeout'), true))

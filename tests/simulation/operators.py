@@ -1,4 +1,4 @@
-"""People: they find what is in doubt, ask downstream, and say what happened or run it again (L6).
+"""Operators find what is in doubt, ask downstream, and decide what happened or run it again (L6).
 
 They do so at any time, several at once, while clients, zombies and the background reconciler are
 at it. What they do not do is lie: they look at the record first, then ask, and decide if it has not
@@ -16,7 +16,7 @@ from coatcheck.core.lifecycle import Snapshot
 from coatcheck.core.record import Record, is_lease_over
 from coatcheck.errors import StoreUnavailable
 
-from .driver import Visit
+from .served import ServedRequest
 from .world import Body, Pause
 
 if TYPE_CHECKING:
@@ -28,29 +28,29 @@ def decide(
     process: Process, id: bytes, stepping: Stepping | None = None, patience_ms: float = 0.0
 ) -> Body:
     """
-    One person looks at *id*, at the console of *process*, and decides about it.
+    One operator looks at *id*, at the console of *process*, and decides about it.
 
     With *patience_ms* everything that is still on its way arrives before downstream is asked.
     """
     try:
         yield from process.look()
-        visit = Visit(process, id, b"", is_person=True)
-        standing = yield from visit.standing(id)
+        served = ServedRequest(process, id, b"", is_operator=True)
+        current = yield from served.current(id)
         yield patience_ms
-        if not standing.version:
+        if not current.version:
             return
-        outcome = yield from _found_out(process, standing, stepping)
-        again = yield from visit.standing(id)
-        if again.version == standing.version:
-            yield from _decided(visit, Snapshot(again, process.now_ms()), outcome)
+        outcome = yield from _found_out(process, current, stepping)
+        again = yield from served.current(id)
+        if again.version == current.version:
+            yield from _decided(served, Snapshot(again, process.now_ms()), outcome)
     except StoreUnavailable:
-        process.world.happened("a person", "cannot decide now")
+        process.world.happened("an operator", "cannot decide now")
 
 
 def _found_out(
     process: Process, record: Record, stepping: Stepping | None
 ) -> Generator[Pause, Any, Outcome | None]:
-    """What became of the attempts so far, as far as downstream knows; None: nobody has asked."""
+    """What became of the attempts so far, as far as downstream knows; None: it was not asked."""
     handlers = process.setting.handlers
     if not is_lease_over(record, process.now_ms()):
         return None
@@ -66,11 +66,13 @@ def _found_out(
     )
 
 
-def _decided(visit: Visit, seen: Snapshot, found: Outcome | None) -> Generator[Pause, Any, None]:
-    world = visit.process.world
+def _decided(
+    served: ServedRequest, seen: Snapshot, found: Outcome | None
+) -> Generator[Pause, Any, None]:
+    world = served.process.world
     abandoned = found is not None and world.chance(0.5)
     outcome = found or Outcome(OutcomeKind.RELEASE)
     if outcome.kind is OutcomeKind.RELEASE and world.chance(0.4):
-        yield from visit.rerun(seen, abandoned=abandoned)
+        yield from served.rerun(seen, abandoned=abandoned)
     else:
-        yield from visit.resolve(seen, outcome, abandoned=abandoned)
+        yield from served.resolve(seen, outcome, abandoned=abandoned)

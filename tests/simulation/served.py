@@ -1,7 +1,7 @@
-"""A visit: one request at its door, from `begin` to `complete` or `fail`.
+"""A request in a process, from `begin` to `complete` or `fail`.
 
 What a door does around production's flows: it claims, runs the handler if it got an operation, and
-ends that. Also the other ways to an operation: work that was deferred, what a person decides, and
+ends that. Also the other ways to an operation: work that was deferred, what an operator decides, and
 recovery in the background.
 """
 
@@ -45,15 +45,15 @@ ERRORS = (HandlerError, ClaimLost, StepInDoubt, StoreUnavailable)
 LABEL = "work"
 
 
-class Visit:
-    """One request in one process; or one delivery of its work, or a person's decision about it."""
+class ServedRequest:
+    """One request in one process; or one delivery of its work, or an operator's decision about it."""
 
     def __init__(
-        self, process: Process, id: bytes, fingerprint: bytes, *, is_person: bool = False
+        self, process: Process, id: bytes, fingerprint: bytes, *, is_operator: bool = False
     ) -> None:
         self.process = process
         self.policy = process.setting.policy
-        self.is_person = is_person
+        self.is_operator = is_operator
         self.is_work = False
         self.is_deferred = False
         self.claim: Record | None = None  # what it executed, and how that ended
@@ -65,12 +65,12 @@ class Visit:
         self.becomes(self._attempts.new_request(id, fingerprint, key="key", caller="", label=LABEL))
 
     def __str__(self) -> str:
-        return f"{self.process} visit {self.nonce % 10_000:04}"
+        return f"{self.process} served {self.nonce % 10_000:04}"
 
     def becomes(self, request: ClaimRequest) -> None:
         """Go on as *request*, which production has made for the record itself."""
         self.request = request
-        self.process.visits[request.nonce] = self
+        self.process.served[request.nonce] = self
 
     @property
     def nonce(self) -> int:
@@ -124,7 +124,7 @@ class Visit:
                 self.process.world.happened(self, "ends in an error", str(error))
             return self._answered(answer)
         if self.is_deferred and outcome.kind is OutcomeKind.COMPLETE:
-            self.process.world.happened(self, "is told: Accepted")
+            self.process.world.happened(self, "gets: Accepted")
             return None
         return self._answered((yield from self._run(self._attempts.complete(started, outcome))))
 
@@ -152,10 +152,10 @@ class Visit:
         setting = self.process.setting
         setting.rules.answered(self, answer, setting.store.get(self.request.id))
         what = answer.problem.code if isinstance(answer, Refuse) else type(answer).__name__
-        self.process.world.happened(self, f"is told: {what}")
+        self.process.world.happened(self, f"gets: {what}")
         return answer
 
-    # --- as a person ----------------------------------------------------------------------------
+    # --- as an operator ----------------------------------------------------------------------------
 
     def resolve(
         self, seen: Snapshot, outcome: Outcome, *, abandoned: bool
@@ -205,7 +205,7 @@ class Visit:
 
         `Recovery._recover`, which reads and runs in a thread of its own.
         """
-        record = yield from self.standing(self.request.id)
+        record = yield from self.current(self.request.id)
         if not record.version:
             return
         self.process.advancing = self
@@ -222,11 +222,11 @@ class Visit:
         """Its lease is over, as it knows itself, and another attempt has its claim."""
         assert self._operation is not None
         claim, setting = self._operation.claim, self.process.setting
-        standing = setting.store.get(claim.id)
-        is_ours = standing.nonce == claim.nonce and standing.state == RUNNING
+        current = setting.store.get(claim.id)
+        is_ours = current.nonce == claim.nonce and current.state == RUNNING
         return is_lease_over(claim, self.process.now_ms()) and not is_ours
 
-    def standing(self, id: bytes) -> Generator[Pause, Any, Record]:
+    def current(self, id: bytes) -> Generator[Pause, Any, Record]:
         """What the store has of *id*."""
         store = self.process.setting.store
         record: Record = yield store.ask(functools.partial(store.get, id))
@@ -234,10 +234,10 @@ class Visit:
 
 
 class SimulatedExchange:
-    """The HTTP exchange of one visit; its client may be told to ask later."""
+    """The HTTP exchange of one served; its client may have to ask later."""
 
-    def __init__(self, visit: Visit, operation: Operation) -> None:
-        self._visit = visit
+    def __init__(self, served: ServedRequest, operation: Operation) -> None:
+        self._served = served
         self._operation = operation
 
     def accept(self) -> Any:
@@ -246,11 +246,11 @@ class SimulatedExchange:
 
     def defer(self, lease_ms: int | None) -> Doing[str]:
         """Leave the work to another process."""
-        return Doing(self._defer(lease_ms or self._visit.policy.lease_ms))
+        return Doing(self._defer(lease_ms or self._served.policy.lease_ms))
 
     def _defer(self, lease_ms: int) -> Generator[Pause, Any, str]:
-        visit = self._visit
-        visit.process.setting.rules.offers(visit.nonce, lease_ms)
-        token = yield from visit._run(defer(visit.process.attempts, self._operation, lease_ms))
-        visit.is_deferred = True
+        served = self._served
+        served.process.setting.rules.offers(served.nonce, lease_ms)
+        token = yield from served._run(defer(served.process.attempts, self._operation, lease_ms))
+        served.is_deferred = True
         return token

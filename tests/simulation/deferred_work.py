@@ -1,7 +1,7 @@
-"""Work that is handed over: a handler that gives it to a queue, and the queue that delivers it.
+"""Deferred work: a handler that gives it to a queue, and the queue that delivers it.
 
-The queue is what queues are: it delivers late, more than once, to any process, and again until
-somebody says that it is done.
+Like real queues it delivers late, more than once, to any process, and again until a worker
+acknowledges.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DELIVERIES_MAX = 6
 AGAIN_LEASES = 2.0
 TWICE = 0.2
-# Who is told this comes again later; whatever else is said, it is settled.
+# After these answers the message is delivered again; any other answer settles it.
 BUSY_CODES = ("in-progress", "too-many-waiting")
 LONG_LEASES = 3.0
 
@@ -50,12 +50,12 @@ class Queue:
             return
         self.world.happened("queue", "delivers")
 
-        def tell(answer: Answer | None) -> None:
+        def settle(answer: Answer | None) -> None:
             is_busy = isinstance(answer, Refuse) and answer.problem.code in BUSY_CODES
             if answer is not None and not is_busy:
                 self._settled.add(text)
 
-        self._worker().work(text, tell)
+        self._worker().work(text, settle)
         if deliveries_left > 1:
             again_ms = AGAIN_LEASES * self._lease_ms
             self.world.later(again_ms, self._deliver, text, deliveries_left - 1)
@@ -67,24 +67,24 @@ def execute(handlers: Handlers, claim: Record) -> Ended:
     return Outcome(OutcomeKind.COMPLETE) if outcome.kind is OutcomeKind.REJECT else outcome
 
 
-def hand_over(handlers: Handlers, queue: Queue, claim: Record, operation: Operation) -> Ended:
+def defer_work(handlers: Handlers, queue: Queue, claim: Record, operation: Operation) -> Ended:
     """The handler: it gives its work to the *queue*, and may fail before or after that."""
-    world, weather = handlers.world, handlers.weather
+    world, faults = handlers.world, handlers.faults
     if (refusal := (yield from handlers.begin(claim))) is not None:
         return refusal
     lease = handlers.policy.lease_ms / 1_000
     leases = world.random.choice((1.0, LONG_LEASES))
     text = yield from done(operation.defer(leases * lease))
-    world.happened("handler", "hands over", claim)
-    fails = world.chance(weather.fails_late)
+    world.happened("handler", "defers", claim)
+    fails = world.chance(faults.fails_late)
     if fails and world.chance(0.5):
-        raise HandlerError("handed over, but the queue is away")
-    is_late = world.chance(weather.late)
-    queue.put(text, handlers.delay_ms() + (world.between(0, weather.late_ms_max) * is_late))
-    yield handlers.delay_ms() if weather.is_calm else handlers.thought_ms()
+        raise HandlerError("deferred, but the queue is unreachable")
+    is_late = world.chance(faults.late)
+    queue.put(text, handlers.delay_ms() + (world.between(0, faults.late_ms_max) * is_late))
+    yield handlers.delay_ms() if faults.is_calm else handlers.thought_ms()
     if fails:
         world.happened("handler", "takes it back", claim)
         if world.chance(0.5):
-            return handlers.answered(401, b"who are you, after all")
-        raise HandlerError("handed over, and failed after all")
+            return handlers.answered(401, b"not you, after all")
+        raise HandlerError("deferred, and failed after all")
     return Outcome(OutcomeKind.COMPLETE, b"accepted")

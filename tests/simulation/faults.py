@@ -1,14 +1,14 @@
-"""The weather: what goes wrong, how often, and how long it lasts.
+"""The faults: what goes wrong, how often, and how long it lasts.
 
-All of it is measured in leases, because that is what it is up against: what is shorter than a lease
-must go unnoticed, and what is longer must do no harm.
+All of it is measured in leases: a fault that is shorter than a lease must go unnoticed, and a
+longer one must do no harm.
 
-Three things the weather may not do, because the protocol does not promise to outlive them:
+Three things the faults may not do, because the protocol does not promise to outlive them:
 - bring a message that is older than the margin, or let a process be away for longer: versions of a
-  new life come from the clock, and a claim that old could bring one back;
-- make the error of a process's clock a good part of the lease, other than backwards: nobody can
-  tell a lease that ran out from a clock that runs ahead. So a process does not freeze while it asks
-  the store for the time (`Process.look`), and time-outs are shorter than leases;
+  new generation come from the clock, and a claim that old could bring one back;
+- make a process's clock run ahead by a good part of the lease: no process can tell a lease that ran
+  out from a clock that runs ahead. So a process does not freeze while it asks the store for the time
+  (`Process.look`), and time-outs are shorter than leases;
 - take back what the store has acknowledged.
 """
 
@@ -18,7 +18,7 @@ from random import Random
 from typing import NamedTuple
 
 
-class Weather(NamedTuple):
+class Faults(NamedTuple):
     """What goes wrong."""
 
     latency_ms: float  # of a message, one way
@@ -27,7 +27,7 @@ class Weather(NamedTuple):
     slow: float = 0.0  # takes up to half of the time-out, and goes unnoticed
     lost: float = 0.0
     deaf: float = 0.0  # takes effect, but the answer is lost
-    late: float = 0.0  # arrives after whoever sent it has given up
+    late: float = 0.0  # arrives after its sender has given up
     twice: float = 0.0
     late_ms_max: float = 0.0
     # How often these happen, and how long processes and the store are away.
@@ -38,7 +38,7 @@ class Weather(NamedTuple):
     away_ms_max: float = 0.0
     # Shares of all executions.
     fails_early: float = 0.0  # before anything happened, and it says so
-    fails_late: float = 0.0  # in the middle, and nobody knows what happened
+    fails_late: float = 0.0  # in the middle, and its effect is not known
     not_kept: float = 0.0  # its answer is too large to keep
     # Share of all requests whose caller has too many keys already.
     crowded: float = 0.0
@@ -76,11 +76,11 @@ STEP_LEASES_MAX = 0.05
 AHEAD_LEASES_MAX = TIMEOUT_LEASES_MAX / 2 + 2 * STEP_LEASES_MAX + 0.1
 
 
-def drawn(random: Random, lease_ms: float) -> Weather:
-    """Some weather; each trouble is there or not, so that few hide behind many."""
+def drawn(random: Random, lease_ms: float) -> Faults:
+    """Some faults; each kind is there or not, so that few hide behind many."""
     timeout_ms = lease_ms * random.uniform(0.03, TIMEOUT_LEASES_MAX)
     latency_ms = timeout_ms * random.uniform(0.01, 0.2)
-    calm = Weather(latency_ms, timeout_ms, slow=random.choice((0.0, 0.2)))
+    calm = Faults(latency_ms, timeout_ms, slow=random.choice((0.0, 0.2)))
     calm = calm._replace(fails_early=random.choice((0.0, 0.2)))
     calm = calm._replace(crowded=random.choice((0.0, 0.1)))
     if random.random() < 0.15:
