@@ -352,7 +352,7 @@ def frees_what_was_begun(monkeypatch):
     monkeypatch.setattr(production, "next_attempt", freed)
 
 
-def frees_nothing_for_a_person(monkeypatch):
+def frees_nothing_for_an_operator(monkeypatch):
     decide = resolving._with_resolution
 
     def stubborn(standing, resolution, **_may_run):
@@ -361,7 +361,7 @@ def frees_nothing_for_a_person(monkeypatch):
     monkeypatch.setattr(resolving, "_with_resolution", stubborn)
 
 
-def frees_too_much_for_a_person(monkeypatch):
+def frees_too_much_for_an_operator(monkeypatch):
     def anew(standing, resolution, **_may_run):
         return standing._replace(progress=encoded(NOTHING.with_resolution(resolution)))
 

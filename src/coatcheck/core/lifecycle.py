@@ -395,7 +395,7 @@ def first_attempt(request: ClaimRequest, policy: Policy, current: Record, now_ms
     return new_record(
         (
             request.id,
-            max(current.version + 1, now_ms),  # as `next_version`, without a call
+            next_version(current, now_ms),
             RUNNING,
             1,
             request.fingerprint,
