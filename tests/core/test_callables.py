@@ -20,7 +20,7 @@ class AsyncKey:
 @pytest.mark.parametrize("function", [key, AsyncKey(), AsyncKey().__call__])
 def test_an_async_function_is_refused(function):
     """K4: a coroutine would be another key with every retry."""
-    with pytest.raises(Misconfigured, match="key= must not be async"):
+    with pytest.raises(Misconfigured, match=r"key= .* must not be async"):
         refuse_async("key", function)
 
 
@@ -35,7 +35,7 @@ def test_only_a_sync_function_passes_the_check():
     for function in ("number", 5):
         with pytest.raises(Misconfigured, match=r"key= is a (str|int); it must be a function"):
             check_function("key", function)
-    with pytest.raises(Misconfigured, match="key= must not be async"):
+    with pytest.raises(Misconfigured, match=r"key= .* must not be async"):
         check_function("key", key)
     check_function("key", str)
 
@@ -45,7 +45,7 @@ def test_an_awaitable_result_is_refused_and_closed():
     loop = asyncio.new_event_loop()
     try:
         for result in (key(None), loop.create_future()):
-            with pytest.raises(Misconfigured, match="caller= must not be async"):
+            with pytest.raises(Misconfigured, match=r"caller= .* must not be async"):
                 refuse_awaitable("caller", result)
     finally:
         loop.close()

@@ -34,4 +34,4 @@ def refuse_awaitable(name: str, result: object) -> None:
         raise Misconfigured(_MUST_BE_SYNC.format(name=name))
 
 
-_MUST_BE_SYNC = "{name}= must not be async: its result is not awaited"
+_MUST_BE_SYNC = "{name}= is called without await, so it must not be async"
