@@ -38,7 +38,7 @@ class FlaskRoutes:
     ) -> tuple[Policy | None, str | None]:
         """Return the policy of a request and the template of its route."""
         try:
-            rule, _ = self._app.url_map.bind_to_environ(environ).match(return_rule=True)
+            rule, _ = self._app.url_map.bind_to_environ(dict(environ)).match(return_rule=True)
         except HTTPException:  # no such route: Flask sends the 404
             rule = None
         mark = None if rule is None else mark_of(self._app.view_functions[rule.endpoint])
