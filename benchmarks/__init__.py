@@ -1,7 +1,6 @@
-"""How fast, beside a peer and the bare floor.
+"""How fast is coatcheck, compared with another library and with the bare floor?
 
-One file for each question (`memory`, `sqlite`, `postgres`, `redis`, `latency`, `http`, `flatness`,
-`waiting`, `size` and others); each makes contenders, lets `measuring` run them in turn, and gives rows to `report`. A new
-store is another file with contenders and one line in `questions`. Invariant: every figure that is
-printed was measured in the run that prints it, and every verdict is computed from it.
+One module per benchmark (`memory`, `sqlite`, `postgres`, `redis`, `http`, …); `suite` lists them.
+Each makes contenders, lets `measuring` run them in turn, and returns a table of `report`. Every
+figure was measured in the run that prints it.
 """

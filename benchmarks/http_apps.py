@@ -1,8 +1,8 @@
 """The servers: `python -m benchmarks.http_apps CONTENDER STORE_URL …` serves each contender.
 
-One uvicorn worker with uvloop and httptools on a free port of the loopback, in a process of its
-own; port and process are printed, a line for each. What they import is imported once, before they
-part. They end when their standard input does, so that none outlives its benchmark.
+Each is one uvicorn worker with uvloop and httptools, in a process of its own, on a free loopback
+port. The parent imports everything once, forks, and prints port and process id, one line for each.
+The servers end when their standard input is closed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -28,9 +27,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from benchmarks.floors import GroupedWriter
-from benchmarks.grouped import GroupedPostgres, GroupedRedis
-from benchmarks.http_handmade import App, HandMade, Writer
+from benchmarks.http_floor import App, FloorMiddleware
 from benchmarks.machine import pinned
 from coatcheck.server.asgi import IdempotencyMiddleware
 
@@ -63,7 +60,7 @@ def _product(url: str) -> App:
 
 def _idemkit(url: str) -> App:
     backend = _idemkit_backend(url)
-    # In memory it looks at every record it holds at each claim: an empty store is its best.
+    # Its memory backend reads every record at each claim, so it is fastest when empty.
     forget = backend._records.clear if isinstance(backend, InMemoryBackend) else int  # noqa: SLF001 - there is no public way
     shop = _shop(forget)
     shop.add_middleware(
@@ -78,33 +75,17 @@ def _idemkit_backend(url: str) -> IdempotencyBackend:
             asyncio.run(init_pg(url))
             return PostgresBackend.from_url(url)
         case "redis":
-            # More than the driver would allow by itself, which it answers with 503.
+            # With the driver's default limit, idemkit would answer 503.
             return RedisBackend.from_url(url, max_connections=1_000)
         case _:
             return InMemoryBackend()
-
-
-def _handmade(url: str) -> App:
-    place = urlsplit(url)
-
-    async def open_writer() -> Writer:
-        match place.scheme:
-            case "postgresql":
-                return await GroupedPostgres.open(url, "handmade")
-            case "redis":
-                assert place.port is not None
-                return await GroupedRedis.open(place.port)
-            case _:
-                return GroupedWriter(Path(place.path))
-
-    return HandMade(_shop(), None if place.scheme == "memory" else open_writer)
 
 
 CONTENDERS: dict[str, Callable[[str], App]] = {
     "bare": lambda _: _shop(),
     "product": _product,
     "idemkit": _idemkit,
-    "handmade": _handmade,
+    "floor": lambda _: FloorMiddleware(_shop()),
 }
 
 

@@ -1,8 +1,7 @@
-"""The load: keep-alive connections that send one request after another, as fast as answered.
+"""The load: keep-alive connections, each of which sends one request after another.
 
-Written on the bare protocol, because an HTTP library for clients costs more than the server that
-is to be measured. Every answer is checked: its status, and whether it is a replay or not, so that
-no slot can measure something else than it says.
+It does not use an HTTP library, because that would need more processor time than the server. It
+checks the status of every response, and whether it is a replay.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from benchmarks.machine import processor_s
 REPLAYED = b"-replayed: true"  # after "idempotent" here, after "idempotency" in idemkit
 CREATED = b"HTTP/1.1 201"
 
-# Long enough for the slowest answer of the slowest contender; only a hang takes longer.
+# Longer than the slowest response; only a hang takes longer.
 ANSWER_S_MAX = 10
-# How often to look for the first answer, where there is none yet.
+# How often to check for the first response, if there is none yet.
 LOOK_S = 0.01
 
 
@@ -30,7 +29,7 @@ class Address(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """How many answers came in how long a time."""
+    """How many responses came in which time."""
 
     answers: int
     wall_s: float
@@ -69,14 +68,14 @@ class Load:
         self.failure: bytes | None = None
 
     async def run(self, wall_s: float, warm_up_s: float) -> Loaded:
-        """Warm up, and count what is answered within *wall_s* seconds."""
+        """Warm up, and count the responses within *wall_s* seconds."""
         loop = asyncio.get_running_loop()
         await self._start()
         await asyncio.sleep(warm_up_s)
         before, start_s, start_cpu_s = self._answers, loop.time(), processor_s(self._address.pid)
         await asyncio.sleep(wall_s)
-        # Nothing yet: the machine is busy with other things, and the time counts.
-        while self._answers == before and loop.time() - start_s < ANSWER_S_MAX:  # noqa: ASYNC110 - to set an event at each answer would be measured, too
+        # No response yet: the machine is busy with other work, and the time counts.
+        while self._answers == before and loop.time() - start_s < ANSWER_S_MAX:  # noqa: ASYNC110 - setting an event at each response would be measured
             await asyncio.sleep(LOOK_S)
         end_cpu_s = processor_s(self._address.pid)
         loaded = Loaded(self._answers - before, loop.time() - start_s, end_cpu_s - start_cpu_s)
@@ -85,7 +84,7 @@ class Load:
         return loaded
 
     async def run_out(self) -> None:
-        """Send every request there is."""
+        """Send all requests."""
         await self._start()
         await self._end()
 
@@ -108,7 +107,7 @@ class Load:
         for connection in self._open:
             connection.close()
         if self.failure is not None:
-            raise RuntimeError(f"not the answer that was to be measured: {self.failure!r}")
+            raise RuntimeError(f"unexpected response: {self.failure!r}")
 
     def _next(self) -> bytes | None:
         request = None if self._is_over else next(self._requests, None)
@@ -137,7 +136,7 @@ class _Connection(asyncio.Protocol):
         self._is_closed = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transport is one in all but the name, so a cast and not an assertion.
+        # A cast and not an assertion: uvloop's transport is not a subclass.
         self._transport = cast("asyncio.Transport", transport)
 
     def ask(self) -> None:
@@ -164,18 +163,18 @@ class _Connection(asyncio.Protocol):
 
 
 def is_whole(received: bytes) -> bool:
-    """*received* is one whole answer, of a declared length or in chunks."""
+    """Return whether *received* is a complete response, with a length or in chunks."""
     head, gap, body = received.partition(b"\r\n\r\n")
     if not gap:
         return False
     _, declared, rest = head.partition(b"\r\ncontent-length: ")
-    if not declared:  # idemkit replays without a length, so that the server sends chunks
+    if not declared:  # idemkit replays without a length, so the server sends chunks
         return body.endswith(b"0\r\n\r\n")
     return len(body) >= int(rest.partition(b"\r\n")[0])
 
 
 def request_of(key: bytes | None) -> bytes:
-    """A small JSON order, with *key* or without; another order for each key."""
+    """Return a request with a small JSON order, different for each key."""
     order = key or b"none"
     body = b'{"amount": 1999, "currency": "EUR", "items": [{"sku": "A-17"}], "order": "%b"}' % order
     lines = [

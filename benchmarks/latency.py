@@ -1,9 +1,9 @@
-"""Question: how long does each store keep a request waiting, when it is alone?
+"""How long does one operation take on each store?
 
-A claim: from the call to the first line of the function. A completion: from its last line to the
-answer. A replay: asked of another engine, which has to look into the store. Everything that should
-survive a power cut is on a disk and synced; server and client share the machine. All stores take
-turns after every single operation, because the disk is never the same for two seconds.
+Claim: from the call to the first line of the function. Completion: from its last line to the
+result. Replay: a call of another engine, which reads the store. Servers that survive a power cut
+are on a disk; server and client share the machine. The stores alternate after every operation,
+because the speed of a disk changes from second to second.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from contextlib import (
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from benchmarks.contest import ROUNDS
-from benchmarks.durable import durable_mariadb, durable_postgres, lent
-from benchmarks.machine import workshop
+from benchmarks.comparison import ROUNDS
+from benchmarks.machine import scratch_directory
 from benchmarks.measuring import ROUNDS_QUICK, Samples
 from benchmarks.report import Figures, Table
+from benchmarks.servers import durable_mariadb, durable_postgres, server_for
 from coatcheck import AsyncEngine, Engine
 from coatcheck.stores import AsyncStore, Store
 from coatcheck.stores.memory import AsyncMemoryStore, MemoryStore
 from tests.support.servers.redis import Redis
 
-# Operations of each in a round: enough for a hundredth of them to be more than the very worst.
+# Operations of each store in a round: enough that the p99 is not just the slowest one.
 TURNS = 200
 TURNS_QUICK = 30
-# Before the first that counts: connects, imports, prepares statements.
-FIRST_TURNS = 10
-WORLDS = ("thread", "event loop")
+# Not measured: connecting, importing, preparing statements.
+WARM_UP = 10
+RUNS_IN = ("thread", "event loop")
 
 
 class Took(NamedTuple):
-    """How long an operation took, and being asked for it again elsewhere."""
+    """How long each part of an operation took."""
 
     claim: float
     completion: float
@@ -55,13 +55,13 @@ COLUMNS = [f"{step} {share}" for step in Took._fields for share in SHARES]
 
 
 def measure(*, quick: bool) -> Table:
-    """The table of this question."""
+    """Measure, and return the table."""
     turns, rounds = (TURNS_QUICK, ROUNDS_QUICK) if quick else (TURNS, ROUNDS)
     with _places(quick=quick) as urls:
         contenders = {
-            (store, world): _contender(url, world)
+            (store, runs_in): _contender(url, runs_in)
             for store, url in urls.items()
-            for world in WORLDS
+            for runs_in in RUNS_IN
         }
         found = asyncio.run(_in_turns(contenders, turns, rounds))
     return Table(
@@ -69,18 +69,18 @@ def measure(*, quick: bool) -> Table:
         question="one operation at a time, p50 and p99 of its steps, µs",
         rows=[
             Figures(
-                what=f"{store}, {world}",
+                what=f"{store}, {runs_in}",
                 columns=columns,
-                more={"store": store, "world": world},
+                more={"store": store, "runs_in": runs_in},
             )
-            for (store, world), columns in found.items()
+            for (store, runs_in), columns in found.items()
         ],
         notes=[
             f"{turns} operations in each of {rounds} rounds; a cell has the median round",
-            "replay: by an engine that has not completed the key, so from the store",
-            "thread: the sync engine, in the thread of whoever calls; event loop: the async one",
+            "replay: by an engine that has not completed the key, so it reads the store",
+            "thread: the sync engine, in the calling thread; event loop: the async engine",
             "PostgreSQL with fsync, MariaDB with innodb_flush_log_at_trx_commit = 1",
-            "the servers are on the same machine: the distance to yours comes on top",
+            "the servers are on the same machine; add the round trips to yours",
         ],
         head=("", *COLUMNS),
     )
@@ -88,19 +88,23 @@ def measure(*, quick: bool) -> Table:
 
 @contextmanager
 def _places(*, quick: bool) -> Iterator[dict[str, str]]:
-    """A URL for each kind of store, in the order of the table; servers start side by side."""
+    """Start the servers and yield a URL for each store, in the order of the table."""
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
-        directory = Path(stack.enter_context(workshop()))
-        starting_postgres = pool.submit(stack.enter_context, lent(durable_postgres, quick=quick))
-        starting_mariadb = pool.submit(stack.enter_context, lent(durable_mariadb, quick=quick))
+        directory = Path(stack.enter_context(scratch_directory()))
+        starting_postgres = pool.submit(
+            stack.enter_context, server_for(durable_postgres, quick=quick)
+        )
+        starting_mariadb = pool.submit(
+            stack.enter_context, server_for(durable_mariadb, quick=quick)
+        )
         everysec, always = Redis(on_disk=True), Redis(on_disk=True, appendfsync="always")
         stack.callback(everysec.remove)
         stack.callback(always.remove)
         postgres, mariadb = starting_postgres.result(), starting_mariadb.result()
         yield {
             "memory": "memory://",
-            "SQLite": f"sqlite:///{directory}/{{world}}.db",
-            "PostgreSQL": f"{postgres.url}?schema={{world}}",
+            "SQLite": f"sqlite:///{directory}/{{runs_in}}.db",
+            "PostgreSQL": f"{postgres.url}?schema={{runs_in}}",
             "MariaDB": mariadb.fresh_url(),
             "Redis, everysec": everysec.url,
             "Redis, always": always.url,
@@ -115,11 +119,11 @@ async def _in_turns(
         asks = [
             (name, await stack.enter_async_context(make())) for name, make in contenders.items()
         ]
-        for number in range(-FIRST_TURNS, 0):
+        for number in range(-WARM_UP, 0):
             for _, ask in asks:
                 await ask(number)
         for number in range(rounds * turns):
-            asks.reverse()  # nobody always comes after the same one
+            asks.reverse()  # so that no store always follows the same one
             for name, ask in asks:
                 if number % turns == 0:
                     found[name].append([])
@@ -128,7 +132,7 @@ async def _in_turns(
 
 
 def _columns(rounds: list[list[Took]]) -> dict[str, Samples]:
-    """The shares of each step, one value for each round."""
+    """Return the percentiles of each step, one value for each round."""
     columns: dict[str, Samples] = {}
     for place, step in enumerate(Took._fields):
         sorted_us = [sorted(took[place] * 1e6 for took in times) for times in rounds]
@@ -138,13 +142,13 @@ def _columns(rounds: list[list[Took]]) -> dict[str, Samples]:
     return columns
 
 
-# --- the two worlds ---------------------------------------------------------------------------
+# --- threads and event loops ---------------------------------------------------------------------------
 
 
-def _contender(url: str, world: str) -> Contender:
-    """Two engines in *world* on the same records, which are those of nobody else."""
-    scope, here = world.replace(" ", "_"), url.format(world=world.replace(" ", "_"))
-    if world == "thread":
+def _contender(url: str, runs_in: str) -> Contender:
+    """Two engines on the same records, for threads or for an event loop."""
+    scope, here = runs_in.replace(" ", "_"), url.format(runs_in=runs_in.replace(" ", "_"))
+    if runs_in == "thread":
         shared: Store | str = MemoryStore() if url == "memory://" else here
         return lambda: _thread(shared, scope)
     shared_async: AsyncStore | str = AsyncMemoryStore(MemoryStore()) if url == "memory://" else here
@@ -182,22 +186,22 @@ async def _event_loop(store: AsyncStore | str, scope: str) -> AsyncIterator[Ask]
 
 
 class _Watch:
-    """What is done once, and when it was."""
+    """The guarded function, which notes the time of its call."""
 
     def __init__(self) -> None:
         self._placed_s: list[float] = []
 
     def place(self) -> dict[str, object]:
-        """What is done once for each key."""
+        """The function."""
         self._placed_s.append(time.perf_counter())
         return {"order": 17, "state": "placed", "amount": 1999}
 
     async def place_soon(self) -> dict[str, object]:
-        """The same, for those who await."""
+        """The same, async."""
         return self.place()
 
     def took(self, asked_s: float, answered_s: float) -> Took:
-        """The parts of an operation whose replay has just been answered."""
+        """Return the parts of an operation whose replay has just returned."""
         replayed_s = time.perf_counter()
-        (placed_s,) = self._placed_s  # once, or it was no replay
+        (placed_s,) = self._placed_s  # called once, otherwise it was no replay
         return Took(placed_s - asked_s, answered_s - placed_s, replayed_s - answered_s)

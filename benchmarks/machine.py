@@ -1,4 +1,4 @@
-"""The machine: what the figures were measured on, because only ratios travel."""
+"""The machine that the figures were measured on."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("coatcheck", "idemkit", "starlette", "uvicorn", "uvloop", "httptools")
 
 
-def workshop() -> tempfile.TemporaryDirectory[str]:
-    """A directory of ours beside the code: on many machines /tmp is memory, and no disk at all."""
+def scratch_directory() -> tempfile.TemporaryDirectory[str]:
+    """Make a directory beside the code, because /tmp is often in memory and not on a disk."""
     RESULTS.mkdir(exist_ok=True)
     return tempfile.TemporaryDirectory(prefix="work-", dir=RESULTS)
 
 
 def facts() -> dict[str, Any]:
-    """What a reader must know to judge the figures."""
-    with workshop() as directory:
+    """Return what a reader must know to judge the figures."""
+    with scratch_directory() as directory:
         fsync_us = _fsync_us(Path(directory))
     return {
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -44,7 +44,7 @@ def facts() -> dict[str, Any]:
 
 @contextmanager
 def pinned(to: Literal["first", "last"]) -> Iterator[str]:
-    """Keep this process on one processor, where that is possible; says on which."""
+    """Keep this process on one processor, if the system allows it; yields which one."""
     try:
         before = os.sched_getaffinity(0)
         chosen = min(before) if to == "first" else max(before)
@@ -59,7 +59,7 @@ def pinned(to: Literal["first", "last"]) -> Iterator[str]:
 
 
 def processor_s(pid: int) -> float:
-    """The processor time that process *pid* has used so far, all threads; not a number if nobody says."""
+    """Return the processor time of process *pid*, all threads; NaN if the system does not tell."""
     try:
         # Linux's clock of another process, as clock_getcpuclockid(3) would name it.
         return time.clock_gettime(~pid << 3 | 2)
@@ -76,7 +76,7 @@ def _cpu_model() -> str:
 
 
 def _file_system(path: Path) -> str:
-    """The type of the file system that holds *path*, from the longest mount point above it."""
+    """Return the type of the file system of *path*, from the longest mount point above it."""
     best = ("", "unknown")
     with suppress(OSError):
         for line in Path("/proc/mounts").read_text().splitlines():
@@ -87,7 +87,7 @@ def _file_system(path: Path) -> str:
 
 
 def _fsync_us(directory: Path) -> float:
-    """The median time to make one page durable: the unit in which SQLite's figures are paid."""
+    """Return the median time to write and sync one page."""
     times_us: list[float] = []
     with (directory / "fsync").open("wb", buffering=0) as file:
         for _ in range(50):

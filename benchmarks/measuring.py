@@ -1,8 +1,8 @@
-"""Measuring: contenders take turns, so that what disturbs one disturbs all.
+"""Measuring: contenders run in turn, so that a disturbance affects all of them.
 
-A slot is one turn of one contender and gives one value. Rounds are interleaved and begin with
-another contender each time, because the first slot after a pause is often the luckiest. Ratios are
-taken within a round, between values that are seconds apart, and only then is the median taken.
+A slot is one turn of one contender and returns one value. Each round begins with another contender,
+because the first slot after a pause is often the fastest. Ratios are computed within a round,
+between values that are seconds apart, and then their median is taken.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import NamedTuple, TypeAlias
 
 Slot: TypeAlias = Callable[[], float]
 
-# 3: the fewest of which one may be disturbed, and the median is not.
+# 3: the fewest rounds whose median survives one disturbed round.
 ROUNDS_QUICK = 3
 
 
 class Samples(NamedTuple):
-    """What one contender measured, one value for each round."""
+    """The values of one contender, one for each round."""
 
     values: tuple[float, ...]
 
     @property
     def median(self) -> float:
-        """The value that stands for all."""
+        """The median of all rounds."""
         return statistics.median(self.values)
 
     @property
@@ -42,7 +42,7 @@ class Samples(NamedTuple):
         return max(self.values)
 
     def over(self, other: Samples) -> Samples:
-        """The ratio to *other*, round by round."""
+        """Return the ratio to *other*, round by round."""
         return Samples(tuple(a / b for a, b in zip(self.values, other.values, strict=True)))
 
 
@@ -59,7 +59,7 @@ def interleave(slots: Mapping[str, Slot], rounds: int) -> dict[str, Samples]:
 
 
 class Cost(NamedTuple):
-    """What a number of operations took."""
+    """The time that a number of operations took."""
 
     operations: int
     wall_s: float

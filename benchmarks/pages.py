@@ -1,7 +1,7 @@
-"""Pages: what a run has found, as it stands in the docs.
+"""Writes the results of a run into the docs.
 
-The page of all tables is made whole. In the page that compares the stores, what stands between two
-marks is made anew and the rest is left as it is, so that no figure there is written by hand.
+docs/benchmarks.md is written as a whole. In docs/stores.md only the parts between two marks are
+replaced.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import re
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from benchmarks.filling import BODY
 from benchmarks.report import Table, drawn_table, number_of
+from benchmarks.sample_records import BODY
 
-Found: TypeAlias = dict[str, Any]  # a run as it stands in its JSON
+Found: TypeAlias = dict[str, Any]  # a run, as in its JSON file
 
 # A day of 10 000 requests a second.
 KEYS = 864_000_000
@@ -25,26 +25,33 @@ WHERE = {
     "DynamoDB": "billed by the month",
 }
 SHARES = ("p50", "p99")
-# Who was not measured, and is the same program by another name or its near relative.
+# Servers that were not measured, but store records in the same way.
 RELATIVES = {"MariaDB": "MySQL, MariaDB", "Redis": "Redis, Valkey"}
 
 
 def page_of(tables: Sequence[Table], machine: Found) -> str:
-    """The page of all tables."""
+    """Return docs/benchmarks.md."""
     return "\n".join([_head(machine), *(table.markdown() for table in tables)])
 
 
 def _head(machine: Found) -> str:
-    """What the reader of the page must know before the first table."""
+    """Return the text before the first table."""
     lines = [
         "# Benchmarks",
         "",
-        "Not written by hand, but made by:",
+        "This command writes this page, and the tables of [stores](stores.md):",
         "",
         '    make bench ARGS="--markdown docs/benchmarks.md --stores docs/stores.md"',
         "",
-        "How to read the tables is said in `benchmarks/README.md`.",
-        "Ratios travel from machine to machine, figures do not.",
+        "- A cell is the median of all rounds, with the smallest and the largest in brackets.",
+        "- All contenders run in turn, and a ratio is computed within each round.",
+        "  So ratios are comparable between machines; absolute figures are not.",
+        "- idemkit 1.0.2 is another library; a dash means that it has no such feature.",
+        "- The floor is the least that any implementation has to do, and protects much less.",
+        "",
+        "`benchmarks/README.md` has the details.",
+        "",
+        "## Machine",
         "",
         *(f"- {name}: {value}" for name, value in machine.items() if name != "packages"),
         *(f"- {name} {number}" for name, number in machine["packages"].items()),
@@ -52,10 +59,8 @@ def _head(machine: Found) -> str:
     ]
     if machine["load_before"] > 1:
         lines += [
-            "The machine was busy with other work when this was measured.",
-            "Rates are then lower and spreads wider than on an idle one.",
-            "A server with two threads then gets more of the processor than one with a single one.",
-            "Read processor times before rates.",
+            "The machine was busy with other work during this run.",
+            "Rates are lower and spreads wider than on an idle machine; compare processor times.",
             "",
         ]
     return "\n".join(lines)
@@ -65,7 +70,7 @@ def _head(machine: Found) -> str:
 
 
 def with_figures(page: str, found: Found) -> str:
-    """*page* with the figures of this run between its marks; a question not asked changes none."""
+    """Return *page* with the figures of this run between its marks."""
     rows = {table["name"]: table["rows"] for table in found["tables"]}
     machine = found["machine"]
     stamp = (
@@ -82,7 +87,7 @@ def with_figures(page: str, found: Found) -> str:
 
 
 def _latency_lines(rows: list[Found]) -> list[str]:
-    """Both shares of each step in one cell."""
+    """Return the table of latencies: median and 99th percentile in one cell."""
     steps = list(dict.fromkeys(column.split()[0] for column in rows[0]["columns"]))
     lines = [(row["what"], *(_shares(row["columns"], step) for step in steps)) for row in rows]
     return drawn_table(["", *steps], lines)
@@ -93,7 +98,7 @@ def _shares(columns: Found, step: str) -> str:
 
 
 def _size_lines(rows: list[Found]) -> list[str]:
-    """What a key takes, and all keys of a day."""
+    """Return the table of sizes: of one key, and of all keys of a day."""
     taken = {(row["store"], row["kind"]): round(row["product"]["median"]) for row in rows}
     kinds = ("plain", "compact")
     lines = [
@@ -111,19 +116,19 @@ def _size_lines(rows: list[Found]) -> list[str]:
 
 
 def _postgres_lines(taken: dict[tuple[str, str], int]) -> list[str]:
-    """What the figures ask of a server's disk and memory, for the first choice."""
+    """Return what the figures mean for the disk and the memory of a PostgreSQL server."""
     keys, indexes = (
         gigabytes(taken["PostgreSQL", kind]) for kind in ("compact", "compact indexes")
     )
     bodies = f"{gigabytes(len(BODY))} GB for bodies of {len(BODY)} bytes"
-    page = "of which every claim touches a random page: they should fit into memory"
+    fit = "and should fit into memory: every claim reads a random page of them"
     return [
         f"So PostgreSQL, compact, needs {keys} GB for keys and {bodies}.",
-        f"Its indexes are {indexes} GB of that, {page}.",
-        f"At a tenth of it, a thousand requests a second, they take {round(indexes / 10)} GB.",
+        f"Its indexes are {indexes} GB of that, {fit}.",
+        f"With a thousand requests a second they take {round(indexes / 10)} GB.",
     ]
 
 
 def gigabytes(each: int) -> int:
-    """What all keys of a day take, of *each* so many bytes."""
+    """Return the gigabytes for all keys of a day, with *each* so many bytes."""
     return round(each * KEYS / 1e9)

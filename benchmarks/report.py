@@ -1,7 +1,7 @@
-"""Reporting: one table for each question, as text, as Markdown and as JSON.
+"""One table for each benchmark, as text, as Markdown and as JSON.
 
-product | idemkit | floor | ratio, and what we set out to reach with its verdict. Verdicts compare
-medians that were measured a moment ago; nothing here knows a figure by heart.
+The text and the JSON also have our targets, each with whether the run has met it; the Markdown for
+the docs has not.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from typing import Any, Literal
 
 from benchmarks.measuring import Samples
 
-# By its name, because in the text it looks too much like a letter.
+# By name, because the character looks like a letter.
 TIMES = "\N{MULTIPLICATION SIGN}"
 NOTHING = "\N{EN DASH}"
-HEAD = ("", "product", "idemkit", "floor", "ratio", "to reach")
-# What is read from the left; everything else is a number.
-TEXTS = ("", "ratio", "to reach")
+HEAD = ("", "coatcheck", "idemkit", "floor", "ratio")
+TARGET = "target"
+# Columns of text, which are aligned left; all others have numbers.
+TEXTS = ("", "ratio", TARGET)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What the median of *measured* should be: at least, or at most, *limit*."""
+    """A limit for the median of *measured*."""
 
     measured: Samples
     bound: Literal["≥", "≤"]
@@ -31,7 +32,7 @@ class Target:
 
     @property
     def is_met(self) -> bool:
-        """The measured median keeps to the limit."""
+        """Whether the median is within the limit."""
         median = self.measured.median
         return median >= self.limit if self.bound == "≥" else median <= self.limit
 
@@ -42,25 +43,24 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of a table; a contender that has no such thing is None."""
+    """One line of a table; None for a contender that cannot do this."""
 
     what: str
     product: Samples | None = None
     idemkit: Samples | None = None
     floor: Samples | None = None
-    ratios: Sequence[tuple[str, Samples]] = ()  # what it is a ratio to, and its values
+    ratios: Sequence[tuple[str, Samples]] = ()  # the unit of the ratio, and its values
     targets: Sequence[Target] = ()
     more: dict[str, Any] = field(default_factory=dict)  # for the JSON only
 
     def cells(self) -> tuple[str, ...]:
-        """The line as text."""
+        """Return the cells as text, without targets."""
         ratios = "; ".join(f"{number_of(ratio.median)} {of}" for of, ratio in self.ratios)
-        targets = "; ".join(map(str, self.targets))
         contenders = map(_cell, (self.product, self.idemkit, self.floor))
-        return (self.what, *contenders, ratios or NOTHING, targets or NOTHING)
+        return (self.what, *contenders, ratios or NOTHING)
 
     def data(self) -> dict[str, Any]:
-        """The line for programs: every value of every round."""
+        """Return the line for programs, with every value of every round."""
         contenders = {"product": self.product, "idemkit": self.idemkit, "floor": self.floor}
         return {
             "what": self.what,
@@ -76,7 +76,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """A line of the product's own figures, one for each column, beside nobody's."""
+    """A line with figures of coatcheck alone, one for each column."""
 
     what: str
     columns: Mapping[str, Samples]
@@ -84,44 +84,48 @@ class Figures:
     targets: Sequence[Target] = ()
 
     def cells(self) -> tuple[str, ...]:
-        """The line as text."""
+        """Return the cells as text."""
         return (self.what, *map(_cell, self.columns.values()))
 
     def data(self) -> dict[str, Any]:
-        """The line for programs: every value of every round."""
+        """Return the line for programs, with every value of every round."""
         columns = {name: _samples_data(samples) for name, samples in self.columns.items()}
         return {"what": self.what, "columns": columns, **self.more}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """The answer to one question."""
+    """The result of one benchmark."""
 
     name: str
     question: str
     rows: Sequence[Row] | Sequence[Figures]
     notes: Sequence[str] = ()
     head: Sequence[str] = HEAD
+    took_s: float = 0.0
 
     def text(self) -> str:
-        """For a terminal."""
+        """Return the table for a terminal, with targets."""
         lines = [self.head, *(row.cells() for row in self.rows)]
+        if any(row.targets for row in self.rows):
+            targets = ["; ".join(map(str, row.targets)) for row in self.rows]
+            lines = [(*line, last) for line, last in zip(lines, [TARGET, *targets], strict=True)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         drawn = [
             "   ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines
         ]
         drawn.insert(1, "   ".join("─" * width for width in widths))
-        notes = [f"  · {note}" for note in self.notes]
+        notes = [f"  · {note}" for note in (*self.notes, f"measured in {self.took_s:.0f} s")]
         return "\n".join([f"{self.name}: {self.question}", *(f"  {d}" for d in drawn), *notes])
 
     def markdown(self) -> str:
-        """For the docs; one sentence per line."""
+        """Return the table for the docs, without targets."""
         drawn = drawn_table(self.head, [row.cells() for row in self.rows])
         notes = [f"- {note}" for note in self.notes]
         return "\n".join([f"## {self.name}", "", self.question, "", *drawn, "", *notes, ""])
 
     def data(self) -> dict[str, Any]:
-        """For programs: every value of every round."""
+        """Return the table for programs, with every value of every round."""
         return {
             "name": self.name,
             "question": self.question,
@@ -131,7 +135,7 @@ class Table:
 
 
 def drawn_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    """A table in Markdown, line by line."""
+    """Return the lines of a table in Markdown."""
     rule = ["---" if name in TEXTS else "---:" for name in head]
     return [f"| {' | '.join(line)} |" for line in (head, rule, *lines)]
 
@@ -151,12 +155,12 @@ def _cell(samples: Samples | None) -> str:
 
 
 def counted(value: float) -> str:
-    """A whole number as people read it: 1 000 000."""
+    """Return a whole number with spaces: 1 000 000."""
     return f"{value:,.0f}".replace(",", " ")
 
 
 def number_of(value: float) -> str:
-    """Three figures are what a benchmark knows."""
+    """Return *value* with three digits; a benchmark is not more exact."""
     if value == 0 or abs(value) >= 100:
         return counted(value)
     return f"{value:.2f}" if abs(value) < 10 else f"{value:.1f}"

@@ -1,8 +1,8 @@
-"""Question: how many bytes does a record cost beside its response body?
+"""How many bytes does a record take in addition to its response body?
 
-Every store is filled with records as requests make them (`filling.py`) and asked what they take
-(`weighing.py`). The floor is a table of ids, fingerprints, expiries and bodies in SQLite, with no
-index but its primary key.
+Every store is filled with records as requests create them (`sample_records.py`), and its size is
+read (`record_sizes.py`). The floor is a table of ids, fingerprints, expiries and bodies in SQLite,
+with only a primary key.
 """
 
 from __future__ import annotations
@@ -12,64 +12,63 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 
-from benchmarks import weighing
-from benchmarks.filling import BODY, TOGETHER
+from benchmarks import record_sizes
 from benchmarks.measuring import Samples
+from benchmarks.record_sizes import Size
 from benchmarks.report import TIMES, Row, Table, Target
-from benchmarks.weighing import Weight
+from benchmarks.sample_records import BODY, TOGETHER
 
-# In the order of the table; who takes longest is asked first.
+# In the order of the table; the slowest is measured first.
 STORES = ("sqlite", "sqlite_otherwise", "postgres", "mariadb", "redis", "dynamodb")
 LONGEST_FIRST = ("sqlite", "mariadb", "postgres", "sqlite_otherwise", "dynamodb", "redis")
-# One more than processors on a small machine: MariaDB is waited for as long as it works.
+# One more than the processors of a small machine, because MariaDB waits half of the time.
 AT_A_TIME = 3
-# What we set out for, and where.
+# The target, and the rows that it is for.
 BYTES_MAX = 200
-TO_REACH = (("SQLite", "plain"), ("PostgreSQL", "compact"))
+TARGETS = (("SQLite", "plain"), ("PostgreSQL", "compact"))
 
 
 def measure(*, quick: bool) -> Table:
-    """The table of this question."""
+    """Measure, and return the table."""
     context = get_context("forkserver")
-    context.set_forkserver_preload([weighing.__name__])  # once, and not in each of them
+    context.set_forkserver_preload([record_sizes.__name__])  # imports once for all
     with ProcessPoolExecutor(AT_A_TIME, mp_context=context) as processes:
-        found = processes.map(partial(_weigh, quick=quick), LONGEST_FIRST)
+        found = processes.map(partial(_sizes, quick=quick), LONGEST_FIRST)
         by_store = dict(zip(LONGEST_FIRST, found, strict=True))
-    weights = [weight for store in STORES for weight in by_store[store]]
-    (floor,) = (weight.taken for weight in weights if weight.kind == "floor")
+    sizes = [size for store in STORES for size in by_store[store]]
+    (floor,) = (size.taken for size in sizes if size.kind == "floor")
     return Table(
         name="size",
-        question="bytes for a record beside its response body",
-        rows=[_row(weight, floor) for weight in weights if weight.kind != "floor"],
+        question="bytes of a record in addition to its response body",
+        rows=[_row(size, floor) for size in sizes if size.kind != "floor"],
         notes=[
-            f"beside a body of {len(BODY)} bytes; its headers count as ours",
-            f"{TOGETHER} claimed and then completed together, where nothing else is said",
-            "not UUIDs: 36 other characters, which do not pack",
-            "PostgreSQL: when as many were swept as are left, vacuumed as autovacuum would",
-            "MariaDB: data_length and index_length, when a quarter was swept and came again",
+            f"the body has {len(BODY)} bytes; headers are part of the record",
+            f"{TOGETHER} records are claimed and then completed at a time, unless the row says otherwise",
+            "not UUIDs: 36 other characters, which cannot be packed",
+            "PostgreSQL: after as many records were swept as are left, with vacuum",
+            "MariaDB: data_length and index_length, after a quarter was swept and replaced",
             "Redis: used_memory, and used_memory_rss, while the number of records doubles",
-            "DynamoDB: names and values of the items by AWS's rules, and 100 bytes for each item",
+            "DynamoDB: names and values of the items by AWS's rules, plus 100 bytes for each item",
         ],
     )
 
 
-def _weigh(store: str, *, quick: bool) -> list[Weight]:
-    # They are told of servers that could forget, which is how the servers are quick here.
+def _sizes(store: str, *, quick: bool) -> list[Size]:
+    # The stores warn that these servers are not durable, which makes them fast.
     logging.getLogger("coatcheck").setLevel(logging.ERROR)
-    found: list[Weight] = getattr(weighing, store)(quick=quick)
+    found: list[Size] = getattr(record_sizes, store)(quick=quick)
     return found
 
 
-def _row(weight: Weight, floor: Samples) -> Row:
-    # Each of the weights is worth as much as another, wherever the number of records stands.
-    base = Samples((floor.median,) * len(weight.taken.values))
-    is_whole = " " not in weight.kind  # and not a part of it, or the same in another way
-    reach = Target(measured=weight.taken, bound="≤", limit=BYTES_MAX, unit="bytes")
+def _row(size: Size, floor: Samples) -> Row:
+    base = Samples((floor.median,) * len(size.taken.values))
+    is_whole = " " not in size.kind  # not only a part of the record
+    target = Target(measured=size.taken, bound="≤", limit=BYTES_MAX, unit="bytes")
     return Row(
-        what=f"{weight.store}, {weight.what}, bytes",
-        product=weight.taken,
+        what=f"{size.store}, {size.what}, bytes",
+        product=size.taken,
         floor=floor if is_whole else None,
-        ratios=[(f"{TIMES} the floor", weight.taken.over(base))] if is_whole else (),
-        targets=[reach] if (weight.store, weight.kind) in TO_REACH else (),
-        more={"store": weight.store, "kind": weight.kind},
+        ratios=[(f"{TIMES} the floor", size.taken.over(base))] if is_whole else (),
+        targets=[target] if (size.store, size.kind) in TARGETS else (),
+        more={"store": size.store, "kind": size.kind},
     )

@@ -1,4 +1,4 @@
-"""The page of every public name, made from the source text: signatures are as they are written."""
+"""Makes the page of all public names from the source, so signatures are as they are written."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-# What is listed of each module; None: its `__all__`.
+# The names of each module; None: its `__all__`.
 MODULES: dict[str, tuple[str, ...] | None] = {
     "coatcheck": None,
     "coatcheck.server.asgi": ("IdempotencyMiddleware",),
     "coatcheck.server.wsgi": ("IdempotencyMiddleware",),
     "coatcheck.server.fastapi": None,
     "coatcheck.server.starlette": None,
+    "coatcheck.server.routes": (
+        *("RoutePolicies", "NewRoutes", "idempotent", "mark_of", "policy_of_mark"),
+        *("found", "found_unguarded"),
+    ),
     "coatcheck.server.request": ("Request",),
     "coatcheck.server.callers": (
         *(
@@ -41,11 +45,11 @@ MODULES: dict[str, tuple[str, ...] | None] = {
     "coatcheck.verify.crash": ("Point", "Injector", "kill", "freeze", "fail", "Injected"),
 }
 
-# Explained in full on a page of its own.
+# Documented on a page of its own.
 ELSEWHERE = {"Policy": "policy.md"}
-# What users call of a base class; the rest is for the middlewares.
+# The inherited methods that users call.
 INHERITED = {"close"}
-# Public for other packages of the library, not for users.
+# Used by other packages of the library, not by users.
 OURS = {"Operation.__init__", "Operation.check_steps"}
 
 LINE_COLUMNS_MAX = 88
@@ -61,12 +65,12 @@ class Module(NamedTuple):
     tree: ast.Module
 
     def words(self, node: ast.AST) -> str:
-        """What is written of *node*, on one line."""
+        """Return the source of *node*, on one line."""
         return " ".join((ast.get_source_segment(self.text, node) or "").split())
 
 
 class Thing(NamedTuple):
-    """Something with a name, and where it is defined."""
+    """A named definition and its module."""
 
     module: Module
     node: ast.stmt
@@ -74,7 +78,7 @@ class Thing(NamedTuple):
 
 @cache
 def module(name: str) -> Module:
-    """The source of the module called *name*."""
+    """Read the source of the module *name*."""
     found = importlib.util.find_spec(name)
     assert found is not None, name
     assert found.origin is not None, name
@@ -83,7 +87,7 @@ def module(name: str) -> Module:
 
 
 def find(where: Module, name: str) -> Thing | None:
-    """What *name* means in *where*, however often it was imported on the way; None: not ours."""
+    """Return the definition of *name* in *where*, through all imports; None: not in this package."""
     for node in where.tree.body:
         if isinstance(node, (*FUNCTIONS, ast.ClassDef)) and node.name == name:
             return Thing(where, node)
@@ -97,7 +101,7 @@ def find(where: Module, name: str) -> Thing | None:
 
 
 def page(note: str) -> str:
-    """Every public name: its signature, what it is for, and what it takes."""
+    """Return the page: every public name with its signature and docstring."""
     lines = [note, "# API\n"]
     seen: dict[Thing, str] = {}
     for name, listed in MODULES.items():
@@ -109,7 +113,7 @@ def page(note: str) -> str:
             lines.append(f"### `{public}`\n")
             if thing in seen:
                 link = seen[thing].replace(".", "")
-                lines.append(f"The one of [{seen[thing]}](#{link}).\n")
+                lines.append(f"The same as in [{seen[thing]}](#{link}).\n")
             else:
                 seen[thing] = name
                 lines += _described(public, thing)
@@ -155,7 +159,7 @@ def _class(name: str, thing: Thing) -> Iterator[str]:
     made = _method(thing, "__init__")
     if fields and name not in ELSEWHERE:
         yield f"```python\n{_with_fields(where, node, fields)}\n```\n"
-    elif where.name == "coatcheck.errors":  # to be caught, so what it is matters
+    elif where.name == "coatcheck.errors":  # users catch it, so its base class matters
         yield f"```python\n{_head(where, node)}\n```\n"
     elif made and f"{name}.__init__" not in OURS:
         yield f"```python\n{_signature(*made, called=name)}\n```\n"
@@ -168,7 +172,7 @@ def _class(name: str, thing: Thing) -> Iterator[str]:
 
 
 def _with_fields(where: Module, node: ast.ClassDef, fields: list[ast.AnnAssign]) -> str:
-    """The head of a class that is its fields, and those with the comments beside them."""
+    """Return a class that consists of fields, each with its comment."""
     lines = where.text.splitlines()
     end = fields[-1].end_lineno or fields[-1].lineno
     return "\n".join([_head(where, node) + ":", *lines[fields[0].lineno - 1 : end]])
@@ -180,7 +184,7 @@ def _head(where: Module, node: ast.ClassDef) -> str:
 
 
 def _bases(thing: Thing) -> Iterator[Thing]:
-    """The class and those of ours that it is made of, nearest first."""
+    """Return the class and its base classes in this package, nearest first."""
     yield thing
     assert isinstance(thing.node, ast.ClassDef)
     for base in thing.node.bases:
@@ -222,7 +226,7 @@ def _function(where: Module, node: Function) -> Iterator[str]:
 
 
 def _signature(where: Module, node: Function, called: str = "") -> str:
-    """As it is written, but without self; as a call of *called*, where that is a class."""
+    """Return the signature without self; for a class, as a call of *called*."""
     word = "async def " if isinstance(node, ast.AsyncFunctionDef) else "def "
     head = called or word + node.name
     tail = "" if called or not node.returns else f" -> {where.words(node.returns)}"
@@ -257,7 +261,7 @@ def _parameter(where: Module, one: ast.arg, default: ast.expr | None = None) -> 
     if default is None:
         return typed
     thing = find(where, default.id) if isinstance(default, ast.Name) else None
-    if thing and isinstance(thing.node, ast.Assign):  # a constant: its value says more
+    if thing and isinstance(thing.node, ast.Assign):  # a constant: show its value
         return f"{typed} = {thing.module.words(thing.node.value)}"
     return f"{typed}{' = ' if one.annotation else '='}{where.words(default)}"
 
@@ -266,7 +270,7 @@ def _parameter(where: Module, one: ast.arg, default: ast.expr | None = None) -> 
 
 
 def prose(docstring: str | None) -> str:
-    """A docstring as Markdown: its arguments are a list."""
+    """Return a docstring as Markdown, with its arguments as a list."""
     words, _, args = inspect.cleandoc(docstring or "").partition("Args:\n")
     items = re.split(r"^ {4}(\**\w+): ", args, flags=re.MULTILINE)[1:]
     pairs = zip(items[::2], items[1::2], strict=True)
@@ -275,7 +279,7 @@ def prose(docstring: str | None) -> str:
 
 
 def _aliases(things: dict[Thing, str]) -> set[str]:
-    """The short names of ours for types that signatures use and that are listed nowhere."""
+    """Return the type aliases that signatures use and that are not listed."""
     found: set[str] = set()
     for thing in things:
         for where, node in _annotated(thing):
@@ -289,7 +293,7 @@ def _aliases(things: dict[Thing, str]) -> set[str]:
 
 
 def _annotated(thing: Thing) -> Iterator[tuple[Module, ast.expr]]:
-    """Every annotation of what is listed of *thing*."""
+    """Yield every annotation in the signatures of *thing*."""
     where, node = thing
     functions = [(where, node)] if isinstance(node, FUNCTIONS) else []
     if isinstance(node, ast.ClassDef):

@@ -21,11 +21,11 @@ logger = logging.getLogger("coatcheck")
 
 class Decision(NamedTuple):
     """
-    What became of one guarded request or call; observers get it.
+    The outcome of one guarded request or call, for observers.
 
-    "executed": it ran here, now; "replayed": it got the stored answer; "refused": its answer is a
-    problem, and *code* says which; "failed": its handler raised, or its transaction was rolled
-    back.
+    "executed": the handler ran; "replayed": the stored response was returned; "refused": the
+    response is a problem document with this *code*; "failed": the handler raised, or its
+    transaction was rolled back.
     """
 
     outcome: Literal["executed", "replayed", "refused", "failed"]
@@ -44,7 +44,7 @@ Observer: TypeAlias = Callable[[Decision], object]
 
 @dataclass(frozen=True, slots=True)
 class OperationEvent:
-    """Something happened to one operation."""
+    """The base class of events about one operation."""
 
     reference: str
     label: str
@@ -85,7 +85,7 @@ class InDoubt(OperationEvent):
 
 @dataclass(frozen=True, slots=True)
 class Recovered(OperationEvent):
-    """The background found an abandoned attempt and ended it."""
+    """The background settled an abandoned operation."""
 
     outcome: Literal["completed", "released", "in doubt", "run again"]
 
@@ -117,7 +117,7 @@ class Telemetry:
         for observer in self.observers:
             try:
                 observer(decision)
-            except Exception:  # the work is done, and must not look undone because of this
+            except Exception:  # the operation has its outcome, which this must not change
                 logger.exception("an observer failed")
 
     def happened(self, kind: type[OperationEvent], record: Record, *more: Any) -> None:

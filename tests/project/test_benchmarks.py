@@ -38,9 +38,9 @@ class Made:
 
 
 def test_quick_questions_share_a_server_and_others_have_their_own(benchmarks):
-    lent = benchmarks("durable").lent
-    with lent(Made, quick=True) as first, lent(Made, quick=False) as own:
+    server_for = benchmarks("servers").server_for
+    with server_for(Made, quick=True) as first, server_for(Made, quick=False) as own:
         pass
-    with lent(Made, quick=True) as second:
+    with server_for(Made, quick=True) as second:
         assert second is first
     assert (first.is_there, own.is_there) == (True, False)

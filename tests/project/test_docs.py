@@ -102,6 +102,23 @@ def test_every_link_leads_somewhere(page):
     assert [link for link in local if not (page.parent / link).exists()] == []
 
 
+def anchor_of(heading):
+    """The anchor that Markdown gives to *heading*."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_anchor_of_a_link_is_a_heading(page):
+    links = re.findall(r"\]\(([^)#\s]*\.md|)#([^)]+)\)", page.read_text())
+    missing = []
+    for name, anchor in links:
+        target = (page.parent / name) if name else page
+        headings = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
+        if anchor not in map(anchor_of, headings):
+            missing.append(f"{name}#{anchor}")
+    assert missing == []
+
+
 # ------------------------------------------------------------------ the figures of the stores
 
 

@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = (
     "recovery.md",
     *(f"howto/{name}.md" for name in ("steps", "crash", "in-doubt", "polling", "own-store")),
+    "howto/routes.md",
 )
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
@@ -41,6 +42,11 @@ charged 1 time, shipped 1 time
 placed
 order 42
 order 42
+""",
+    "flask_routes": """\
+400 key-missing 0 charged
+201 {'charge': 1, 'order': 42} 1 charged
+201 {'charge': 1, 'order': 42} 1 charged
 """,
     "crash": """\
 the process ended with -9

@@ -1,8 +1,7 @@
 """The command line: the demo, and the commands for operators.
 
-Exit codes: 0 success; 1 not found, not resolved, a migration that is due, an error that the doctor
-or the demo found; 2 wrong usage, or a store that cannot be opened. Of the commands for operators
-only `migrate` creates a database, and none prints the content of a response.
+Of the commands for operators only `migrate` creates a database, and none prints the content of a
+response.
 """
 
 from __future__ import annotations
@@ -32,6 +31,16 @@ _COMMANDS = {
 }
 
 _INTERRUPTED = 130
+
+_EPILOG = f"""\
+the store:
+  --store URL, or the environment variable {STORE_VARIABLE}, or {STORE_DEFAULT}
+
+exit codes:
+  0  success
+  1  not found, not resolved, a migration is due, or the doctor or the demo found an error
+  2  wrong usage, or the store cannot be opened
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,10 +82,9 @@ def command_line() -> argparse.ArgumentParser:
     """Return the parser: every command with its options, help and an example."""
     parser = Parser(
         prog="coatcheck",
-        description="Make any write safe to retry: idempotency keys done right.",
-        epilog=f"A store is a URL, by default ${STORE_VARIABLE} or {STORE_DEFAULT}. Exit codes: "
-        "0 success; 1 not found, not resolved, a migration that is due, an error that the doctor "
-        "or the demo found; 2 wrong usage, or a store that cannot be opened.",
+        description="Idempotency keys: a retried write happens once.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"coatcheck {__version__}")
     parser.set_defaults(run=None, parser=parser)
@@ -90,6 +98,6 @@ def command_line() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.set_defaults(run=run, parser=command)
-        command.add_argument("--json", action="store_true", help="print JSON")
+        command.add_argument("--json", action="store_true", help="print JSON instead of text")
         add_options(command)
     return parser

@@ -22,7 +22,7 @@ def _add_options(command: argparse.ArgumentParser) -> None:
         metavar="N",
         type=number,
         default=DEMO_ORDERS,
-        help="number of orders (%(default)s)",
+        help="number of orders (default: %(default)s)",
     )
     seed = whole_number(0, DEMO_SEED_MAX)
     add(
@@ -30,9 +30,9 @@ def _add_options(command: argparse.ArgumentParser) -> None:
         metavar="S",
         type=seed,
         default=DEMO_SEED,
-        help="seed for the network errors (%(default)s)",
+        help="seed for the network errors (default: %(default)s)",
     )
-    where = "keep databases and logs in this new directory (default: a temporary one)"
+    where = "put databases and logs into this empty directory (default: a temporary one)"
     add("--keep", metavar="DIR", type=Path, help=where)
 
 
@@ -47,6 +47,6 @@ def _run(arguments: argparse.Namespace) -> int:
 DEMO = Command(
     _run,
     _add_options,
-    "compare a shop without and with coatcheck on a bad network, with a kill -9",
+    "run a shop on a bad network, without and with coatcheck",
     "coatcheck demo --orders 500 --seed 42",
 )

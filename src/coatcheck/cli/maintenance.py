@@ -35,7 +35,7 @@ def _add_migrate_options(command: argparse.ArgumentParser) -> None:
     add_store(either)
     either.add_argument("url", metavar="STORE_URL", nargs="?", help="the same as --store URL")
     command.add_argument(
-        "--check", action="store_true", help="only report; exit code 1 if a migration is due"
+        "--check", action="store_true", help="change nothing; exit code 1 if a migration is due"
     )
 
 
@@ -62,18 +62,18 @@ def _doctor(arguments: argparse.Namespace) -> int:
 SWEEP = Command(
     _sweep,
     add_store,
-    "delete records whose retention is over, as servers do in the background",
+    "delete expired records, as servers do in the background",
     "coatcheck sweep --store sqlite:///orders.db",
 )
 MIGRATE = Command(
     _migrate,
     _add_migrate_options,
-    "create the tables of a store, or migrate them to this release",
+    "create the tables of a store, or upgrade them to this release",
     "coatcheck migrate postgresql://shop@localhost/shop",
 )
 DOCTOR = Command(
     _doctor,
     add_store,
-    "check a store: is it reachable, complete and durable",
+    "check that a store is reachable, complete and durable",
     "coatcheck doctor --store sqlite:///orders.db",
 )

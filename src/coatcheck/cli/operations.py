@@ -23,7 +23,7 @@ LOOKUP_LIMIT = 100
 
 def _add_lookup_options(command: argparse.ArgumentParser) -> None:
     add_store(command)
-    help = "a reference (the header Idempotency-Reference of a response), or a key"
+    help = "a reference (from the header Idempotency-Reference of a response) or a key"
     command.add_argument("reference_or_key", metavar="REF_OR_KEY", help=help)
 
 
@@ -60,16 +60,16 @@ def _add_list_options(command: argparse.ArgumentParser) -> None:
         "--older-than",
         metavar="AGE",
         type=duration,
-        help='only older operations: "90s", "10m", "7d"',
+        help='only operations older than this, such as "90s", "10m" or "7d"',
     )
     add(
         "--limit",
         metavar="N",
         type=number,
         default=LIST_LIMIT,
-        help="at most so many (%(default)s)",
+        help="print at most N operations (default: %(default)s)",
     )
-    last = "continue after this id, the last one of the previous page (the list is in id order)"
+    last = "continue a list after this id; a list that was cut off prints it"
     add("--after", metavar="ID", type=whole_id, default=b"", help=last)
 
 
@@ -114,6 +114,6 @@ LOOKUP = Command(
 LIST = Command(
     _list,
     _add_list_options,
-    "list operations by state and age",
+    "list operations, by state and age",
     "coatcheck list --state in_doubt --older-than 10m",
 )

@@ -1,4 +1,4 @@
-"""What all commands share: the definition of a command, the option --store, argument types."""
+"""Shared by all commands: the definition of a command, the option --store, argument types."""
 
 from __future__ import annotations
 
@@ -19,14 +19,19 @@ AGE_MS_MAX = 100 * 366 * 24 * 3_600_000
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that hides the password of a store URL in its error messages."""
+    """An argument parser that hides passwords of store URLs, and names an unknown command."""
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and *message*, and exit."""
+        unknown = _unknown_command.fullmatch(message)
+        if unknown is not None:
+            known = unknown[2].replace("'", "")
+            message = f"there is no command {unknown[1]}; the commands are {known}"
         super().error(_url.sub(lambda found: shown(found[0]), message))
 
 
 _url = re.compile(r"\w[\w+.-]*://\S*")
+_unknown_command = re.compile(r"argument COMMAND: invalid choice: (.*) \(choose from (.*)\)")
 
 
 class Command(NamedTuple):
@@ -42,7 +47,7 @@ def add_store(command: argparse.ArgumentParser | argparse._MutuallyExclusiveGrou
     """Add the option --store."""
     url = os.environ.get(STORE_VARIABLE) or STORE_DEFAULT
     # argparse would print the URL with its password.
-    help = f"the URL of the store (default: {shown(url)})"
+    help = f"URL of the store (default: {shown(url)})"
     command.add_argument("--store", metavar="URL", default=url, help=help.replace("%", "%%"))
 
 

@@ -33,11 +33,13 @@ def _add_options(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("reference", metavar="REF", help="the reference or the id of the operation")
     either = command.add_mutually_exclusive_group(required=True)
-    either.add_argument("--completed", action="store_true", help="it happened")
     either.add_argument(
-        "--failed", action="store_true", help="it did not happen; a retry executes it"
+        "--completed", action="store_true", help="it happened; every retry gets the response below"
     )
-    of_request = "for a request: the {} that every retry gets"
+    either.add_argument(
+        "--failed", action="store_true", help="it did not happen; the next retry executes it"
+    )
+    of_request = "for a request: the {} of the response"
     add("--status", metavar="N", type=whole_number(200, 599), help=of_request.format("status"))
     one_header = of_request.format("header")
     add(
@@ -45,11 +47,11 @@ def _add_options(command: argparse.ArgumentParser) -> None:
         metavar="LINE",
         type=header,
         action="append",
-        help=f'{one_header}: "Name: value"',
+        help=f'{one_header}, as "Name: value"; can be repeated',
     )
-    add("--body", metavar="FILE", help=of_request.format("body") + ' ("-": standard input)')
-    add("--value", metavar="JSON", help="for a function: the result that every retry gets")
-    dead = "its process is known to be dead: its lease has expired, but it is not in doubt yet"
+    add("--body", metavar="FILE", help=of_request.format("body") + ' ("-": from standard input)')
+    add("--value", metavar="JSON", help="for a function: its result")
+    dead = "also if it is not in doubt yet: its process is dead and its lease has expired"
     add("--abandoned", action="store_true", help=dead)
     rings = 'the keys of an encrypted store, as JSON: {"name": "32 bytes in base64", …}'
     add("--keyring", metavar="FILE", help=rings)

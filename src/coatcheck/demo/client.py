@@ -1,11 +1,10 @@
 """The client and the bad network: sends each order until it is confirmed.
 
-It does what a careful client does: no response, a broken connection, 409 and 503 all mean to retry.
-With keys every attempt of one order has the same key. Without keys the only other choice would be
-to lose the order.
+The client retries after a lost response, a broken connection, 409 and 503. With keys, every attempt
+at one order has the same key. Without keys, the only other choice would be to lose the order.
 
-The orders, and what the network does to each, come from the seed alone. Both halves of the demo
-send the same orders, so the key is the only difference.
+The orders, and what the network does to each, come from the seed alone, so the key is the only
+difference between the two halves of the demo.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, IncompleteRead
 from typing import Any, NamedTuple
@@ -144,7 +143,7 @@ class Client:
 
     def _send_twice(self, receipt: Receipt) -> None:
         """Send the same request twice at the same time, on two connections."""
-        barrier = threading.Barrier(2)
+        barrier = threading.Barrier(2, timeout=CONNECT_TWIN_S_MAX)
         twin = threading.Thread(target=self._send, args=(receipt, barrier))
         twin.start()
         self._send(receipt, barrier)
@@ -158,7 +157,8 @@ class Client:
                 with receipt.mutex:
                     receipt.requests += 1
                 if barrier is not None:
-                    _wait_for_twin(barrier)
+                    with suppress(threading.BrokenBarrierError):  # the other has no connection
+                        barrier.wait()
                 key = order.key if self._sends_keys else None
                 response = post(connection, "/orders", document, key)
         except NETWORK_ERRORS:
@@ -174,21 +174,11 @@ def _note(receipt: Receipt, response: Response) -> bool:
     """Write down *response*; return False if the network loses it."""
     is_lost = receipt.responses < LOSSES_MAX and receipt.order.losses[receipt.responses]
     receipt.responses += 1
-    is_confirmed = response.status == 201
-    if is_confirmed:
+    receipt.responses_lost += is_lost
+    if response.status == 201:
         receipt.numbers.add(str(response.document.get("number")))
-    if is_lost:
-        receipt.responses_lost += 1
-        return False
-    receipt.is_confirmed = receipt.is_confirmed or is_confirmed
-    return True
-
-
-def _wait_for_twin(barrier: threading.Barrier) -> None:
-    try:
-        barrier.wait(CONNECT_TWIN_S_MAX)
-    except threading.BrokenBarrierError:
-        return  # the other request got no connection
+        receipt.is_confirmed = receipt.is_confirmed or not is_lost
+    return not is_lost
 
 
 class Response(NamedTuple):

@@ -6,8 +6,8 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import coatcheck
@@ -34,12 +34,7 @@ class Service:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        _type: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def start(self) -> None:
@@ -75,26 +70,15 @@ class Service:
 
     def kill(self) -> None:
         """End the process at once: kill -9."""
-        if self._process is not None:
-            self._process.kill()
-            self._close()
+        process, self._process = self._process, None
+        if process is not None:
+            with process:  # closes its pipes and waits for its end
+                process.kill()
 
     def stop(self) -> None:
         """Let the process finish its requests, then end it."""
-        if self._process is None:
-            return
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(STOP_S_MAX)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-        self._close()
-
-    def _close(self) -> None:
-        process, self._process = self._process, None
-        assert process is not None
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            pipe.close()
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_S_MAX)
+        self.kill()

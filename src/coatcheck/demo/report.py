@@ -81,11 +81,9 @@ def summarize(
 ) -> Summary:
     """Compare the charges with the orders."""
     times = Counter(name for name, _cents in charges)
-    ordered_cents = {receipt.order.name: receipt.order.cents for receipt in receipts}
-    charged_cents = dict.fromkeys(ordered_cents, 0)
+    over = Counter({receipt.order.name: -receipt.order.cents for receipt in receipts})
     for name, cents in charges:
-        charged_cents[name] = charged_cents.get(name, 0) + cents
-    over = {n: charged_cents[n] - ordered_cents.get(n, 0) for n in charged_cents}
+        over[name] += cents
     return Summary(
         orders=len(receipts),
         requests=sum(receipt.requests for receipt in receipts),
@@ -100,7 +98,7 @@ def summarize(
     )
 
 
-def _broken(receipts: Sequence[Receipt], times: Counter[str], over: dict[str, int]) -> list[str]:
+def _broken(receipts: Sequence[Receipt], times: Counter[str], over: Counter[str]) -> list[str]:
     """Return every way in which "each order is charged and confirmed once" is not true."""
     names = [receipt.order.name for receipt in receipts]
     failures = {
@@ -128,12 +126,11 @@ class Display:
         self._is_live = stream.isatty() and os.environ.get("TERM") != "dumb"
         self._has_colours = self._is_live and not os.environ.get("NO_COLOR")
         self._drawn_s = 0.0
+        self._full, self._empty, self._good, self._bad = "█", "░", "✔", "✘"
         try:
             "█░✔✘".encode(stream.encoding or "ascii")
         except (LookupError, UnicodeEncodeError):
             self._full, self._empty, self._good, self._bad = "#", ".", "ok:", "FAILED:"
-        else:
-            self._full, self._empty, self._good, self._bad = "█", "░", "✔", "✘"
 
     def show_introduction(self, *, orders: int, seed: int) -> None:
         """Print what is about to happen."""
@@ -170,9 +167,8 @@ class Display:
         self._line()
         self._show_table(result)
         self._line()
-        if result.promise_held:
-            words, colour = f"{self._good} Every order was charged exactly once.", _GREEN
-        else:
+        words, colour = f"{self._good} Every order was charged exactly once.", _GREEN
+        if not result.promise_held:
             words = f"{self._bad} Not every order was charged exactly once (seed {result.seed})."
             colour = _RED
         where = f"  {result.seconds:.1f} s, files in {result.directory}"
@@ -194,20 +190,16 @@ class Display:
             ("charges by the provider", left.charges, right.charges),
         ):
             self._line(f"  {name:<28}{one:>16,}{other:>18,}")
-        self._show_errors("orders charged twice or more", left.double_charged, right.double_charged)
-        self._show_errors(
-            "overcharged", left.overcharged_cents, right.overcharged_cents, money=True
-        )
+        twice = (left.double_charged, right.double_charged)
+        self._show_errors("orders charged twice or more", twice, "{:,}")
+        dollars = (left.overcharged_cents / 100, right.overcharged_cents / 100)
+        self._show_errors("overcharged", dollars, "${:,.2f}")
 
-    def _show_errors(self, name: str, left: int, right: int, *, money: bool = False) -> None:
-        """Print a row that is red unless it is zero."""
+    def _show_errors(self, name: str, values: tuple[float, float], form: str) -> None:
+        """Print a row whose cells are red unless they are zero."""
         cells = [
-            self._paint(
-                f"{_money(value) if money else format(value, ','):>{columns}}",
-                _BOLD,
-                _RED if value else _GREEN,
-            )
-            for value, columns in ((left, 16), (right, 18))
+            self._paint(f"{form.format(value):>{columns}}", _BOLD, _RED if value else _GREEN)
+            for value, columns in zip(values, (16, 18), strict=True)
         ]
         self._line(f"  {name:<28}{''.join(cells)}")
 
@@ -238,7 +230,3 @@ class Display:
 
 def _columns() -> int:
     return shutil.get_terminal_size().columns
-
-
-def _money(cents: int) -> str:
-    return f"${cents / 100:,.2f}"

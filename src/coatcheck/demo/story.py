@@ -19,7 +19,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from coatcheck.core.key import reference_of
-from coatcheck.core.record import COMPLETED, Record
+from coatcheck.core.record import COMPLETED
 from coatcheck.demo.client import Client, Order, Receipt, draw_orders
 from coatcheck.demo.processes import Service
 from coatcheck.demo.report import Display, Example, Result, Summary, summarize
@@ -105,10 +105,12 @@ class _Killer:
 
 def _find_example(receipts: list[Receipt], database: Path) -> Example | None:
     """Return an order that was taken over after the kill, or the one with the most requests."""
-    if not database.exists():
+    if not database.exists():  # a guard that does not work has no store
         return None
     by_key = {receipt.order.key: receipt for receipt in receipts}
-    records = [record for record in _completed_records(database) if record.key in by_key]
+    with closing(open_store(store_url(database))) as store:
+        found = store.find(Query(state=COMPLETED, limit=len(receipts))).records
+    records = [record for record in found if record.key in by_key]
     if not records:
         return None
     record = max(records, key=lambda record: (record.attempt, by_key[record.key].requests))
@@ -121,16 +123,6 @@ def _find_example(receipts: list[Receipt], database: Path) -> Example | None:
         requests=by_key[record.key].requests,
         lookup=shlex.join(command),
     )
-
-
-def _completed_records(database: Path) -> list[Record]:
-    with closing(open_store(store_url(database))) as store:
-        found: list[Record] = []
-        after_id: bytes | None = b""
-        while after_id is not None:
-            records, after_id = store.find(Query(state=COMPLETED, after_id=after_id))
-            found += records
-        return found
 
 
 def _own_command() -> list[str]:

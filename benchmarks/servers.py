@@ -1,7 +1,7 @@
-"""Durable servers: on a disk, and what they have acknowledged is written.
+"""Durable database servers for the benchmarks: on a disk, with every commit synced.
 
-Each question has a server of its own, which nobody else's tables have grown. Where it must be
-quick, all of them share one of each kind: to make one takes as long as to ask some questions.
+Each benchmark has its own server, whose tables no other benchmark has grown. In a quick run all
+benchmarks share one server of each kind, because starting one takes as long as a quick benchmark.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ AnyServer = TypeVar("AnyServer", bound=Server)
 
 
 def durable_postgres() -> Postgres:
-    """A server that syncs its log at each commit."""
+    """Start a server that syncs its log at each commit."""
     return Postgres(on_disk=True, fsync="on", shared_buffers="128MB")
 
 
 def durable_mariadb() -> Mariadb:
-    """A server that flushes its log at each commit; without a binary log."""
+    """Start a server that flushes its log at each commit; without a binary log."""
     settings = {"innodb-flush-log-at-trx-commit": "1", "innodb-buffer-pool-size": "128M"}
     return Mariadb(on_disk=True, **settings)
 
 
 @contextmanager
-def lent(make: Callable[[], AnyServer], *, quick: bool) -> Iterator[AnyServer]:
-    """A server that *make* has made, for one question; the shared one ends with this process."""
+def server_for(make: Callable[[], AnyServer], *, quick: bool) -> Iterator[AnyServer]:
+    """Start a server for one benchmark; a shared one runs until this process ends."""
     server: AnyServer = _shared(make) if quick else make()
     try:
         yield server

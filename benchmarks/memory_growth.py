@@ -1,8 +1,8 @@
-"""Question: does memory stay flat over a million operations?
+"""Does the memory of a process stay flat over a million operations?
 
-One process runs operations with a short window, on a clock that is moved along, and sweeps as an
-engine does; so the number of live records stays the same, and whatever else grows is a leak. Every
-tenth operation is a retry, every hundredth fails.
+One process runs operations with a short window, on a clock that moves on, and sweeps as an engine
+does. The number of live records stays the same, so any growth is a leak. Every tenth operation is a
+retry, and every hundredth fails.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from coatcheck import AsyncEngine, Policy
 OPERATIONS = 1_000_000
 OPERATIONS_QUICK = 100_000
 QUARTERS = 4
-# Operations between two sweeps, and of how much time: the window holds this many records.
+# Operations between two sweeps, and the time of each operation on that clock.
 SWEEP_EVERY = 10_000
 STEP_MS = 6
 POLICY = Policy(window="60s", margin=0, lease="60s")
 
 
 def measure(*, quick: bool) -> Table:
-    """The table of this question; in a process of its own, which nothing else has grown."""
+    """Measure in a process of its own, and return the table."""
     operations = OPERATIONS_QUICK if quick else OPERATIONS
-    command = [sys.executable, "-m", "benchmarks.flatness", str(operations)]
+    command = [sys.executable, "-m", "benchmarks.memory_growth", str(operations)]
     found = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
     resident_mib = [Samples((value,)) for value in json.loads(found)]
     rows = [_row(resident_mib, quarter, operations) for quarter in range(QUARTERS + 1)]
     live = SWEEP_EVERY + POLICY.window_ms // STEP_MS
     return Table(
-        name="flatness",
+        name="memory_growth",
         question="resident memory of one process over many operations",
         rows=rows,
         notes=[f"memory store, {live} live records at most; 1 in 10 a retry, 1 in 100 fails"],
@@ -47,7 +47,7 @@ def measure(*, quick: bool) -> Table:
 def _row(resident_mib: list[Samples], quarter: int, operations: int) -> Row:
     grown = resident_mib[quarter].over(resident_mib[1])
     of = f"{TIMES} the first quarter"
-    # 5 %: what an allocator may do by itself. A leak of 100 bytes would be 80 MB.
+    # 5 % is noise of the allocator. A leak of 100 bytes per operation would be 80 MB.
     flat = Target(measured=grown, bound="≤", limit=1.05, unit=of)
     return Row(
         what=f"after {counted(operations * quarter // QUARTERS)} operations, MiB",
@@ -85,7 +85,7 @@ async def _place(order: int) -> dict[str, int]:
 def _resident_mib() -> float:
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:  # elsewhere the peak must do; a leak shows in it as well
+    except OSError:  # not Linux: the peak also shows a leak
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 

@@ -1,4 +1,7 @@
-"""A contest on a server: the same keyed operations by everybody, together and one at a time."""
+"""Compares contenders that do the same keyed operations: 64 at a time, and one at a time.
+
+A contender is an async context manager that opens what it needs and yields its operation.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,14 @@ AT_A_TIME = 64
 ROUNDS = 5
 SLOT_S = 0.5
 SLOT_S_QUICK = 0.1
-# A round of all who run alone: some hundred operations of each.
-ALONE_S = 0.8
-ALONE_S_QUICK = 0.15
-# Never slower alone than this many times the driver's own two statements.
-ALONE_MAX = 1.2
-# What an answer of a small API looks like, for the floors; the others keep their own.
+# A round of all contenders one at a time: some hundred operations of each.
+ROUND_S = 0.8
+ROUND_S_QUICK = 0.15
+# One at a time: at most this many times the two statements of the bare driver.
+BARE_DRIVER_MAX = 1.6
+# The response of a small API, for the floors; the others store their own.
 RESPONSE = b'{"order": 17, "state": "placed", "amount": 1999}'
-# For the floors: a time as a published window would end, and a day.
+# For the floors: the end of a window, and a day.
 EXPIRES_MS = 1_800_000_000_000
 DAY_MS = 86_400_000
 
@@ -35,18 +38,18 @@ Contender: TypeAlias = Callable[[], AbstractAsyncContextManager[Operation]]
 Execute: TypeAlias = Callable[..., Awaitable[Any]]
 
 
-# --- those who run together, and alone --------------------------------------------------------
+# --- 64 at a time -----------------------------------------------------------------------------
 
 
-def together(contenders: Mapping[str, Contender], *, quick: bool) -> dict[str, Samples]:
+def measure_rates(contenders: Mapping[str, Contender], *, quick: bool) -> dict[str, Samples]:
     """
-    Operations a second of each, 64 at a time.
+    Return the operations per second of each contender, 64 at a time.
 
-    Every slot opens what it needs and begins with a table of its own. Where it must be quick, all
-    slots of a contender share both: together they are as long as one of the others.
+    Every slot opens its own connections and an empty table. A quick run opens them once for all
+    slots of a contender.
     """
     if quick:
-        return _together_open(contenders)
+        return _rates_of_open(contenders)
     slots = {name: _slot(make, SLOT_S) for name, make in contenders.items()}
     return interleave(slots, ROUNDS)
 
@@ -54,14 +57,14 @@ def together(contenders: Mapping[str, Contender], *, quick: bool) -> dict[str, S
 def _slot(make: Contender, wall_s: float) -> Slot:
     async def run() -> Cost:
         async with make() as operation:
-            # Opens, imports, starts threads and prepares statements, which is not what is asked.
+            # Not measured: connecting, importing, starting threads, preparing statements.
             await drive(operation, iter(range(-AT_A_TIME, 0)), at_a_time=AT_A_TIME)
             return await drive(operation, For(wall_s), at_a_time=AT_A_TIME)
 
     return lambda: asyncio.run(run()).per_second
 
 
-def _together_open(contenders: Mapping[str, Contender]) -> dict[str, Samples]:
+def _rates_of_open(contenders: Mapping[str, Contender]) -> dict[str, Samples]:
     stack = AsyncExitStack()
     with asyncio.Runner() as runner:
         try:
@@ -86,56 +89,63 @@ def _open_slot(runner: asyncio.Runner, stack: AsyncExitStack, make: Contender) -
     return lambda: runner.run(run()).per_second
 
 
-def alone(contenders: Mapping[str, Contender], *, quick: bool) -> dict[str, Samples]:
-    """
-    The median time of one operation, µs; contenders take turns after every single one.
+# --- one at a time ----------------------------------------------------------------------------
 
-    A commit waits for the disk, and the disk is never the same for two seconds.
+
+def measure_times(
+    contenders: Mapping[str, Contender], *, quick: bool, warm_up: int = 1
+) -> dict[str, Samples]:
+    """
+    Return the median time of one operation, µs; contenders alternate after every operation.
+
+    A commit waits for the disk, whose speed changes from second to second. The first *warm_up*
+    operations are not measured.
     """
     if quick:
-        found = asyncio.run(_in_turns(contenders, ALONE_S_QUICK, ROUNDS_QUICK))
+        found = asyncio.run(_alternate(contenders, warm_up, ROUND_S_QUICK, ROUNDS_QUICK))
     else:
-        found = [asyncio.run(_in_turns(contenders, ALONE_S, 1))[0] for _ in range(ROUNDS)]
+        found = [asyncio.run(_alternate(contenders, warm_up, ROUND_S, 1))[0] for _ in range(ROUNDS)]
     return {name: Samples(tuple(one[name] for one in found)) for name in contenders}
 
 
-async def _in_turns(
-    contenders: Mapping[str, Contender], wall_s: float, rounds: int
+async def _alternate(
+    contenders: Mapping[str, Contender], warm_up: int, wall_s: float, rounds: int
 ) -> list[dict[str, float]]:
-    """What each has found in each round; all rounds share connections and tables."""
+    """Return the median times of each round; all rounds share connections and tables."""
     numbers = count()
     async with AsyncExitStack() as stack:
-        turns: Sequence[tuple[str, Operation]] = [
+        operations: Sequence[tuple[str, Operation]] = [
             (name, await stack.enter_async_context(make())) for name, make in contenders.items()
         ]
-        for _, operation in turns:
-            await operation(-1)
-        return [await _round(turns, For(wall_s, numbers)) for _ in range(rounds)]
+        for number in range(-warm_up, 0):
+            for _, operation in operations:
+                await operation(number)
+        return [await _round(operations, For(wall_s, numbers)) for _ in range(rounds)]
 
 
-async def _round(turns: Sequence[tuple[str, Operation]], numbers: For) -> dict[str, float]:
-    times_us: dict[str, list[float]] = {name: [] for name, _ in turns}
+async def _round(operations: Sequence[tuple[str, Operation]], numbers: For) -> dict[str, float]:
+    times_us: dict[str, list[float]] = {name: [] for name, _ in operations}
     for number in numbers:
-        turns = turns[::-1]  # nobody always comes after the same one
-        for name, operation in turns:
+        operations = operations[::-1]  # so that no contender always follows the same one
+        for name, operation in operations:
             start_s = time.perf_counter()
             await operation(number)
             times_us[name].append((time.perf_counter() - start_s) * 1e6)
     return {name: statistics.median(values) for name, values in times_us.items()}
 
 
-def rows_alone(found: dict[str, Samples], floors: Mapping[str, str]) -> list[Row]:
-    """A row for each world, with the driver that is its floor: `{"thread": "psycopg", …}`."""
+def rows_of_times(found: dict[str, Samples], floors: Mapping[str, str]) -> list[Row]:
+    """Return a row for threads and one for event loops: `{"thread": "psycopg", …}`."""
     rows: list[Row] = []
-    for world, floor in floors.items():
-        ours, bare = found[f"product, {world}"], found[floor]
+    for runs_in, floor in floors.items():
+        ours, bare = found[f"product, {runs_in}"], found[floor]
         slower, of = ours.over(bare), f"{TIMES} {floor}"
         row = Row(
-            what=f"1 at a time, {world}, µs; floor: {floor}",
+            what=f"1 at a time, {runs_in}, µs; floor: {floor}",
             product=ours,
             floor=bare,
             ratios=[(of, slower)],
-            targets=[Target(measured=slower, bound="≤", limit=ALONE_MAX, unit=of)],
+            targets=[Target(measured=slower, bound="≤", limit=BARE_DRIVER_MAX, unit=of)],
         )
         rows.append(row)
     return rows
@@ -145,29 +155,29 @@ def rows_alone(found: dict[str, Samples], floors: Mapping[str, str]) -> list[Row
 
 
 async def place(order: int) -> dict[str, object]:
-    """What is done once for each key."""
-    return {"order": order, "state": "placed", "amount": 1999}
+    """The function that is guarded."""
+    return place_sync(order)
 
 
-def place_here(order: int) -> dict[str, object]:
-    """The same, for those who do not await."""
+def place_sync(order: int) -> dict[str, object]:
+    """The same for sync code."""
     return {"order": order, "state": "placed", "amount": 1999}
 
 
 @asynccontextmanager
 async def product(url: str) -> AsyncIterator[Operation]:
-    """We ourselves, on the store that *url* names, in an event loop."""
+    """The async engine, on the store at *url*."""
     async with AsyncEngine(url) as engine:
         yield lambda number: engine.run(f"order-{number}", place, number, scope="orders")
 
 
 @asynccontextmanager
-async def product_here(url: str) -> AsyncIterator[Operation]:
-    """We ourselves as sync code has us: in the thread of whoever calls."""
+async def product_sync(url: str) -> AsyncIterator[Operation]:
+    """The sync engine, in the calling thread."""
     with Engine(url) as engine:
 
         async def operation(number: int) -> None:
-            engine.run(f"order-{number}", place_here, number, scope="orders")
+            engine.run(f"order-{number}", place_sync, number, scope="orders")
 
         yield operation
 
@@ -176,21 +186,21 @@ async def product_here(url: str) -> AsyncIterator[Operation]:
 
 
 def names_of(number: int) -> tuple[bytes, bytes]:
-    """The id and the fingerprint of an order, as lean as they can be."""
+    """Return an id and a fingerprint for an order, as cheaply as possible."""
     key = b"order-%d" % number
     return hashlib.blake2b(key, digest_size=16).digest(), hashlib.md5(key).digest()
 
 
 def on_free_session(sessions: Iterable[Execute]) -> Execute:
-    """Execute on whichever session is free: a driver's own pool asks the server for more."""
+    """Return a function that executes on a free session, without the extra work of a pool."""
     free: asyncio.LifoQueue[Execute] = asyncio.LifoQueue()
     for session in sessions:
         free.put_nowait(session)
 
-    async def execute(*asked: object) -> object:
+    async def execute(*arguments: object) -> object:
         session = await free.get()
         try:
-            return await session(*asked)
+            return await session(*arguments)
         finally:
             free.put_nowait(session)
 

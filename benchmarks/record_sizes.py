@@ -1,8 +1,8 @@
-"""Weighing: what each store takes for a record beside its response body.
+"""The size of a record in each store, in addition to its response body.
 
-One function for each store, which fills it with records as requests make them and asks the store
-itself what they take, indexes and free space included. Where a sweep leaves holes they are there.
-In memory, because it is about bytes and not about disks.
+One function for each store fills it with records as requests create them, and reads its size,
+including indexes, free space and what a sweep leaves behind. The files are in memory, because the
+speed of a disk does not matter here.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import boto3
 import psycopg
 import pymysql
 
-from benchmarks.filling import BODY, TOGETHER, KeyOf, fill, flows_of, sweep, text_of, uuid_of
-from benchmarks.floors import OneByOne
 from benchmarks.measuring import Samples
 from benchmarks.powertools import STAND_IN
 from benchmarks.report import counted
+from benchmarks.sample_records import BODY, TOGETHER, KeyOf, fill, flows_of, sweep, text_of, uuid_of
+from benchmarks.sqlite_floors import OneByOne
 from coatcheck.stores import open_store
 from coatcheck.stores.sqlite.store import SqliteStore
 from tests.support.servers import MEMORY, until
@@ -35,20 +35,20 @@ from tests.support.servers.postgres import Postgres
 from tests.support.servers.redis import Redis
 
 FEWER_TOGETHER = 16
-# Whenever a twentieth of the rows has changed, as autovacuum does in a day that is longer.
+# Vacuum after a twentieth of the rows has changed, as autovacuum does.
 PORTIONS = 20
-# InnoDB's pages are as full after a quarter of the rows was swept as after twice all of them.
+# After a quarter of the rows was replaced, InnoDB's pages are as full as after all of them were.
 PORTIONS_CHURNED = 5
-# What InnoDB may have left to purge; it looks at what is left about once a second.
+# How many old rows InnoDB may have left; it purges them in the background.
 PURGED = 100
-# Redis's tables double, so that a key's share of them swings between one size and the next.
+# Redis doubles its hash table, so the share of one key varies between two sizes.
 STEPS = 8
-# DynamoDB bills 100 bytes for each item that it does not show.
+# DynamoDB bills 100 extra bytes for each item.
 ITEM_BYTES = 100
 
 
-class Weight(NamedTuple):
-    """What a record takes; *kind* says for programs what *what* says for people."""
+class Size(NamedTuple):
+    """The size of a record; *kind* is for programs, *what* for people."""
 
     store: str
     kind: str
@@ -67,21 +67,20 @@ def _kind(*, compact: bool) -> tuple[str, str]:
 # --- SQLite -----------------------------------------------------------------------------------
 
 
-def sqlite(*, quick: bool) -> list[Weight]:
-    """Its file, as it has grown."""
-    # A million, as the promise has it: it is one byte more than at a quarter of that.
+def sqlite(*, quick: bool) -> list[Size]:
+    """Measure the file while it grows."""
     records = 25_000 if quick else 1_000_000
     with _directory() as at:
         taken = Samples((_file(at, records),))
-    return [Weight("SQLite", "plain", f"{counted(records)} records, keys are UUIDs", taken)]
+    return [Size("SQLite", "plain", f"{counted(records)} records, keys are UUIDs", taken)]
 
 
-def sqlite_otherwise(*, quick: bool) -> list[Weight]:
-    """The same in other ways; and a table of the least that anybody must keep."""
+def sqlite_otherwise(*, quick: bool) -> list[Size]:
+    """Measure other kinds of records, and the floor."""
     records = 5_000 if quick else 50_000
     with _directory() as at:
         few = _file(at, records, together=FEWER_TOGETHER)
-        weights = [
+        sizes = [
             ("fewer", f"{counted(records)} records, {FEWER_TOGETHER} together", few),
             (
                 "text",
@@ -91,7 +90,7 @@ def sqlite_otherwise(*, quick: bool) -> list[Weight]:
             ("compact", f"{counted(records)} records, compact=1", _file(at, records, compact=True)),
             ("floor", "a table of five columns", _floor(at / "floor.db", records)),
         ]
-    return [Weight("SQLite", kind, what, Samples((taken,))) for kind, what, taken in weights]
+    return [Size("SQLite", kind, what, Samples((taken,))) for kind, what, taken in sizes]
 
 
 @contextmanager
@@ -133,25 +132,23 @@ def _floor(path: Path, records: int) -> float:
 # --- PostgreSQL -------------------------------------------------------------------------------
 
 
-def postgres(*, quick: bool) -> list[Weight]:
-    """Its table and indexes, when as many records were swept as are left."""
+def postgres(*, quick: bool) -> list[Size]:
+    """Measure the table and its indexes, after as many records were swept as are left."""
     records = 15_000 if quick else 50_000
     server = Postgres(autovacuum="off", shared_buffers="128MB")
-    weights: list[Weight] = []
+    sizes: list[Size] = []
     try:
         for compact in (False, True):
             kind, how = _kind(compact=compact)
             whole, indexes = _postgres(server, records, compact=compact)
             what = f"{counted(records)} records, {how}"
             taken = Samples((_beside_body(whole, records),))
-            weights.append(Weight("PostgreSQL", kind, what, taken))
+            sizes.append(Size("PostgreSQL", kind, what, taken))
             indexes_only = Samples((indexes / records,))
-            weights.append(
-                Weight("PostgreSQL", f"{kind} indexes", f"{what}, indexes", indexes_only)
-            )
+            sizes.append(Size("PostgreSQL", f"{kind} indexes", f"{what}, indexes", indexes_only))
     finally:
         server.remove()
-    return weights
+    return sizes
 
 
 def _postgres(server: Postgres, records: int, *, compact: bool) -> tuple[int, int]:
@@ -166,31 +163,30 @@ def _postgres(server: Postgres, records: int, *, compact: bool) -> tuple[int, in
             fill(store, portion, flows)
             sweep(store, (number - PORTIONS) * portion)
             connection.execute("vacuum coatcheck_records")
-        asked = "select {}('coatcheck_records')"
-        (whole,) = connection.execute(asked.format("pg_total_relation_size")).fetchone() or (0,)
-        (indexes,) = connection.execute(asked.format("pg_indexes_size")).fetchone() or (0,)
+        statement = "select {}('coatcheck_records')"
+        (whole,) = connection.execute(statement.format("pg_total_relation_size")).fetchone() or (0,)
+        (indexes,) = connection.execute(statement.format("pg_indexes_size")).fetchone() or (0,)
     return int(whole), int(indexes)
 
 
 # --- MariaDB ----------------------------------------------------------------------------------
 
 
-def mariadb(*, quick: bool) -> list[Weight]:
-    """Its table, in the state that it keeps while records come and are swept."""
-    # 100 000: a table takes whole megabytes, of which up to an eighth is kept free for each index;
-    # with fewer records that is a larger share.
+def mariadb(*, quick: bool) -> list[Size]:
+    """Measure the table while records arrive and are swept."""
+    # 100 000: InnoDB keeps up to an eighth of a table free, which is more of a small one.
     records = 10_000 if quick else 100_000
     server = Mariadb(**{"innodb-buffer-pool-size": "256M"})
-    weights: list[Weight] = []
+    sizes: list[Size] = []
     try:
         for compact in (False, True):
             kind, how = _kind(compact=compact)
             taken = Samples((_beside_body(_mariadb(server, records, compact=compact), records),))
             what = f"{counted(records)} records, {how}"
-            weights.append(Weight("MariaDB", kind, what, taken))
+            sizes.append(Size("MariaDB", kind, what, taken))
     finally:
         server.remove()
-    return weights
+    return sizes
 
 
 def _mariadb(server: Mariadb, records: int, *, compact: bool) -> int:
@@ -204,7 +200,7 @@ def _mariadb(server: Mariadb, records: int, *, compact: bool) -> int:
     ):
         cursor = connection.cursor()
 
-        def asked(statement: str) -> int:
+        def read_number(statement: str) -> int:
             cursor.execute(statement)
             (found,) = cursor.fetchone() or (0,)
             return int(found)
@@ -214,10 +210,10 @@ def _mariadb(server: Mariadb, records: int, *, compact: bool) -> int:
         for number in range(1, PORTIONS_CHURNED + 1):
             fill(store, portion, flows)
             sweep(store, number * portion)
-            until(lambda: asked(_TO_PURGE) < PURGED)
+            until(lambda: read_number(_TO_PURGE) < PURGED)
         cursor.execute("analyze table coatcheck_records")
         cursor.fetchall()
-        return asked(_TAKEN)
+        return read_number(_TAKEN)
 
 
 _TO_PURGE = """
@@ -232,28 +228,28 @@ where table_schema = database() and table_name = 'coatcheck_records'
 # --- Redis ------------------------------------------------------------------------------------
 
 
-def redis(*, quick: bool) -> list[Weight]:
-    """Its memory, while it doubles the number of its records."""
+def redis(*, quick: bool) -> list[Size]:
+    """Measure the memory while the number of records doubles."""
     records = 1 << (13 if quick else 16)
-    weights: list[Weight] = []
+    sizes: list[Size] = []
     for compact in (False, True):
         kind, how = _kind(compact=compact)
         what = f"up to {counted(records)} records, {how}"
         taken, resident = _redis(records, compact=compact)
-        weights += [
-            Weight("Redis", kind, f"{what}, memory", taken),
-            Weight("Redis", f"{kind} resident", f"{what}, resident", resident),
+        sizes += [
+            Size("Redis", kind, f"{what}, memory", taken),
+            Size("Redis", f"{kind} resident", f"{what}, resident", resident),
         ]
-    return weights
+    return sizes
 
 
 def _redis(records: int, *, compact: bool) -> tuple[Samples, Samples]:
-    """The memory that it counts, and what the system has given it."""
+    """Return `used_memory` and `used_memory_rss` per record."""
     server, flows = Redis(), flows_of()
     found: list[tuple[float, float]] = []
     try:
         with closing(open_store(f"{server.url}?compact={compact:d}")) as store:
-            fill(store, TOGETHER, flows)  # connects, and brings the script
+            fill(store, TOGETHER, flows)  # connects, and loads the script
             used_before, resident_before = _memory(server)
             fill(store, records // 2, flows)
             for done in range(records // 2, records, records // 2 // STEPS):
@@ -273,18 +269,18 @@ def _redis(records: int, *, compact: bool) -> tuple[Samples, Samples]:
 
 def _memory(server: Redis) -> tuple[int, int]:
     lines = (line.partition(":") for line in server.ask("INFO", "memory").decode().splitlines())
-    told = {name: value for name, _, value in lines}
-    return int(told["used_memory"]), int(told["used_memory_rss"])
+    facts = {name: value for name, _, value in lines}
+    return int(facts["used_memory"]), int(facts["used_memory_rss"])
 
 
 # --- DynamoDB ---------------------------------------------------------------------------------
 
 
-def dynamodb(*, quick: bool) -> list[Weight]:
-    """What is billed for the items that were sent, by AWS's published rules."""
+def dynamodb(*, quick: bool) -> list[Size]:
+    """Compute what AWS bills for the items, by its published rules."""
     records = TOGETHER if quick else 4 * TOGETHER
     server = Dynamodb()
-    weights: list[Weight] = []
+    sizes: list[Size] = []
     try:
         for compact in (False, True):
             kind, how = _kind(compact=compact)
@@ -292,10 +288,10 @@ def dynamodb(*, quick: bool) -> list[Weight]:
             assert len(items) == records
             taken = statistics.mean(_billed_bytes(item) for item in items) - len(BODY)
             what = f"{counted(records)} items, {how}, as billed"
-            weights.append(Weight("DynamoDB", kind, what, Samples((taken,))))
+            sizes.append(Size("DynamoDB", kind, what, Samples((taken,))))
     finally:
         server.remove()
-    return weights
+    return sizes
 
 
 def _items(server: Dynamodb, records: int, *, compact: bool) -> list[dict[str, Any]]:
@@ -311,7 +307,7 @@ def _items(server: Dynamodb, records: int, *, compact: bool) -> list[dict[str, A
 
 
 def _billed_bytes(item: dict[str, Any]) -> int:
-    """Names, and values as they are stored: a byte for two digits of a number, and one more."""
+    """Return the bytes of names and values; a number takes a byte for two digits, and one more."""
     return ITEM_BYTES + sum(
         len(name.encode()) + _value_bytes(kind, value)
         for name, attribute in item.items()
@@ -328,4 +324,4 @@ def _value_bytes(kind: str, value: Any) -> int:  # noqa: ANN401 - as in the driv
         case "S":
             return len(value.encode())
         case _:
-            raise AssertionError(f"a kind of attribute that nobody has weighed yet: {kind}")
+            raise AssertionError(f"unknown kind of attribute: {kind}")

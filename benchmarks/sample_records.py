@@ -1,7 +1,7 @@
-"""Filling: records as requests make them, for whoever wants to know what they weigh.
+"""Records as requests create them, for measurements of size.
 
-By the production flow, claimed and then completed in batches, with a day between the first and the
-millionth. Nobody executes anything: every operation ends with the same response.
+The production flows claim and complete them in batches, with a day between the first and the
+millionth. Nothing is executed: every operation ends with the same response.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from coatcheck.core.record import Swap
 from coatcheck.core.response import encode_response
 from coatcheck.stores.contract import Store
 
-# Together as many as come together at 64 at a time. It matters: an answer makes its row grow, and
-# how well the pages are filled depends on how far behind its claim it comes.
+# Records per batch. A completion makes its row grow, and how full the pages become depends on how
+# soon it follows its claim.
 TOGETHER = 64
-# A day of records: a key every 86 ms, so that times differ as much as they do in life.
+# A key every 86 ms: a million in a day.
 STEP_MS = 86
 CALLERS = 1_000
 FIRST_MS = 1_800_000_000_000
@@ -42,12 +42,12 @@ def fill(store: Store, records: int, flows: Flows, together: int = TOGETHER) -> 
         batch = list(itertools.islice(flows, min(together, records - start)))
         _swap(store, [next(flow) for flow in batch])
         for flow in batch:
-            flow.send(None)  # the claim is ours: the flow asks for the execution
+            flow.send(None)  # the claim was applied
         _swap(store, [flow.send(Outcome(OutcomeKind.COMPLETE, RESPONSE)) for flow in batch])
 
 
 def sweep(store: Store, first: int) -> None:
-    """Sweep whatever came before the record of number *first*, as soon as its time is over."""
+    """Sweep all records before number *first*, as if their retention had just ended."""
     while store.sweep(FIRST_MS + first * STEP_MS + Policy().retention_ms - 1):
         pass
 
@@ -59,23 +59,23 @@ def _swap(store: Store, effects: list[object]) -> None:
 
 
 def uuid_of(source: random.Random) -> str:
-    """A key as clients make them."""
+    """Return a UUID, as clients send it."""
     text = f"{source.getrandbits(128):032x}"
     return f"{text[:8]}-{text[8:12]}-4{text[13:16]}-a{text[17:20]}-{text[20:]}"
 
 
 def text_of(source: random.Random) -> str:
-    """A key as long as a UUID that does not pack like one."""
+    """Return a key as long as a UUID, which cannot be packed."""
     return f"order-{source.getrandbits(120):030x}"
 
 
 def flows_of(key_of: KeyOf = uuid_of) -> Flows:
-    """Requests as they come in, each at the step where it wants to be claimed."""
+    """Yield the flows of new requests, each before its claim."""
     policy, label, source = Policy(), "POST /orders", random.Random(17)
     callers = [caller_digest("bearer", f"token-{number}") for number in range(CALLERS)]
     for now_ms in itertools.count(FIRST_MS, STEP_MS):
         caller, key = source.choice(callers), key_of(source)
-        ticket = ClaimRequest(
+        request = ClaimRequest(
             operation_id(caller=caller, route=label, key=key),
             source.randbytes(16),
             now_ms,
@@ -84,4 +84,4 @@ def flows_of(key_of: KeyOf = uuid_of) -> Flows:
             caller[:SCOPE_CHARS],
             key,
         )
-        yield lifecycle(ticket, policy, may_claim=True)
+        yield lifecycle(request, policy, may_claim=True)

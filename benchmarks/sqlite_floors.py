@@ -1,8 +1,8 @@
-"""The floors: the least that any implementation on SQLite has to do, written by hand.
+"""The floors on SQLite: the least that any implementation has to do.
 
-`GroupedWriter` is a bare group-commit loop: one thread that takes whatever has gathered, inserts
-and updates it in one transaction, and wakes the event loop once. `OneByOne` commits every
-statement by itself. Neither reads, compares versions, renews or replays anything.
+`GroupedWriter` is a bare group-commit loop: a thread writes all waiting rows in one transaction and
+wakes the event loop once. `OneByOne` commits every statement. Neither reads, compares versions,
+renews or replays anything.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ SCHEMA = """
 INSERT = "insert into record values (?, 0, ?, ?, null)"
 UPDATE = "update record set state = 1, response = ? where id = ?"
 
-# A day, as a published window would be.
+# The end of a window.
 EXPIRES_MS = 1_800_000_000_000
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Durable in the same way as our own store: a log, synced at every commit."""
+    """Open a file as durable as the store's: a write-ahead log, synced at every commit."""
     connection = sqlite3.connect(
         path, isolation_level=None, check_same_thread=False, timeout=60, cached_statements=16
     )
@@ -39,7 +39,7 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 class OneByOne:
-    """Every statement is its own transaction, on a connection of one thread."""
+    """Every statement is its own transaction."""
 
     def __init__(self, path: Path) -> None:
         self._connection = connect(path)
@@ -53,15 +53,15 @@ class OneByOne:
         self._connection.execute(UPDATE, (response, id))
 
     def begin(self) -> None:
-        """Make one transaction of what follows."""
+        """Begin a transaction for the following statements."""
         self._connection.execute("begin immediate")
 
     def commit(self) -> None:
-        """End that transaction."""
+        """Commit that transaction."""
         self._connection.execute("commit")
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._connection.close()
 
 
@@ -72,7 +72,7 @@ class _Write(NamedTuple):
 
 
 class GroupedWriter:
-    """What has gathered while the last group was committed is the next group."""
+    """Writes that arrive during a commit are the next group."""
 
     def __init__(self, path: Path) -> None:
         self._connection = connect(path)
@@ -90,7 +90,7 @@ class GroupedWriter:
         return self._write(UPDATE, (response, id))
 
     def close(self) -> None:
-        """End the thread and let go of the file."""
+        """End the thread and close the file."""
         self._writes.put(None)
         self._thread.join()
         self._connection.close()

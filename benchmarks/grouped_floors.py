@@ -1,7 +1,7 @@
-"""The floors on servers: bare loops that send whatever has gathered, on one connection.
+"""The floors on servers: bare loops that send all waiting calls at once, on one connection.
 
-No versions, no leases, nothing compared. asyncpg is the quickest driver for PostgreSQL; for Redis
-nothing is quicker than the bare protocol on asyncio's streams.
+They have no versions and no leases, and compare nothing. They use asyncpg, and pipelines of
+redis.asyncio.
 """
 
 from __future__ import annotations
@@ -11,39 +11,40 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Self, TypeAlias
 
 import asyncpg
+import redis.asyncio
 
-from benchmarks.contest import DAY_MS, EXPIRES_MS
+from benchmarks.comparison import DAY_MS, EXPIRES_MS
 
 Perform: TypeAlias = Callable[[list[Any]], Awaitable[Sequence[Any]]]
 
 
 class _Group:
-    """What has gathered for one statement, and who waits for it."""
+    """The waiting calls of one kind."""
 
     def __init__(self, arrived: asyncio.Event) -> None:
         self._arrived = arrived
-        self._asked: list[Any] = []
+        self._calls: list[Any] = []
         self._futures: list[asyncio.Future[Any]] = []
 
-    def add(self, asked: object) -> asyncio.Future[Any]:
-        """Ask; done when there is an answer."""
+    def add(self, call: object) -> asyncio.Future[Any]:
+        """Return a future for the result of *call*."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._asked.append(asked)
+        self._calls.append(call)
         self._futures.append(future)
         self._arrived.set()
         return future
 
     async def perform(self, perform: Perform) -> None:
-        """Ask all that has gathered at once, if anything has."""
-        asked, futures = self._asked, self._futures
-        if asked:
-            self._asked, self._futures = [], []
-            for future, answer in zip(futures, await perform(asked), strict=True):
-                future.set_result(answer)
+        """Perform all waiting calls at once, if there are any."""
+        calls, futures = self._calls, self._futures
+        if calls:
+            self._calls, self._futures = [], []
+            for future, result in zip(futures, await perform(calls), strict=True):
+                future.set_result(result)
 
 
 class _Loop:
-    """Looks again and again what has gathered."""
+    """Performs one round after another while calls arrive."""
 
     def __init__(self) -> None:
         self.arrived = asyncio.Event()
@@ -56,11 +57,11 @@ class _Loop:
             await self.perform()
 
     async def perform(self) -> None:
-        """One round."""
+        """Perform one round."""
         raise NotImplementedError
 
     def end(self) -> None:
-        """Look no more."""
+        """Stop."""
         self._working.cancel()
 
 
@@ -85,7 +86,7 @@ class GroupedPostgres(_Loop):
 
     @classmethod
     async def open(cls, url: str, table: str) -> Self:
-        """Connect, and make the table where it is missing."""
+        """Connect, and create the table if it is missing."""
         connection = await asyncpg.connect(url)
         await connection.execute(table_of(table))
         return cls(connection, table)
@@ -99,11 +100,11 @@ class GroupedPostgres(_Loop):
         return self._updates.add((id, response))
 
     def get(self, id: bytes) -> asyncio.Future[bytes | None]:
-        """The response of *id*."""
+        """Read the response of *id*."""
         return self._gets.add(id)
 
     async def perform(self) -> None:
-        """One statement for each kind."""
+        """Execute one statement for each kind of call."""
         await self._inserts.perform(lambda rows: self._write(self._insert, rows))
         await self._updates.perform(lambda rows: self._write(self._update, rows))
         await self._gets.perform(self._read)
@@ -117,69 +118,52 @@ class GroupedPostgres(_Loop):
         return [found.get(id) for id in ids]
 
     async def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self.end()
         await self._connection.close()
 
 
 class GroupedRedis(_Loop):
-    """`SET … NX`, `SET` and `GET`, as many at once as have gathered."""
+    """`SET … NX`, `SET` and `GET`, in one pipeline for each group."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, url: str) -> None:
         super().__init__()
-        self._reader = reader
-        self._writer = writer
+        self._client: Any = redis.asyncio.Redis.from_url(url)
         self._commands = _Group(self.arrived)
-
-    @classmethod
-    async def open(cls, port: int) -> Self:
-        """Connect."""
-        return cls(*await asyncio.open_connection("127.0.0.1", port))
 
     def insert(self, id: bytes, fingerprint: bytes) -> asyncio.Future[None]:
         """Claim; written when the future is done."""
-        command = _packed(b"SET", id, fingerprint, b"NX", b"PX", b"%d" % DAY_MS)
-        return self._commands.add(command)
+        return self._commands.add((b"SET", id, fingerprint, b"NX", b"PX", DAY_MS))
 
     def update(self, id: bytes, response: bytes) -> asyncio.Future[None]:
         """Complete; written when the future is done."""
-        return self._commands.add(_packed(b"SET", id, response, b"PX", b"%d" % DAY_MS))
+        return self._commands.add((b"SET", id, response, b"PX", DAY_MS))
 
     def get(self, id: bytes) -> asyncio.Future[bytes | None]:
-        """The response of *id*."""
-        return self._commands.add(_packed(b"GET", id))
+        """Read the response of *id*."""
+        return self._commands.add((b"GET", id))
 
     async def perform(self) -> None:
-        """Send all, and read as many answers."""
+        """Send all commands, and read as many replies."""
         await self._commands.perform(self._send)
 
-    async def _send(self, commands: list[bytes]) -> Sequence[bytes | None]:
-        self._writer.write(b"".join(commands))
-        return [await self._answer() for _ in commands]
-
-    async def _answer(self) -> bytes | None:
-        line = await self._reader.readline()
-        if line == b"+OK\r\n":
-            return None
-        assert line.startswith(b"$"), line
-        length = int(line[1:])
-        return None if length < 0 else (await self._reader.readexactly(length + 2))[:-2]
+    async def _send(self, commands: list[tuple[Any, ...]]) -> Sequence[Any]:
+        pipeline = self._client.pipeline(transaction=False)
+        for command in commands:
+            pipeline.execute_command(*command)
+        replies: Sequence[Any] = await pipeline.execute()
+        return replies
 
     async def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self.end()
-        self._writer.close()
+        await self._client.aclose()
 
 
 def table_of(name: str) -> str:
-    """A table for a floor on PostgreSQL; half of a page stays free, for the completions."""
+    """Return the SQL for a floor's table on PostgreSQL, with half of each page free for updates."""
     return (
         f"create table if not exists {name} (id bytea primary key, state smallint not null,"
         " fingerprint bytea not null, expires_ms bigint not null, response bytea)"
         " with (fillfactor = 50)"
     )
-
-
-def _packed(*words: bytes) -> bytes:
-    spelt = b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words])
-    return b"*%d\r\n%b" % (len(words), spelt)
