@@ -721,7 +721,7 @@ def test_an_engine_recognises_its_own_write_when_the_answer_was_lost(
 
 
 def test_a_compact_store_recognises_its_own_writes_too(guards, tmp_path):
-    """L5: it keeps no label, scope or key, and still the claim is ours."""
+    """L5: it keeps neither scope nor key, and still the claim is ours."""
 
     class Deaf(SqliteStore):
         troubles = 2

@@ -53,7 +53,7 @@ class AsyncpgConnection(AsyncStatementByStatement):
 
         A claim may wait for a row for longer than the application's `command_timeout`.
         """
-        limit_s = None if statement.patience_s == inf else statement.patience_s
+        limit_s = None if statement.timeout_s == inf else statement.timeout_s
         status: str = await self.handle.execute(
             numbered(statement.text), *statement.values, timeout=limit_s
         )

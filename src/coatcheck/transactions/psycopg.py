@@ -17,7 +17,7 @@ from psycopg.pq import PipelineStatus, TransactionStatus
 from psycopg.rows import tuple_row
 
 from coatcheck.errors import NotCommitted
-from coatcheck.stores.postgres.transaction import OwnAsyncConnection, OwnConnection
+from coatcheck.stores.postgres.connection import BoundedConnection
 from coatcheck.stores.transaction_statements import Dialect, Statement
 from coatcheck.transactions.contract import (
     AsyncStatementByStatement,
@@ -69,8 +69,8 @@ class _Psycopg:
 
     def _set_timeout(self, statement: Statement) -> None:
         """Limit the time of a claim, where the connection is the store's own."""
-        if isinstance(self.handle, (OwnConnection, OwnAsyncConnection)):
-            self.handle.patience_s = statement.patience_s
+        if isinstance(self.handle, BoundedConnection):
+            self.handle.next_timeout_s = statement.timeout_s
 
     def _replace_close(self) -> None:
         """

@@ -101,7 +101,7 @@ def test_a_swap_that_loses_against_a_younger_claim_gets_that_claim(access, url):
         conflicting = claim_of(MANY[3], nonce=99)
         columns, marks = ", ".join(PLACEHOLDERS), ", ".join(PLACEHOLDERS.values())
         insert = f"insert into coatcheck_records ({columns}) values ({marks})"
-        other.execute(insert, row_of(conflicting, compact=False))
+        other.execute(insert, row_of(conflicting))
         asked = threads.submit(access.swap, *(claim(id) for id in MANY))
         until(lambda: waiting_sessions(url))
         other.commit()
@@ -184,16 +184,17 @@ def test_completing_stays_on_its_page_and_touches_no_index(opened, url):
     assert counts == [(20, 20)]
 
 
-def test_a_compact_store_stores_no_text_and_no_default(opened, url):
-    """They take no space either."""
+def test_a_compact_store_stores_neither_scope_nor_key_nor_defaults(opened, url):
+    """S2: and what is not stored takes no space."""
     with opened(f"{url}&compact=1") as access, session(url) as other:
         record = claim_of()._replace(label="POST /orders", scope="caller", key="key")
         assert access.swap(Swap(ID, 0, record)) == [None]
         assert access.swap(complete(record)) == [None]
-        assert access.get(ID) == [completed(claim_of(), b"done")]
+        kept = record._replace(scope="c", key="")
+        assert access.get(ID) == [completed(kept, b"done")]
         columns = "label, scope, key, attempt, lease_until_ms, progress"
         stored = other.execute(f"select {columns} from coatcheck_records").fetchall()
-        assert stored == [(None,) * 6]
+        assert stored == [("POST /orders", "c", *[None] * 4)]
 
 
 # --- errors --------------------------------------------------------------------------------------

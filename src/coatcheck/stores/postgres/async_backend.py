@@ -18,7 +18,7 @@ import asyncpg  # type: ignore[import-untyped] # it has no types
 from coatcheck.core.flow import Flow, run_async
 from coatcheck.core.record import Record, Swap
 from coatcheck.errors import StoreUnavailable
-from coatcheck.stores.postgres.connection import PLAN_WITH_INDEX, WHO_ANSWERS
+from coatcheck.stores.postgres.connection import PLAN_WITH_INDEX
 from coatcheck.stores.postgres.errors import is_session_stale, to_store_error
 from coatcheck.stores.postgres.statements import Row
 from coatcheck.stores.postgres.swap import Execute, RecordTable, with_store_errors
@@ -111,47 +111,30 @@ class Connector:
 
     Args:
         options: the keywords of `asyncpg.connect`.
+        prepares: as in `connection.SharedConnection`.
     """
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        self._options = options
-        # Statements are prepared only where no pooler is in between; see `connection.is_direct`.
-        # The first connection finds out, without preparing any.
-        self._prepares = False
+    def __init__(self, options: dict[str, Any], *, prepares: bool) -> None:
+        settings = options["server_settings"]
+        self._options = {
+            **options,
+            "timeout": None,
+            "server_settings": {**settings, **PLAN_WITH_INDEX} if prepares else settings,
+            "statement_cache_size": 100 if prepares else 0,
+            "max_cached_statement_lifetime": 0,
+        }
 
     async def connect(self) -> asyncpg.Connection:
         """Open a connection to a server that accepts writes."""
         options = self._options
         try:
-            while True:
-                prepares = self._prepares
-                connection = await _open(options, prepares=prepares)
-                try:
-                    pid = await connection.fetchval(WHO_ANSWERS)
-                    self._prepares = pid == connection.get_server_pid()
-                    if prepares and self._prepares:
-                        await connection.execute(PLAN_WITH_INDEX)
-                except BaseException:
-                    connection.terminate()
-                    raise
-                if prepares == self._prepares:
-                    return connection
-                connection.terminate()
+            return await asyncpg.connect(**options)
         except BaseException as error:
             if self._options is options:  # no other attempt has failed meanwhile
                 self._options = _next_host_first(options)
             if not isinstance(error, Exception):
                 raise
             raise to_store_error(error, writes=False) from error
-
-
-async def _open(options: dict[str, Any], *, prepares: bool) -> asyncpg.Connection:
-    return await asyncpg.connect(
-        **options,
-        timeout=None,  # pyright: ignore[reportArgumentType] # it may be None
-        statement_cache_size=100 if prepares else 0,
-        max_cached_statement_lifetime=0,
-    )
 
 
 def _next_host_first(options: dict[str, Any]) -> dict[str, Any]:

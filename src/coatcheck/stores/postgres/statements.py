@@ -150,7 +150,7 @@ def _sweep(table: str) -> str:
     """
 
 
-def row_of(record: Record, *, compact: bool) -> tuple[Any, ...]:
+def row_of(record: Record) -> tuple[Any, ...]:
     """
     Return the column values of *record*, in the order of `PLACEHOLDERS`.
 
@@ -169,21 +169,17 @@ def row_of(record: Record, *, compact: bool) -> tuple[Any, ...]:
         None if margin_ms == _MARGIN_MS else margin_ms,
         expires_ms,
         record.nonce,
-        None if compact else escape_text(record.label) or None,
-        None if compact else escape_text(record.scope) or None,
-        None if compact else escape_text(record.key) or None,
+        escape_text(record.label) or None,
+        escape_text(record.scope) or None,
+        escape_text(record.key) or None,
         record.progress,
         record.response,
     )
 
 
-def columns_of(swaps: Sequence[Swap], *, compact: bool) -> list[list[Any]]:
+def columns_of(swaps: Sequence[Swap]) -> list[list[Any]]:
     """Return the arrays that write *swaps*, none of which deletes."""
-    rows = (
-        (swap.expected, *row_of(swap.record, compact=compact))
-        for swap in swaps
-        if swap.record is not None
-    )
+    rows = ((swap.expected, *row_of(swap.record)) for swap in swaps if swap.record is not None)
     return [list(column) for column in zip(*rows, strict=True)]
 
 

@@ -18,6 +18,7 @@ from typing import TypeVar
 from coatcheck.core.flow import Effect, Flow
 from coatcheck.core.record import GONE, Record, Swap
 from coatcheck.errors import StoreUnavailable
+from coatcheck.stores.contract import compact_swap
 from coatcheck.stores.postgres import statements
 from coatcheck.stores.postgres.errors import ATTEMPTS_MAX, is_rolled_back, to_store_error
 from coatcheck.stores.postgres.statements import Row
@@ -41,7 +42,7 @@ class RecordTable:
 
     Args:
         table: its name, quoted.
-        compact: store only digests; label, scope and key are left empty.
+        compact: keep the label, but neither scope nor key; see `compact_record`.
     """
 
     def __init__(self, table: str, *, compact: bool) -> None:
@@ -50,6 +51,8 @@ class RecordTable:
 
     def swap(self, swaps: Sequence[Swap]) -> Flow[Sequence[Record | None]]:
         """Write each record if its version is still the expected one; see `Store.swap`."""
+        if self._compact:
+            swaps = [compact_swap(swap) for swap in swaps]
         if len(swaps) == 1:
             return [(yield from self._swap_one(swaps[0]))]
         # Sorted, so that two batches lock their rows in the same order.
@@ -83,7 +86,7 @@ class RecordTable:
         if swap.record is None:
             values = (statements.uuid_of(swap.id), swap.expected)
             return bool((yield from Execute(self.statements.delete_one, values)))
-        row = statements.row_of(swap.record, compact=self._compact)
+        row = statements.row_of(swap.record)
         if not swap.expected:
             return bool((yield from Execute(self.statements.claim_one, row)))
         return bool((yield from Execute(self.statements.change_one, (*row, swap.expected))))
@@ -94,7 +97,7 @@ class RecordTable:
             statement = self.statements.claim_many
         else:
             statement = self.statements.swap_many if claims else self.statements.change_many
-        return Execute(statement, statements.columns_of(writes, compact=self._compact))
+        return Execute(statement, statements.columns_of(writes))
 
     def _conflicting_record(self, swap: Swap, in_snapshot: Record | None) -> Flow[Record | None]:
         """Return what *swap* lost against; *in_snapshot* was there when the statement began."""

@@ -16,21 +16,9 @@ from functools import partial
 from operator import itemgetter
 
 from coatcheck.core.record import COMPLETED, RUNNING, Record, Swap
-from coatcheck.stores.postgres.connection import (
-    WHO_ANSWERS,
-    AsyncConnection,
-    Connection,
-    is_direct,
-)
-from coatcheck.stores.postgres.connection import closing_after as in_time
+from coatcheck.stores.postgres.connection import AsyncConnection, Connection
 from coatcheck.stores.postgres.statements import PLACEHOLDERS, row_of
 from coatcheck.stores.transaction_statements import Statement, TransactionStatements
-
-__all__ = ["OwnAsyncConnection", "OwnConnection", "in_time", "transaction_statements_for"]
-
-# The connections that the store opens for transactions; `in_time` is for `psycopg_answers.py`.
-OwnConnection = Connection
-OwnAsyncConnection = AsyncConnection
 
 # Both are referred to by what follows, because PostgreSQL skips a CTE that is not.
 _LOCK_WITH_LIMIT = """\
@@ -64,30 +52,31 @@ _PREPARE_THRESHOLD = 5
 
 
 def transaction_statements_for(
-    conninfo: str, table: str, timeout_s: float, *, compact: bool
+    conninfo: str, table: str, timeout_s: float, *, prepares: bool
 ) -> TransactionStatements:
     """Return the statements for *table*, a name that is already quoted."""
-    statements = _Statements(table, timeout_s, compact=compact)
+    statements = _Statements(table, timeout_s)
+    # The handler's own statements have no time limit.
+    threshold = _PREPARE_THRESHOLD if prepares else None
     return TransactionStatements(
         dialect="postgresql",
         claim=statements.claim,
         change=statements.change,
-        connect=partial(_connect, conninfo, timeout_s),
-        connect_async=partial(_connect_async, conninfo, timeout_s),
+        connect=partial(Connection.connect, conninfo, prepare_threshold=threshold),
+        connect_async=partial(AsyncConnection.connect, conninfo, prepare_threshold=threshold),
     )
 
 
 class _Statements:
     """The statements of one table."""
 
-    def __init__(self, table: str, timeout_s: float, *, compact: bool) -> None:
+    def __init__(self, table: str, timeout_s: float) -> None:
         # The same id in another table has another lock.
         quoted = table.replace("'", "''")
         lock = f"%s::bigint # '{quoted}'::regclass::oid::bigint"
         lock_with_limit = _LOCK_WITH_LIMIT.format(lock)
         values = ", ".join(PLACEHOLDERS[name] for name in _NEW)
         insert = f"insert into {table} (state, {', '.join(_NEW)}) select {RUNNING}, {values}"
-        self._compact = compact
         self._timeout_s = timeout_s
         self._insert_if_unlocked = (
             f"{insert} where pg_try_advisory_xact_lock({lock}) on conflict (id) do nothing"
@@ -103,7 +92,7 @@ class _Statements:
 
     def claim(self, swap: Swap, wait_ms: int) -> Iterator[Statement]:
         """Yield the statements that claim a new key, or an existing record, one after the other."""
-        row = row_of(_record_of(swap), compact=self._compact)
+        row = row_of(_record_of(swap))
         lock = int.from_bytes(swap.id[:8], "big", signed=True)
         limit = f"{wait_ms:d}ms"
         timeout_s = self._timeout_s + wait_ms / 1_000
@@ -127,34 +116,3 @@ class _Statements:
 def _record_of(swap: Swap) -> Record:
     assert swap.record is not None
     return swap.record
-
-
-def _connect(conninfo: str, timeout_s: float) -> Connection:
-    """Open a connection that prepares frequent statements, unless it is behind a pooler."""
-    connection = Connection.connect(conninfo, prepare_threshold=None)
-    try:
-        connection.timeout_s = timeout_s
-        if is_direct(connection, connection.execute(WHO_ANSWERS).fetchall()):
-            connection.prepare_threshold = _PREPARE_THRESHOLD
-        connection.rollback()
-    except BaseException:
-        connection.close()
-        raise
-    del connection.timeout_s  # the handler's own statements have no limit
-    return connection
-
-
-async def _connect_async(conninfo: str, timeout_s: float) -> AsyncConnection:
-    """Open the same kind of connection for an event loop."""
-    connection = await AsyncConnection.connect(conninfo, prepare_threshold=None)
-    try:
-        connection.timeout_s = timeout_s
-        answer = await connection.execute(WHO_ANSWERS)
-        if is_direct(connection, await answer.fetchall()):
-            connection.prepare_threshold = _PREPARE_THRESHOLD
-        await connection.rollback()
-    except BaseException:
-        await connection.close()
-        raise
-    del connection.timeout_s  # as above
-    return connection
