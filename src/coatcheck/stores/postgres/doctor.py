@@ -105,7 +105,7 @@ def _attempts(table: RecordTable) -> Iterator[tuple[str, Callable[[Connection], 
     completed = claim._replace(version=2, state=COMPLETED)
 
     def writes(swap: Swap, connection: Connection) -> bool:
-        return connection.run(table.write_one(swap))
+        return not connection.run(table.write([swap]))
 
     def reads(record: Record, connection: Connection) -> bool:
         return connection.run(table.get((id,))) == [record]

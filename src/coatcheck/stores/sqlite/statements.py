@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, TypeAlias, TypeVar
 
+from coatcheck.core.identity import ID_BYTES
 from coatcheck.core.record import Record, Swap
 from coatcheck.stores.contract import Query
 
@@ -146,9 +147,12 @@ def find(query: Query) -> tuple[str, list[object]]:
     # "+id" keeps SQLite from using the index on `id`. With other conditions it would visit every
     # row in random order: 8 s for a million rows, where reading them in order takes half a second.
     id = "+id" if filters and not query.id_prefix else "id"
-    conditions = [(f"{id} >= ?", query.id_prefix), (f"{id} > ?", query.after_id), *filters]
-    if (end := _end_of_prefix(query.id_prefix)) is not None:
-        conditions.append((f"{id} < ?", end))
+    conditions = [
+        (f"{id} > ?", query.after_id),
+        (f"{id} >= ?", query.id_prefix),
+        (f"{id} <= ?", query.id_prefix.ljust(ID_BYTES, b"\xff")),
+        *filters,
+    ]
     where = " and ".join(text for text, _ in conditions)
     values = [value for _, value in conditions]
     return f"{_SELECT} where {where} order by {id} limit ?", [*values, query.limit + 1]
@@ -167,12 +171,6 @@ def _filters(query: Query) -> Iterator[tuple[str, object]]:
         yield "expires_ms <= ?", query.expired_at_ms
         yield "version < ?", query.expired_at_ms
         yield "(state <> 0 or lease_until_ms <= ?)", query.expired_at_ms
-
-
-def _end_of_prefix(prefix: bytes) -> bytes | None:
-    """Return the first bytes after all that begin with *prefix*; None if there are none."""
-    kept = prefix.rstrip(b"\xff")
-    return kept[:-1] + bytes([kept[-1] + 1]) if kept else None
 
 
 def row_of(record: Record) -> Row:
