@@ -10,7 +10,7 @@ What the law-suite (`tests/stores/laws`) checks of every store:
 - Each swap is atomic on its own, against any number of processes. Of two equal swaps one wins.
 - A record is returned exactly as it was written. A compact store keeps less of two texts
   that are for people (`compact_record`).
-- A write that `swap` has acknowledged survives whatever the store's documentation says.
+- A write that `swap` has acknowledged survives what its `StoreInfo.survives` lists.
 - A store never changes a record by itself, but it may delete one whose retention is over.
 
 Errors: raise `StoreUnavailable` when the store cannot be reached or does not answer, with the
@@ -164,7 +164,7 @@ class Store(Protocol):
 
 
 @runtime_checkable
-class HasStretches(Protocol):
+class HasSegments(Protocol):
     """A store whose `sweep` scans only a segment of it, because a full scan is expensive."""
 
     def sweep_all(self, now_ms: int) -> Iterator[int]:

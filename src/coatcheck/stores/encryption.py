@@ -126,10 +126,10 @@ class EncryptedStore:
         self.info: StoreInfo | None = getattr(store, "info", None)
         self.batch_max: int = getattr(store, "batch_max", BATCH_MAX)
         self.in_flight: int = getattr(store, "in_flight", 1)
-        ledger = getattr(store, "ledger", None)
-        self.ledger: TransactionStatements | None = None
-        if isinstance(ledger, TransactionStatements):
-            self.ledger = ledger.over(self._packed_swap)
+        inner = getattr(store, "transaction_statements", None)
+        self.transaction_statements: TransactionStatements | None = None
+        if isinstance(inner, TransactionStatements):
+            self.transaction_statements = inner.over(self._packed_swap)
 
     def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
         """Write each record if its version is still the expected one."""

@@ -64,7 +64,7 @@ class TransactionStatements:
 
 def transaction_statements_of(store: Store) -> TransactionStatements:
     """Return the statements of *store*; raise `Misconfigured` if it is not in a SQL database."""
-    statements = getattr(store, "ledger", None)
+    statements = getattr(store, "transaction_statements", None)
     if not isinstance(statements, TransactionStatements):
         raise Misconfigured(
             "mode='transaction' needs a store in a SQL database, the one that the handler writes "

@@ -527,8 +527,13 @@ def test_the_largest_response_fits_into_what_the_doctor_asks_for(own_url, filler
         assert store.get(MANY[:3]) == [swap.record for swap in swaps]
         with other_session(own_url) as application:
             held = claim_of(MANY[3])
-            for written in (*store.ledger.claim(Swap(held.id, 0, held), 1_000), None):
-                text, values, _ = written or store.ledger.change(complete(held, body))
+            for written in (
+                *store.transaction_statements.claim(Swap(held.id, 0, held), 1_000),
+                None,
+            ):
+                text, values, _ = written or store.transaction_statements.change(
+                    complete(held, body)
+                )
                 with application.cursor() as cursor:
                     assert cursor.execute(text, values) == 1
         assert store.get([MANY[3]]) == [completed(held, body)]

@@ -52,7 +52,7 @@ class MysqlStore:
         self._table = table
         self._statements = Statements(table, compact=compact)
         statement_bytes_max, is_encrypted = self._open(create=create)
-        self.ledger = transaction_statements(
+        self.transaction_statements = transaction_statements(
             server,
             table,
             compact=compact,

@@ -48,6 +48,8 @@ PLAN_WITH_INDEX = {
     "enable_mergejoin": "off",
 }
 
+_SET = "select set_config(n, v, false) from unnest($1::text[], $2::text[]) as s (n, v)"
+
 
 class BoundedConnection(BaseConnection[Any]):
     """
@@ -222,8 +224,7 @@ def connect(conninfo: str, timeout_s: float, *, prepares: bool) -> Connection:
         if prepares:
             connection.prepare_threshold = 0  # from the first execution on
             try:
-                for name, value in PLAN_WITH_INDEX.items():
-                    connection.execute("select set_config($1, $2, false)", (name, value))
+                connection.fetch(_SET, [*PLAN_WITH_INDEX], [*PLAN_WITH_INDEX.values()])
             except BaseException:
                 close_quietly(connection)
                 raise

@@ -138,7 +138,7 @@ _SETTINGS = {
 _READ_ONLY = "this server is read-only: a standby, or default_transaction_read_only is on"
 _LOCAL = (
     "synchronous_commit = local: commits do not wait for any standby, so a failover loses "
-    "acknowledged writes, whatever synchronous_standby_names says"
+    "acknowledged writes, in spite of synchronous_standby_names"
 )
 _POLICIES = (
     "row security is on for this role, and a row that its policies hide or refuse is an outage; "

@@ -26,8 +26,13 @@ from coatcheck.stores.contract import (
 from coatcheck.stores.migration import Migration
 from coatcheck.stores.postgres import schema as schemas
 from coatcheck.stores.postgres import statements
-from coatcheck.stores.postgres.async_backend import Connector, PostgresBackend
-from coatcheck.stores.postgres.connection import SharedConnection, is_direct, search
+from coatcheck.stores.postgres.async_backend import PostgresBackend
+from coatcheck.stores.postgres.connection import (
+    PLAN_WITH_INDEX,
+    SharedConnection,
+    is_direct,
+    search,
+)
 from coatcheck.stores.postgres.doctor import check_settings, try_writes
 from coatcheck.stores.postgres.schema import Names, known_version, migrate
 from coatcheck.stores.postgres.swap import RecordTable
@@ -78,13 +83,12 @@ class PostgresStore:
         except BaseException:
             self._maintenance.close()
             raise
-        options = asyncpg_options(conninfo)
-        self._connector = None if options is None else Connector(options, prepares=prepares)
+        self._async_options = asyncpg_options(conninfo, PLAN_WITH_INDEX if prepares else None)
         self._writer = SharedConnection(conninfo, timeout_s, writes=True, prepares=prepares)
         self._reader = SharedConnection(conninfo, timeout_s, prepares=prepares)
         self._searcher = SharedConnection(conninfo, timeout_s)
-        ledger = transaction_statements_for(conninfo, names.records, timeout_s, prepares=prepares)
-        self.ledger = ledger.over(compact_swap) if compact else ledger
+        plain = transaction_statements_for(conninfo, names.records, timeout_s, prepares=prepares)
+        self.transaction_statements = plain.over(compact_swap) if compact else plain
 
     @classmethod
     def from_url(cls, url: str, *, create: bool = True) -> PostgresStore:
@@ -131,9 +135,9 @@ class PostgresStore:
 
         Raises NotImplementedError if the URL demands something that only libpq can do.
         """
-        if self._connector is None:
+        if self._async_options is None:
             raise NotImplementedError
-        return PostgresBackend(self._table, self._connector, self._timeout_s)
+        return PostgresBackend(self._table, self._async_options, self._timeout_s)
 
     def find(self, query: Query) -> Page:
         """Find records for operators, in the order of their ids."""

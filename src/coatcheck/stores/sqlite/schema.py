@@ -18,18 +18,11 @@ from coatcheck.stores.sqlite.errors import to_store_error
 # 3.35 (2021): the oldest version we test with; it has `update … from` without its early bugs.
 SQLITE_VERSION_MIN = (3, 35)
 
-# Rows are stored in order of arrival, not clustered by id (`without rowid`). Clustered rows are
+# Rows are stored in order of arrival, not clustered by id (`without rowid`): clustered rows are
 # inserted and grow at random places, so a third of every page stays empty and every completion
-# writes a page of its own. In order of arrival the pages are full, and only the index on `id`,
-# 26 bytes per record, is written at random places. Measured at 64 at a time, beside a response of
-# 150 bytes: 182 bytes per record, clustered 197; beside a response of 400 bytes: 243 and 326.
-#
-# Rows are small because SQLite stores integers in as few bytes as they need, and 0 and 1 in none.
-# So times are stored as differences (`age_ms` is 0 or 1 in nearly every record, `margin_ms` takes
-# 3 bytes), and hexadecimal text is stored as bytes (see `statements.py`).
-#
-# `expires_ms` has the only other index. It changes only when a key starts over after its window,
-# so completing a record touches no index, and this one grows at its end like the table.
+# writes a page of its own. SQLite stores integers in as few bytes as they need, and 0 and 1 in
+# none, so times are stored as differences. `expires_ms` changes only when a key starts over after
+# its window, so completing a record touches no index.
 _TABLE = """
 create table coatcheck_records (
   n              integer primary key,  -- in order of arrival

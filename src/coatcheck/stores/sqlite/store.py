@@ -66,8 +66,8 @@ class SqliteStore:
         self._identity = _identity_of(self.path)
         self._compact = compact
         self._busy_timeout_s = busy_timeout_s
-        ledger = transaction_statements_for(self.path, busy_timeout_s)
-        self.ledger = ledger.over(compact_swap) if compact else ledger
+        plain = transaction_statements_for(self.path, busy_timeout_s)
+        self.transaction_statements = plain.over(compact_swap) if compact else plain
         self._writer = SharedConnection(self.path, busy_timeout_s, writes=True)
         self._reader = SharedConnection(self.path, busy_timeout_s)
         self._search = SharedConnection(self.path, busy_timeout_s)
