@@ -10,7 +10,7 @@ from __future__ import annotations
 from psycopg import sql
 
 from coatcheck.errors import Misconfigured
-from coatcheck.stores.migration import HOW
+from coatcheck.stores.migration import HOW, supported
 from coatcheck.stores.postgres.connection import Connection
 from coatcheck.stores.postgres.statements import CREATED_MS
 
@@ -137,12 +137,7 @@ def known_version(connection: Connection, names: Names) -> int:
     if table is None:
         return 0
     ((version,),) = connection.fetch(f"select coalesce(max(version), 0) from {names.versions}")
-    if version > len(MIGRATIONS):
-        raise Misconfigured(
-            f"{names.records} has schema {version}, made by a newer coatcheck; this release knows "
-            f"{len(MIGRATIONS)}: upgrade coatcheck here"
-        )
-    return int(version)
+    return supported(names.records, int(version), len(MIGRATIONS))
 
 
 def _execute(connection: Connection, statements: str) -> None:

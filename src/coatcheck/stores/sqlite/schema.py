@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 from coatcheck.errors import Misconfigured
-from coatcheck.stores.migration import HOW
+from coatcheck.stores.migration import HOW, supported
 from coatcheck.stores.sqlite.connection import connect, execute_with_retry
 from coatcheck.stores.sqlite.errors import to_store_error
 
@@ -84,7 +84,7 @@ def _migrate(
     # Immediate: of several processes that start at once, the first one migrates and the others see
     # the result. It also makes a read-only file fail now instead of at the first request.
     execute_with_retry(connection, busy_timeout_s, "begin immediate")
-    found = _supported_version_in(connection, path)
+    found = supported(path, _version_in(connection), len(MIGRATIONS))
     if found < len(MIGRATIONS) and not create:
         raise Misconfigured(
             f"{path} has coatcheck schema {found}, older than {len(MIGRATIONS)} of this release; "
@@ -104,19 +104,9 @@ def version_at(path: str, busy_timeout_s: float) -> int:
         return 0
     try:
         with closing(connect(path, busy_timeout_s)) as connection:
-            return _supported_version_in(connection, path)
+            return supported(path, _version_in(connection), len(MIGRATIONS))
     except sqlite3.Error as error:
         raise to_store_error(error, path, opening=True) from error
-
-
-def _supported_version_in(connection: sqlite3.Connection, path: str) -> int:
-    found = _version_in(connection)
-    if found > len(MIGRATIONS):
-        raise Misconfigured(
-            f"{path} has coatcheck schema {found}, but this release of coatcheck supports schemas "
-            f"up to {len(MIGRATIONS)}; upgrade coatcheck, or use another file"
-        )
-    return found
 
 
 def _version_in(connection: sqlite3.Connection) -> int:
