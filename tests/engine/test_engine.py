@@ -721,7 +721,7 @@ def test_an_engine_recognises_its_own_write_when_the_answer_was_lost(
 
 
 def test_a_compact_store_recognises_its_own_writes_too(guards, tmp_path):
-    """L5: it keeps no label, scope or key, and still the claim is ours."""
+    """L5: it keeps neither scope nor key, and still the claim is ours."""
 
     class Deaf(SqliteStore):
         troubles = 2
@@ -906,7 +906,7 @@ def test_an_async_engine_on_a_file_that_is_forgotten_ends_its_threads(tmp_path):
         return [t for t in set(threading.enumerate()) - before if "coatcheck" in t.name]
 
     mine = asyncio.run(use(engine))
-    assert len(mine) == 2
+    assert 2 <= len(mine) <= 3  # the heartbeat, and one or two threads of the store's pool
     wake = engine.attempts.heartbeat._wake
     del engine
     gc.collect()

@@ -51,11 +51,11 @@ def clock():
     return Clock()
 
 
-@pytest.fixture(params=["memory", "sqlite"])
+@pytest.fixture(params=["memory", "compact"])
 def store(request, tmp_path):
     if request.param == "memory":
         return WatchedStore()
-    return coatcheck.open_store(f"sqlite:///{tmp_path}/records.db")
+    return coatcheck.open_store(f"sqlite:///{tmp_path}/records.db?compact=1")
 
 
 @pytest.fixture
@@ -269,17 +269,6 @@ def test_an_outcome_that_no_retry_could_get_is_refused(
     assert standing(engine).state == IN_DOUBT
 
 
-def test_a_compact_store_is_told_what_the_operation_was(guards, engine):
-    """L6: it does not know whether a request or a function made the record."""
-    put_in_doubt(guards, engine)
-    record = standing(engine)._replace(label="", key="")
-    change(engine, record)
-    with pytest.raises(Misconfigured, match="for a function"):
-        guards.done(engine.resolve(record.id, Happened(), **BY_ADA))
-    resolved = guards.done(engine.resolve(record.id, Happened(204), **BY_ADA))
-    assert decode_response(resolved.response).status == 204
-
-
 # --- what is refused --------------------------------------------------------------------------
 
 
@@ -399,14 +388,14 @@ def test_an_operation_in_doubt_is_run_again_and_its_end_counts(guards, engine):
     def again(amount, currency):
         operation = current_operation()
         record = standing(engine)
-        seen.append((operation.attempt, operation.key, operation.reference))
+        seen.append((operation.attempt, operation.label, operation.reference))
         assert (record.state, record.id in engine.attempts.heartbeat.leases) == (RUNNING, True)
         return {"charged": amount, "in": currency}
 
     function = guards.flavoured(again)
     result = guards.done(engine.rerun(reference, function, 5, currency="EUR", **BY_ADA))
     assert result == {"charged": 5, "in": "EUR"}
-    assert seen == [(2, "k", reference)]
+    assert seen == [(2, "charges", reference)]
     assert engine.attempts.heartbeat.leases == {}
     record = standing(engine)
     assert (record.state, record.attempt) == (COMPLETED, 2)

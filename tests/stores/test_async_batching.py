@@ -3,8 +3,6 @@
 import asyncio
 import gc
 import random
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -23,7 +21,7 @@ from coatcheck.stores.batch_errors import BatchError
 from coatcheck.stores.batching import BATCH_MAX
 from coatcheck.stores.contract import AsyncBackend, Query
 from coatcheck.stores.memory import MemoryStore
-from tests.support.batches import TIMEOUT_S, Interrupted, change, claim, id_of
+from tests.support.batches import TIMEOUT_S, Interrupted, change, claim, id_of, on_a_loop
 
 
 class ScriptedBackend:
@@ -152,152 +150,125 @@ async def turns() -> None:
 # ------------------------------------------------------------------------------------- batches
 
 
-def test_calls_that_arrive_during_a_call_share_the_next_batch():
+@on_a_loop
+async def test_calls_that_arrive_during_a_call_share_the_next_batch():
     """L1: and no thread is involved."""
-
-    async def scene() -> None:
-        async with Scene() as on:
-            rest = [on.call(claim(number)) for number in range(1, 6)]
-            rest.append(on.call(claim(6), claim(7)))
-            await turns()
-            assert on.backend.batches == [[0]]
-            assert await on.outcomes(on.first, *rest) == [[None]] * 6 + [[None, None]]
-            assert on.backend.batches == [[0], [1, 2, 3, 4, 5, 6, 7]]
-            assert on.blocking.threads == {threading.current_thread()}
-
-    asyncio.run(scene())
+    async with Scene() as on:
+        rest = [on.call(claim(number)) for number in range(1, 6)]
+        rest.append(on.call(claim(6), claim(7)))
+        await turns()
+        assert on.backend.batches == [[0]]
+        assert await on.outcomes(on.first, *rest) == [[None]] * 6 + [[None, None]]
+        assert on.backend.batches == [[0], [1, 2, 3, 4, 5, 6, 7]]
+        assert on.blocking.threads == {threading.current_thread()}
 
 
-def test_a_single_call_is_sent_without_waiting_for_a_turn_of_the_loop():
+@on_a_loop
+async def test_a_single_call_is_sent_without_waiting_for_a_turn_of_the_loop():
     """L1: its task is the next thing that the event loop runs."""
-
-    async def scene() -> None:
-        async with Scene() as on:
-            await on.outcomes(on.first)
-            for number in range(1, 4):
-                future = on.store._batcher()._swaps.submit(claim(number))
-                await asyncio.sleep(0)
-                assert on.backend.batches[-1] == [number]
-                assert await future is None
-
-    asyncio.run(scene())
+    async with Scene() as on:
+        await on.outcomes(on.first)
+        for number in range(1, 4):
+            future = on.store._batcher()._swaps.submit(claim(number))
+            await asyncio.sleep(0)
+            assert on.backend.batches[-1] == [number]
+            assert await future is None
 
 
-def test_callers_that_come_back_in_one_turn_share_a_batch():
+@on_a_loop
+async def test_callers_that_come_back_in_one_turn_share_a_batch():
     """L1: not one alone and then the others."""
+    async with Scene() as on:
 
-    async def scene() -> None:
-        async with Scene() as on:
+        async def call_twice(number: int) -> None:
+            await on.store.swap([claim(number)])
+            await on.store.swap([claim(100 + number)])
 
-            async def call_twice(number: int) -> None:
-                await on.store.swap([claim(number)])
-                await on.store.swap([claim(100 + number)])
-
-            callers = [asyncio.ensure_future(call_twice(number)) for number in (1, 2, 3)]
-            await turns()
-            assert await on.outcomes(*callers) == [None] * 3
-            assert on.backend.batches == [[0], [1, 2, 3], [101, 102, 103]]
-
-    asyncio.run(scene())
+        callers = [asyncio.ensure_future(call_twice(number)) for number in (1, 2, 3)]
+        await turns()
+        assert await on.outcomes(*callers) == [None] * 3
+        assert on.backend.batches == [[0], [1, 2, 3], [101, 102, 103]]
 
 
-def test_reads_share_a_batch_and_wait_for_no_write():
+@on_a_loop
+async def test_reads_share_a_batch_and_wait_for_no_write():
     """L1: many may look for the same record."""
-
-    async def scene() -> None:
-        async with Scene() as on:
-            on.blocking.reads.clear()
-            gate = on.backend.hold()
-            reads = [asyncio.ensure_future(on.store.get([id_of(1)])) for _ in range(3)]
-            await turns()
-            gate.set()
-            assert await asyncio.gather(*reads) == [[None]] * 3
-            assert on.blocking.reads == [[id_of(1)], [id_of(1)] * 2]
-            assert not on.first.done()
-
-    asyncio.run(scene())
+    async with Scene() as on:
+        on.blocking.reads.clear()
+        gate = on.backend.hold()
+        reads = [asyncio.ensure_future(on.store.get([id_of(1)])) for _ in range(3)]
+        await turns()
+        gate.set()
+        assert await asyncio.gather(*reads) == [[None]] * 3
+        assert on.blocking.reads == [[id_of(1)], [id_of(1)] * 2]
+        assert not on.first.done()
 
 
-def test_several_batches_may_be_in_flight_and_one_that_is_stuck_blocks_no_other():
+@on_a_loop
+async def test_several_batches_may_be_in_flight_and_one_that_is_stuck_blocks_no_other():
     """L1, D2: only swaps of its own records wait for it."""
-
-    async def scene() -> None:
-        async with Scene(in_flight=2) as on:
-            behind = on.call(change(0, 1))
-            for number in (1, 2, 3):
-                assert list(await on.store.swap([claim(number)])) == [None]
-            assert on.backend.batches == [[0], [1], [2], [3]]
-            assert not behind.done()
-            assert await on.outcomes(on.first, behind) == [[None], [None]]
-
-    asyncio.run(scene())
+    async with Scene(in_flight=2) as on:
+        behind = on.call(change(0, 1))
+        for number in (1, 2, 3):
+            assert list(await on.store.swap([claim(number)])) == [None]
+        assert on.backend.batches == [[0], [1], [2], [3]]
+        assert not behind.done()
+        assert await on.outcomes(on.first, behind) == [[None], [None]]
 
 
-def test_swaps_of_one_record_are_made_one_after_the_other():
+@on_a_loop
+async def test_swaps_of_one_record_are_made_one_after_the_other():
     """L1, L3: in the order of the calls, though another batch could be sent."""
-
-    async def scene() -> None:
-        async with Scene(in_flight=2) as on:
-            again = on.call(change(0, 1), claim(5))
-            third = on.call(change(5, 1))
-            other = on.call(claim(1))
-            assert list(await other) == [None]
-            assert on.backend.batches == [[0], [5, 1]]
-            assert await on.outcomes(on.first, again, third) == [[None], [None, None], [None]]
-            assert sorted(on.backend.batches[2:]) == [[0], [5]]
-
-    asyncio.run(scene())
+    async with Scene(in_flight=2) as on:
+        again = on.call(change(0, 1), claim(5))
+        third = on.call(change(5, 1))
+        other = on.call(claim(1))
+        assert list(await other) == [None]
+        assert on.backend.batches == [[0], [5, 1]]
+        assert await on.outcomes(on.first, again, third) == [[None], [None, None], [None]]
+        assert sorted(on.backend.batches[2:]) == [[0], [5]]
 
 
-def test_swaps_of_one_record_on_one_loop_never_share_a_batch():
+@on_a_loop
+async def test_swaps_of_one_record_on_one_loop_never_share_a_batch():
     """L1: the second one sees what the first one wrote."""
-
-    async def scene() -> None:
-        async with Scene() as on:
-            rest = [
-                on.call(claim(1), claim(2)),
-                on.call(claim(2, nonce=2), claim(3)),
-                on.call(claim(4)),
-                on.call(claim(1, nonce=2)),
-            ]
-            await turns()
-            outcomes = await on.outcomes(*rest)
-            assert outcomes == [*([None, None], [claim(2).record, None], [None], [claim(1).record])]
-            assert on.backend.batches == [[0], [1, 2, 3, 4], [2, 1]]
-
-    asyncio.run(scene())
+    async with Scene() as on:
+        rest = [
+            on.call(claim(1), claim(2)),
+            on.call(claim(2, nonce=2), claim(3)),
+            on.call(claim(4)),
+            on.call(claim(1, nonce=2)),
+        ]
+        await turns()
+        outcomes = await on.outcomes(*rest)
+        assert outcomes == [*([None, None], [claim(2).record, None], [None], [claim(1).record])]
+        assert on.backend.batches == [[0], [1, 2, 3, 4], [2, 1]]
 
 
-def test_a_batch_of_a_loop_has_a_limit_and_the_rest_follows():
+@on_a_loop
+async def test_a_batch_of_a_loop_has_a_limit_and_the_rest_follows():
     """D2: the last member of a batch does not wait for a thousand others."""
-
-    async def scene() -> None:
-        async with Scene() as on:
-            rest = [on.call(claim(number)) for number in range(1, 201)]
-            rest.append(on.call(*(claim(number) for number in range(201, 601))))
-            await turns()
-            assert await on.outcomes(*rest) == [[None]] * 200 + [[None] * 400]
-            assert [len(batch) for batch in on.backend.batches] == [1, BATCH_MAX, BATCH_MAX, 88]
-
-    asyncio.run(scene())
+    async with Scene() as on:
+        rest = [on.call(claim(number)) for number in range(1, 201)]
+        rest.append(on.call(*(claim(number) for number in range(201, 601))))
+        await turns()
+        assert await on.outcomes(*rest) == [[None]] * 200 + [[None] * 400]
+        assert [len(batch) for batch in on.backend.batches] == [1, BATCH_MAX, BATCH_MAX, 88]
 
 
 # ------------------------------------------------------------------------------------ failures
 
 
-def test_a_bad_record_on_a_loop_fails_alone():
+@on_a_loop
+async def test_a_bad_record_on_a_loop_fails_alone():
     """D2: the other members of its batch are written all the same."""
-
-    async def scene() -> None:
-        async with Scene() as on:
-            on.blocking.failing[id_of(2)] = bad = ValueError("too large")
-            rest = [on.call(claim(number)) for number in (1, 2, 3)]
-            await turns()
-            assert await on.outcomes(*rest) == [[None], bad, [None]]
-            assert on.backend.batches == [[0], [1, 2, 3], [1], [2], [3]]
-            assert list(await on.store.get([id_of(3)])) == [claim(3).record]
-
-    asyncio.run(scene())
+    async with Scene() as on:
+        on.blocking.failing[id_of(2)] = bad = ValueError("too large")
+        rest = [on.call(claim(number)) for number in (1, 2, 3)]
+        await turns()
+        assert await on.outcomes(*rest) == [[None], bad, [None]]
+        assert on.backend.batches == [[0], [1, 2, 3], [1], [2], [3]]
+        assert list(await on.store.get([id_of(3)])) == [claim(3).record]
 
 
 def test_each_member_gets_its_own_outcome_of_a_batch_error():
@@ -323,123 +294,105 @@ def test_each_member_gets_its_own_outcome_of_a_batch_error():
     asyncio.run(scene())
 
 
-def test_an_unreachable_server_fails_the_whole_batch_at_once():
+@on_a_loop
+async def test_an_unreachable_server_fails_the_whole_batch_at_once():
     """D2: each caller gets an error object of its own, and the batch is not retried."""
-
-    async def scene() -> None:
-        async with Scene() as on:
-            on.blocking.failing[id_of(2)] = StoreUnavailable("gone", is_ambiguous=True)
-            rest = [on.call(claim(number)) for number in (1, 2, 3)]
-            await turns()
-            errors = await on.outcomes(*rest)
-            assert [str(error) for error in errors] == ["gone"] * 3
-            assert [error.is_ambiguous for error in errors] == [True] * 3
-            assert len({id(error) for error in errors}) == 3
-            assert len(on.backend.batches) == 2
-
-    asyncio.run(scene())
+    async with Scene() as on:
+        on.blocking.failing[id_of(2)] = StoreUnavailable("gone", is_ambiguous=True)
+        rest = [on.call(claim(number)) for number in (1, 2, 3)]
+        await turns()
+        errors = await on.outcomes(*rest)
+        assert [str(error) for error in errors] == ["gone"] * 3
+        assert [error.is_ambiguous for error in errors] == [True] * 3
+        assert len({id(error) for error in errors}) == 3
+        assert len(on.backend.batches) == 2
 
 
 @pytest.mark.parametrize("raised", [Interrupted(), StopIteration()], ids=repr)
-def test_whatever_a_backend_raises_every_caller_gets_an_outcome(raised):
+@on_a_loop
+async def test_whatever_a_backend_raises_every_caller_gets_an_outcome(raised):
     """D2: fail closed, then go on."""
-
-    async def scene() -> None:
-        async with Scene() as on:
-            on.blocking.failing[id_of(2)] = raised
-            rest = [on.call(claim(number)) for number in (1, 2)]
-            await turns()
-            outcomes = await on.outcomes(*rest)
-            assert isinstance(outcomes[1], (StoreUnavailable, RuntimeError))
-            if isinstance(raised, Interrupted):
-                assert [error.is_ambiguous for error in outcomes] == [True] * 2
-            assert list(await on.store.swap([claim(3)])) == [None]
-
-    asyncio.run(scene())
+    async with Scene() as on:
+        on.blocking.failing[id_of(2)] = raised
+        rest = [on.call(claim(number)) for number in (1, 2)]
+        await turns()
+        outcomes = await on.outcomes(*rest)
+        assert isinstance(outcomes[1], (StoreUnavailable, RuntimeError))
+        if isinstance(raised, Interrupted):
+            assert [error.is_ambiguous for error in outcomes] == [True] * 2
+        assert list(await on.store.swap([claim(3)])) == [None]
 
 
-def test_a_backend_that_returns_too_few_results_is_called_for_each_alone():
+@on_a_loop
+async def test_a_backend_that_returns_too_few_results_is_called_for_each_alone():
     """D2: no caller gets the result of another."""
-
-    async def scene() -> None:
-        async with Scene() as on:
-            get = on.blocking.get
-            on.blocking.get = lambda ids: [*get(ids)][:1]  # type: ignore[method-assign]
-            gate = on.backend.hold()
-            reads = [asyncio.ensure_future(on.store.get([id_of(0)])) for _ in range(3)]
-            both = asyncio.ensure_future(on.store.get([id_of(0), id_of(1)]))
-            await turns()
-            gate.set()
-            assert await asyncio.gather(*reads, both) == [[None]] * 3 + [[None, None]]
-
-    asyncio.run(scene())
+    async with Scene() as on:
+        get = on.blocking.get
+        on.blocking.get = lambda ids: [*get(ids)][:1]  # type: ignore[method-assign]
+        gate = on.backend.hold()
+        reads = [asyncio.ensure_future(on.store.get([id_of(0)])) for _ in range(3)]
+        both = asyncio.ensure_future(on.store.get([id_of(0), id_of(1)]))
+        await turns()
+        gate.set()
+        assert await asyncio.gather(*reads, both) == [[None]] * 3 + [[None, None]]
 
 
-def test_a_caller_that_is_cancelled_gives_up_its_result_and_not_its_write():
+@on_a_loop
+async def test_a_caller_that_is_cancelled_gives_up_its_result_and_not_its_write():
     """L11: and cancels none of the other members."""
-
-    async def scene() -> None:
-        async with Scene() as on:
-            kept, cancelled, other = (on.call(claim(number)) for number in (1, 2, 3))
-            await turns()
-            on.first.cancel()
-            cancelled.cancel()
-            assert await on.outcomes(kept, other) == [[None], [None]]
-            assert cancelled.cancelled()
-            records = await on.store.get([id_of(0), id_of(2)])
-            assert list(records) == [claim(0).record, claim(2).record]
-
-    asyncio.run(scene())
+    async with Scene() as on:
+        kept, cancelled, other = (on.call(claim(number)) for number in (1, 2, 3))
+        await turns()
+        on.first.cancel()
+        cancelled.cancel()
+        assert await on.outcomes(kept, other) == [[None], [None]]
+        assert cancelled.cancelled()
+        records = await on.store.get([id_of(0), id_of(2)])
+        assert list(records) == [claim(0).record, claim(2).record]
 
 
 # -------------------------------------------------------------------------------- the watchdog
 
 
-def test_a_call_that_gets_no_answer_is_cancelled_after_its_timeout():
+@on_a_loop
+async def test_a_call_that_gets_no_answer_is_cancelled_after_its_timeout():
     """D2: a swap may have been applied, a read cannot; the next call works."""
-
-    async def scene() -> None:
-        blocking = ScriptedStore(timeout_s=0.1)
-        store = BatchedAsyncStore(blocking)
-        await store.get([id_of(0)])
-        backend = blocking.backends[0]
-        for call, is_ambiguous in ((store.swap([claim(1)]), True), (store.get([id_of(1)]), False)):
-            backend.hold()
-            start_s = time.monotonic()
-            with pytest.raises(StoreUnavailable, match=r"did not answer within 0\.1 s") as caught:
-                await call
-            assert caught.value.is_ambiguous is is_ambiguous
-            assert time.monotonic() - start_s >= 0.1
-        assert backend.running == []
-        assert list(await store.swap([claim(2)])) == [None]
-        assert list(await store.get([id_of(1), id_of(2)])) == [None, claim(2).record]
-        await store.close()
-
-    asyncio.run(scene())
+    blocking = ScriptedStore(timeout_s=0.1)
+    store = BatchedAsyncStore(blocking)
+    await store.get([id_of(0)])
+    backend = blocking.backends[0]
+    for call, is_ambiguous in ((store.swap([claim(1)]), True), (store.get([id_of(1)]), False)):
+        backend.hold()
+        start_s = time.monotonic()
+        with pytest.raises(StoreUnavailable, match=r"did not answer within 0\.1 s") as caught:
+            await call
+        assert caught.value.is_ambiguous is is_ambiguous
+        assert time.monotonic() - start_s >= 0.1
+    assert backend.running == []
+    assert list(await store.swap([claim(2)])) == [None]
+    assert list(await store.get([id_of(1), id_of(2)])) == [None, claim(2).record]
+    await store.close()
 
 
-def test_members_that_are_retried_alone_have_a_timeout_each():
+@on_a_loop
+async def test_members_that_are_retried_alone_have_a_timeout_each():
     """D2: a slow batch does not shorten the time of the calls that follow it."""
+    async with Scene() as on:
+        rest = [on.call(claim(number)) for number in (1, 2, 3)]
+        await turns()
+        on.blocking.failing[id_of(3)] = ValueError("too large")
+        queue = on.store._batcher()._swaps
+        swap, ticks = queue._bulk_call, []
 
-    async def scene() -> None:
-        async with Scene() as on:
-            rest = [on.call(claim(number)) for number in (1, 2, 3)]
-            await turns()
-            on.blocking.failing[id_of(3)] = ValueError("too large")
-            queue = on.store._batcher()._swaps
-            swap, ticks = queue._call, []
+        async def slow(swaps: Sequence[Swap]) -> Sequence[Record | None]:
+            for _ in range(TICKS_MAX):
+                queue._tick()
+            ticks.append(queue._in_flight[0].ticks)
+            return await swap(swaps)
 
-            async def slow(swaps: Sequence[Swap]) -> Sequence[Record | None]:
-                for _ in range(TICKS_MAX):
-                    queue._tick()
-                ticks.append(queue._in_flight[0].ticks)
-                return await swap(swaps)
-
-            queue._call = slow
-            assert (await on.outcomes(*rest))[:2] == [[None], [None]]
-            assert ticks == [TICKS_MAX] * 4
-
-    asyncio.run(scene())
+        queue._bulk_call = slow
+        assert (await on.outcomes(*rest))[:2] == [[None], [None]]
+        assert ticks == [TICKS_MAX] * 4
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
@@ -522,38 +475,33 @@ def test_a_loop_that_ends_finishes_its_writes_and_closes_its_backend():
     assert [backend.closings for backend in blocking.backends] == [1, 1]
 
 
-def test_a_batch_that_is_cancelled_is_written_by_a_thread():
+@on_a_loop
+async def test_a_batch_that_is_cancelled_is_written_by_a_thread():
     """L11: as when an event loop ends, which cancels every task it knows."""
-
-    async def scene() -> None:
-        async with Scene() as on:
-            futures = [on.store._batcher()._swaps.submit(claim(number)) for number in (1, 2)]
-            for task in asyncio.all_tasks() - {asyncio.current_task(), on.first}:
-                task.cancel()
-            assert await on.outcomes(on.first, *futures) == [[None], None, None]
-            assert len(on.blocking.threads) == 2
-
-    asyncio.run(scene())
+    async with Scene() as on:
+        futures = [on.store._batcher()._swaps.submit(claim(number)) for number in (1, 2)]
+        for task in asyncio.all_tasks() - {asyncio.current_task(), on.first}:
+            task.cancel()
+        assert await on.outcomes(on.first, *futures) == [[None], None, None]
+        assert len(on.blocking.threads) == 2
 
 
-def test_a_batch_that_is_cancelled_without_a_thread_to_be_had_is_ambiguous(monkeypatch):
+@on_a_loop
+async def test_a_batch_that_is_cancelled_without_a_thread_to_be_had_is_ambiguous(monkeypatch):
     """L1: it was sent, so it may have been applied."""
 
     def refuse(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    async def scene() -> None:
-        async with Scene() as on:
-            with monkeypatch.context() as patch:
-                patch.setattr(threading.Thread, "start", refuse)
-                for task in asyncio.all_tasks() - {asyncio.current_task(), on.first}:
-                    task.cancel()
-                (error,) = await on.outcomes(on.first)
-            assert isinstance(error, StoreUnavailable)
-            assert error.is_ambiguous
-            assert list(await on.store.swap([claim(1)])) == [None]
-
-    asyncio.run(scene())
+    async with Scene() as on:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            for task in asyncio.all_tasks() - {asyncio.current_task(), on.first}:
+                task.cancel()
+            (error,) = await on.outcomes(on.first)
+        assert isinstance(error, StoreUnavailable)
+        assert error.is_ambiguous
+        assert list(await on.store.swap([claim(1)])) == [None]
 
 
 def test_the_writes_that_a_closed_loop_has_left_are_made_by_a_thread():
@@ -575,142 +523,76 @@ def test_the_writes_that_a_closed_loop_has_left_are_made_by_a_thread():
     assert blocking.get([id_of(1)]) == [None]
 
     async def scene() -> None:
-        async with asyncio.timeout(TIMEOUT_S):
-            assert list(await store.swap([claim(2)])) == [None]
-            await store.close()
+        assert list(await store.swap([claim(2)])) == [None]
+        await store.close()
 
     asyncio.run(scene())
     assert list(blocking.get([id_of(1)])) == [change(1, 1).record]
     assert [backend.is_closed for backend in blocking.backends] == [True, True]
 
 
-def test_a_store_that_is_garbage_collected_closes_its_backend():
+@on_a_loop
+async def test_a_store_that_is_garbage_collected_closes_its_backend():
     """D4: nothing can use it any more."""
-
-    async def scene() -> None:
-        blocking = ScriptedStore()
-        store = BatchedAsyncStore(blocking)
-        await store.swap([claim(1)])
-        del store
-        gc.collect()
-        await turns()
-        assert blocking.backends[0].is_closed
-
-    asyncio.run(scene())
+    blocking = ScriptedStore()
+    store = BatchedAsyncStore(blocking)
+    await store.swap([claim(1)])
+    del store
+    gc.collect()
+    await turns()
+    assert blocking.backends[0].is_closed
 
 
-def test_a_store_without_a_backend_for_this_loop_goes_through_threads():
+@on_a_loop
+async def test_a_store_without_a_backend_for_this_loop_goes_through_threads():
     """L1: such as a Redis cluster."""
 
     class Without(ScriptedStore):
         def async_backend(self) -> AsyncBackend:
             raise NotImplementedError
 
-    async def scene() -> None:
-        blocking = Without()
-        store = BatchedAsyncStore(blocking)
-        async with asyncio.timeout(TIMEOUT_S):
-            assert list(await store.swap([claim(1)])) == [None]
-            assert list(await store.get([id_of(1)])) == [claim(1).record]
-            await store.close()
-        assert threading.current_thread() not in blocking.threads
-        assert blocking.is_closed
-
-    asyncio.run(scene())
+    blocking = Without()
+    store = BatchedAsyncStore(blocking)
+    assert list(await store.swap([claim(1)])) == [None]
+    assert list(await store.get([id_of(1)])) == [claim(1).record]
+    await store.close()
+    assert threading.current_thread() not in blocking.threads
+    assert blocking.is_closed
 
 
 # ------------------------------------------------------------------------------------- the end
 
 
-def test_an_empty_call_on_a_loop_returns_nothing():
+@on_a_loop
+async def test_an_empty_call_on_a_loop_returns_nothing():
     """D1: and reaches no backend."""
-
-    async def scene() -> None:
-        blocking = ScriptedStore()
-        store = BatchedAsyncStore(blocking)
-        async with asyncio.timeout(TIMEOUT_S):
-            assert list(await store.swap([])) == []
-            assert list(await store.get([])) == []
-        assert blocking.backends[0].batches == []
-        assert store.blocking is blocking
-        await store.close()
-
-    asyncio.run(scene())
+    blocking = ScriptedStore()
+    store = BatchedAsyncStore(blocking)
+    assert list(await store.swap([])) == []
+    assert list(await store.get([])) == []
+    assert blocking.backends[0].batches == []
+    assert store.blocking is blocking
+    await store.close()
 
 
-def test_closing_finishes_calls_in_flight_and_refuses_later_ones():
+@on_a_loop
+async def test_closing_finishes_calls_in_flight_and_refuses_later_ones():
     """D2: no call hangs on a closed store, and it is closed once."""
-
-    async def scene() -> None:
-        async with Scene() as on:
-            before = [on.call(claim(1)), asyncio.ensure_future(on.store.get([id_of(9)]))]
-            await turns()
-            closing = [asyncio.ensure_future(on.store.close()) for _ in range(2)]
-            await turns()
-            after = [on.call(claim(2)), asyncio.ensure_future(on.store.get([id_of(0)]))]
-            refused = await asyncio.gather(*after, return_exceptions=True)
-            assert {type(error) for error in refused} == {StoreUnavailable}
-            assert not on.backend.is_closed
-            assert await on.outcomes(on.first, *before) == [[None], [None], [None]]
-            await asyncio.gather(*closing)
-            assert on.backend.is_closed
-            assert on.blocking.is_closed
-            with pytest.raises(StoreUnavailable):
-                await on.store.swap([claim(3)])
-            with pytest.raises(StoreUnavailable):
-                await on.store.find(Query())
-        assert id_of(2) not in on.blocking._records
-
-    asyncio.run(scene())
-
-
-# As a server that forks its workers: used before the fork, and after it in both processes.
-FORKED = """
-import asyncio, os
-from coatcheck.stores.async_store import BatchedAsyncStore
-from coatcheck.stores.memory import MemoryStore
-
-class Backend:
-    batch_max, in_flight, timeout_s = 256, 1, 5
-    def __init__(self):
-        self.pid = os.getpid()
-    async def swap(self, swaps):
-        raise NotImplementedError
-    async def get(self, ids):
-        assert self.pid == os.getpid()
-        return [None for _ in ids]
-    async def close(self):
-        assert self.pid == os.getpid()
-
-class Store(MemoryStore):
-    def async_backend(self):
-        return Backend()
-
-store = BatchedAsyncStore(Store())
-
-async def use():
-    async with asyncio.timeout(10):
-        return list(await store.get([b""]))
-
-kept = asyncio.new_event_loop()
-assert kept.run_until_complete(use()) == [None]
-child = os.fork()
-assert asyncio.run(use()) == [None]
-if child == 0:
-    os._exit(0)  # otherwise it would close its parent's event loop
-else:
-    assert kept.run_until_complete(use()) == [None]
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    kept.run_until_complete(store.close())
-    kept.close()
-"""
-
-
-def test_a_forked_child_has_a_backend_of_its_own():
-    """L1, D2: while its parent keeps the old one."""
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED]
-    environment = {"PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run(
-        command, env=environment, timeout=3 * TIMEOUT_S, capture_output=True, check=False
-    )
-    assert (done.returncode, done.stderr.decode()) == (0, "")
+    async with Scene() as on:
+        before = [on.call(claim(1)), asyncio.ensure_future(on.store.get([id_of(9)]))]
+        await turns()
+        closing = [asyncio.ensure_future(on.store.close()) for _ in range(2)]
+        await turns()
+        after = [on.call(claim(2)), asyncio.ensure_future(on.store.get([id_of(0)]))]
+        refused = await asyncio.gather(*after, return_exceptions=True)
+        assert {type(error) for error in refused} == {StoreUnavailable}
+        assert not on.backend.is_closed
+        assert await on.outcomes(on.first, *before) == [[None], [None], [None]]
+        await asyncio.gather(*closing)
+        assert on.backend.is_closed
+        assert on.blocking.is_closed
+        with pytest.raises(StoreUnavailable):
+            await on.store.swap([claim(3)])
+        with pytest.raises(StoreUnavailable):
+            await on.store.find(Query())
+    assert id_of(2) not in on.blocking._records

@@ -47,6 +47,13 @@ def stored_bytes(url):
     return blob
 
 
+def spoil(url, response):
+    """Replace what is stored by *response*."""
+    with closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as connection:
+        connection.execute("update coatcheck_records set response = ?", (response,))
+        connection.commit()
+
+
 def charge(ran):
     ran.append(1)
     return {"answer": SECRET}
@@ -100,12 +107,6 @@ def test_the_outcomes_of_a_batch_error_are_decrypted_one_by_one():
         ]
 
 
-def test_without_a_ring_it_can_be_read(url):
-    """X1: so that the test before this one proves something."""
-    run_once(url, None, [])
-    assert SECRET.encode() in stored_bytes(url)
-
-
 def test_a_ring_is_rotated_by_a_new_key_at_its_end(url):
     """X1: what the old key encrypted stays readable as long as the old key is there."""
     ran = []
@@ -149,6 +150,7 @@ def test_what_was_stored_before_there_was_a_ring_stays_readable(url):
     """X1."""
     ran = []
     run_once(url, None, ran)
+    assert SECRET.encode() in stored_bytes(url)
     assert run_once(url, NEW, ran) == {"answer": SECRET}
     assert len(ran) == 1
 
@@ -177,13 +179,7 @@ def test_a_value_that_was_copied_to_another_record_cannot_be_decrypted(url):
             claim = claim_of(id_of(number))
             store.swap([Swap(claim.id, 0, claim)])
             store.swap([Swap(claim.id, claim.version, completed(claim, b"%d" % number))])
-        with closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as connection:
-            connection.execute(
-                "update coatcheck_records set response ="
-                " (select response from coatcheck_records where id = ?)",
-                (id_of(1),),
-            )
-            connection.commit()
+        spoil(url, stored_bytes(url))  # of the first record, in both
         assert store.get([id_of(1)])[0].response == b"1"
         with pytest.raises(Unreadable):
             store.get([id_of(2)])
@@ -356,9 +352,7 @@ def test_what_is_compressed_and_damaged_is_an_error_and_never_a_second_run(url):
     """X1, L1: with and without a reader that would compress itself."""
     run_large(url, compress=True)
     ran = []
-    with closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as connection:
-        connection.execute("update coatcheck_records set response = substr(response, 1, 40)")
-        connection.commit()
+    spoil(url, stored_bytes(url)[:40])
     for options in ({}, {"compress": True}, {"keyring": KeyRing(NEW)}):
         with (
             Engine(url, **options) as engine,
@@ -373,10 +367,7 @@ def test_an_answer_that_was_emptied_or_cut_is_an_error_and_never_a_second_run(ur
     """X1, L1: also without a ring, for whom there is nothing to be opened."""
     ran = []
     run_once(url, None, ran)
-    with closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as connection:
-        cut = f"update coatcheck_records set response = substr(response, 1, {left})"
-        connection.execute(cut)
-        connection.commit()
+    spoil(url, stored_bytes(url)[:left])
     for options in ({}, {"compress": True}, {"keyring": KeyRing(NEW)}):
         with Engine(url, **options) as engine, pytest.raises(Unreadable):
             engine.run("order-1", lambda: charge(ran), scope="charge")
@@ -448,51 +439,40 @@ ENVIRON = {
 }
 
 
-def test_over_wsgi_an_answer_that_cannot_be_opened_is_503(url):
-    """X1, D2."""
-    ran = []
+def asked_over_wsgi(url, keys, ran):
+    """The status of a request to an application that holds *keys*."""
+    statuses = []
 
     def app(environ, start_response):
         ran.append(1)
         start_response("201 Created", [("Content-Type", "text/plain")])
         return [b"secret"]
 
-    statuses = []
-    for keys in (NEW, OLD, NEW):
-        with Engine(url, keyring=KeyRing(keys)) as engine:
-            guard = WsgiGuard(app, engine=engine)
-            environ = {**ENVIRON, "wsgi.input": io.BytesIO()}
-            said = guard(environ, lambda status, headers, _info=None: statuses.append(status))
-            b"".join(said)
-            getattr(said, "close", bool)()
-    assert [status[:3] for status in statuses] == ["201", "503", "201"]
+    with Engine(url, keyring=KeyRing(keys)) as engine:
+        environ = {**ENVIRON, "wsgi.input": io.BytesIO()}
+        body = WsgiGuard(app, engine=engine)(
+            environ, lambda status, headers, _info=None: statuses.append(status)
+        )
+        b"".join(body)
+        getattr(body, "close", bool)()
+    return statuses[0][:3]
+
+
+def test_over_wsgi_an_answer_that_cannot_be_opened_is_503(url):
+    """X1, D2."""
+    ran = []
+    assert [asked_over_wsgi(url, keys, ran) for keys in (NEW, OLD, NEW)] == ["201", "503", "201"]
     assert len(ran) == 1
 
 
 @pytest.mark.parametrize("bit", range(8))
 def test_over_wsgi_an_answer_of_which_any_bit_was_changed_is_refused(url, bit):
     """X1: the first byte, too, which says that it is encrypted."""
-
-    def app(environ, start_response):
-        start_response("201 Created", [("Content-Type", "text/plain")])
-        return [b"secret"]
-
-    def asked():
-        statuses = []
-        with Engine(url, keyring=KeyRing(NEW)) as engine:
-            guard = WsgiGuard(app, engine=engine)
-            environ = {**ENVIRON, "wsgi.input": io.BytesIO()}
-            said = guard(environ, lambda status, headers, _info=None: statuses.append(status))
-            b"".join(said)
-            getattr(said, "close", bool)()
-        return statuses[0][:3]
-
-    assert asked() == "201"
-    spoilt = flipped(stored_bytes(url), 0, bit)
-    with closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as connection:
-        connection.execute("update coatcheck_records set response = ?", (spoilt,))
-        connection.commit()
-    assert asked() in ("409", "503")
+    ran = []
+    assert asked_over_wsgi(url, NEW, ran) == "201"
+    spoil(url, flipped(stored_bytes(url), 0, bit))
+    assert asked_over_wsgi(url, NEW, ran) in ("409", "503")
+    assert len(ran) == 1
 
 
 def test_over_asgi_an_answer_that_cannot_be_opened_is_503(url):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import wraps
 from typing import TypeVar
 
 from coatcheck.core.record import RUNNING, Record, Swap
@@ -67,6 +69,20 @@ class ScriptedStore(MemoryStore):
 
     def wait_for_a_call(self) -> None:
         assert self.entered.acquire(timeout=TIMEOUT_S)
+
+
+def on_a_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """The async *test*, run by an event loop of its own."""
+
+    @wraps(test)
+    def run(*args: object, **kwargs: object) -> None:
+        async def in_time() -> None:
+            async with asyncio.timeout(3 * TIMEOUT_S):
+                await test(*args, **kwargs)
+
+        asyncio.run(in_time())
+
+    return run
 
 
 def id_of(number: int) -> bytes:

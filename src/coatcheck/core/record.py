@@ -201,7 +201,7 @@ def is_same_attempt(current: Record, claim: Record) -> bool:
 
 
 def is_same_write(current: Record, record: Record) -> bool:
-    """*current* is *record* as a store keeps it; a compact store drops some texts for operators."""
+    """*current* is *record* as a store keeps it; a compact store drops texts for people."""
     return current[:_TEXTS] == record[:_TEXTS] and current[-2:] == record[-2:]
 
 

@@ -456,7 +456,7 @@ class AsyncEngine(EngineBase):
         return self.store.blocking
 
     def _own_connections(self, statements: TransactionStatements) -> ConnectionSource:
-        self._pool = AsyncPool(statements.connect_async) if statements.is_shelved else None
+        self._pool = AsyncPool(statements.connect_async) if statements.is_pooled else None
         return ConnectionSource(self._pool or statements.connect_async, is_async=True)
 
 

@@ -563,7 +563,7 @@ def _written_later(
 
 def is_of_function(record: Record) -> bool:
     """A guarded function made *record*, not an HTTP request: those have a caller."""
-    return bool(record.label) and not record.scope
+    return not record.scope
 
 
 def _decision(request: ClaimRequest, answer: Answer | None, now_ms: int) -> Decision:

@@ -455,5 +455,5 @@ class Engine(EngineBase):
         return self.store
 
     def _own_connections(self, statements: TransactionStatements) -> ConnectionSource:
-        self._pool = Pool(statements.connect) if statements.is_shelved else None
+        self._pool = Pool(statements.connect) if statements.is_pooled else None
         return ConnectionSource(self._pool or statements.connect, is_async=False)

@@ -114,7 +114,7 @@ class ResolutionRequest:
         as_value = is_of_function(operation.claim)
         if isinstance(result, Happened):
             return outcome_of_reconcile(result, as_value=as_value)
-        if as_value or not operation.label:
+        if as_value:
             return outcome_of_call(operation, result, may_differ=True)
         refuse_unstarted(result)
         logger.error(
@@ -194,12 +194,6 @@ def _is_value(outcome: Happened, record: Record) -> bool:
     """*record* is completed with a value; refuses an *outcome* that does not fit."""
     has_value = outcome.value is not None
     has_answer = outcome.status != 200 or bool(outcome.headers) or bool(outcome.body)
-    if not record.label:  # an earlier compact store did not keep it
-        if has_value == has_answer:
-            raise Misconfigured(
-                "give Happened(value=…) for a function, or status and body for a request"
-            )
-        return has_value
     as_value = is_of_function(record)
     if as_value and has_answer and not has_value:
         raise Misconfigured(f"{record.label!r} is a function: give Happened(value=…)")

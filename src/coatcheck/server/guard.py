@@ -18,7 +18,6 @@ from coatcheck.core.callables import check_function, refuse_awaitable
 from coatcheck.core.fingerprint import fingerprint_of
 from coatcheck.core.identity import (
     LABEL_CHARS_MAX,
-    SCOPE_CHARS,
     caller_digest,
     label_of,
     operation_id,
@@ -184,9 +183,9 @@ class RequestGuard:
     def _is_address(self, token: str, record: Record, request: Request) -> bool:
         """*token* was given to the caller of *request*, for *record*."""
         caller, compared = self._caller_of(request)
-        # A caller's name may be easy to guess, and a function has none: the record says whose it
-        # is. A compact store keeps neither the caller nor the key.
-        if (record.scope or record.key) and record.scope != caller[:SCOPE_CHARS]:
+        # A caller's name may be easy to guess: the record says whose it is (a compact store keeps
+        # one character of that). A function has no caller.
+        if not record.scope or not caller.startswith(record.scope):
             return False
         ours = self._token_of(record, caller, compared)
         return hmac.compare_digest(token.encode(), ours.encode())

@@ -19,6 +19,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Generic, TypeAlias, TypeVar, cast
@@ -36,7 +37,6 @@ from coatcheck.stores.batching import (
     unknown_outcome,
 )
 from coatcheck.stores.contract import AsyncBackend, Store
-from coatcheck.stores.start_thread import start_thread
 
 T = TypeVar("T")
 
@@ -64,11 +64,11 @@ class AsyncBatcher:
 
     async def swap(self, swaps: Sequence[Swap]) -> Results:
         """Make swaps, together with those of other tasks; see `Store.swap`."""
-        return await _all(self._swaps, swaps)
+        return await self._swaps.call(swaps)
 
     async def get(self, ids: Sequence[bytes]) -> Results:
         """Read records, together with those that other tasks read; see `Store.get`."""
-        return await _all(self._gets, ids)
+        return await self._gets.call(ids)
 
     async def close(self) -> None:
         """Refuse new calls, finish those that were made, and close the backend."""
@@ -96,34 +96,21 @@ class AsyncBatcher:
         return self._swaps.abandon()
 
 
-async def _all(queue: _Queue[T], asks: Sequence[T]) -> Results:
-    """Return the results of *asks*; raise the error of one, or a `BatchError` of several."""
-    if len(asks) == 1:
-        return [await queue.submit(asks[0])]
-    futures = [queue.submit(ask) for ask in asks]
-    outcomes = await asyncio.gather(*futures, return_exceptions=True)
-    return results_of(cast("list[Outcome]", outcomes))
-
-
+@dataclass(slots=True, eq=False)
 class _Member(Generic[T]):
     """One call: what it asks for, and the future that its caller awaits."""
 
-    __slots__ = ("ask", "future")
-
-    def __init__(self, ask: T, future: asyncio.Future[Record | None]) -> None:
-        self.ask = ask
-        self.future = future
+    ask: T
+    future: asyncio.Future[Record | None]
 
 
+@dataclass(slots=True, eq=False)
 class _Batch(Generic[T]):
     """Members whose bulk call is in flight."""
 
-    __slots__ = ("members", "task", "ticks")
-
-    def __init__(self, members: list[_Member[T]]) -> None:
-        self.members = members
-        self.task: asyncio.Task[list[Outcome]] | None = None
-        self.ticks = 0  # of the timer, since the call began
+    members: list[_Member[T]]
+    task: asyncio.Task[list[Outcome]] | None = None
+    ticks: int = 0  # of the timer, since the call began
 
 
 class _Queue(Generic[T]):
@@ -132,7 +119,7 @@ class _Queue(Generic[T]):
 
     Args:
         backend: has the limits.
-        call: the bulk call of the backend.
+        bulk_call: the bulk call of the backend.
         blocking: the same call of the blocking store.
         writes: the calls are swaps; otherwise they are reads.
     """
@@ -140,13 +127,13 @@ class _Queue(Generic[T]):
     def __init__(
         self,
         backend: AsyncBackend,
-        call: Callable[[Sequence[T]], Awaitable[Results]],
+        bulk_call: Callable[[Sequence[T]], Awaitable[Results]],
         blocking: Callable[[Sequence[T]], Results],
         *,
         writes: bool,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._call = call
+        self._bulk_call = bulk_call
         self._blocking = blocking
         self._writes = writes
         self._id_of: Callable[[_Member[T]], bytes] | None = attrgetter("ask.id") if writes else None
@@ -161,7 +148,15 @@ class _Queue(Generic[T]):
         self._flush: asyncio.Handle | None = None  # runs at the end of this turn of the loop
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
-        self._idle: asyncio.Event | None = None  # `close` waits for it
+        self._is_idle = asyncio.Event()  # set when it is closed and has nothing left to do
+
+    async def call(self, asks: Sequence[T]) -> Results:
+        """Return the results of *asks*; raise the error of one, or a `BatchError` of several."""
+        if len(asks) == 1:
+            return [await self.submit(asks[0])]
+        futures = [self.submit(ask) for ask in asks]
+        outcomes = await asyncio.gather(*futures, return_exceptions=True)
+        return results_of(cast("list[Outcome]", outcomes))
 
     def submit(self, ask: T) -> asyncio.Future[Record | None]:
         """Queue one call and return the future of its result."""
@@ -212,7 +207,7 @@ class _Queue(Generic[T]):
         assert isinstance(effect, BulkCall)
         batch.ticks = 0
         try:
-            return await self._call(effect.asks)
+            return await self._bulk_call(effect.asks)
         except asyncio.CancelledError:
             if batch.ticks <= TICKS_MAX or batch.task is None:
                 raise
@@ -264,15 +259,12 @@ class _Queue(Generic[T]):
     async def close(self) -> None:
         """Refuse new calls and wait until those that were made have their outcome."""
         self._is_closed = True
-        if self._idle is None:
-            self._idle = asyncio.Event()
         self._check_idle()
-        await self._idle.wait()
+        await self._is_idle.wait()
 
     def _check_idle(self) -> None:
-        is_idle = not (self._waiting or self._in_flight or self._in_threads)
-        if is_idle and self._idle is not None:
-            self._idle.set()
+        if self._is_closed and not (self._waiting or self._in_flight or self._in_threads):
+            self._is_idle.set()
 
     def abandon(self) -> threading.Thread | None:
         """Let a thread make the calls that a closed event loop has left."""
@@ -289,11 +281,13 @@ class _Queue(Generic[T]):
         if not members:
             return None
         self._in_threads += len(members)
+        thread = threading.Thread(target=self._call_blocking, args=(members,), daemon=True)
         try:
-            return start_thread("coatcheck-unfinished", self._call_blocking, members)
-        except StoreUnavailable as error:
+            thread.start()
+        except RuntimeError as error:  # the system refuses to start one
             self._finish_thread(members, [unknown_outcome(error) for _ in members])
             return None
+        return thread
 
     def _call_blocking(self, members: list[_Member[T]]) -> None:
         while members:

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import weakref
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import copy_context
+from typing import TypeVar
 
 from coatcheck.core.record import Record, Swap
 from coatcheck.errors import StoreUnavailable
@@ -31,7 +32,8 @@ from coatcheck.stores.contract import (
     Store,
 )
 from coatcheck.stores.fork import renew_after_fork
-from coatcheck.stores.start_thread import run_in_thread
+
+R = TypeVar("R")
 
 
 class BatchedAsyncStore:
@@ -48,19 +50,15 @@ class BatchedAsyncStore:
         self._loops: dict[asyncio.AbstractEventLoop, _LoopState] = {}
         self._inherited: list[object] = []
         self._unfinished: list[threading.Thread] = []  # they write what closed loops have left
-        self._finalizer: weakref.finalize[..., BatchedAsyncStore] | None = None
         self._renew()
         renew_after_fork(self)
 
     def _renew(self) -> None:
         # Kept in a child, because destroying them would close the connections of the parent.
         self._inherited.append(self._loops)
-        if self._finalizer is not None:
-            self._finalizer.detach()
         self._loops = {}
         self._unfinished = []
         self._mutex = threading.Lock()
-        self._finalizer = weakref.finalize(self, _end_all, self._loops)
 
     @property
     def blocking(self) -> Store:
@@ -77,23 +75,19 @@ class BatchedAsyncStore:
 
     async def find(self, query: Query) -> Page:
         """Find records for operators, in a thread: no claim waits for it; see `Store.find`."""
-        self._refuse_if_closed()
-        return await run_in_thread(self._store.find, query)
+        return await self._in_thread(self._store.find, query)
 
     async def sweep(self, now_ms: int, limit: int = SWEEP_BATCH) -> int:
         """Delete records whose retention is over, in a thread; see `Store.sweep`."""
-        self._refuse_if_closed()
-        return await run_in_thread(self._store.sweep, now_ms, limit)
+        return await self._in_thread(self._store.sweep, now_ms, limit)
 
     async def check(self) -> Sequence[Finding]:
         """Check the store's settings, in a thread; see `Store.check`."""
-        self._refuse_if_closed()
-        return await run_in_thread(self._store.check)
+        return await self._in_thread(self._store.check)
 
     async def now_ms(self) -> int:
         """Read the store's clock, in a thread; see `Store.now_ms`."""
-        self._refuse_if_closed()
-        return await run_in_thread(self._store.now_ms)
+        return await self._in_thread(self._store.now_ms)
 
     async def close(self) -> None:
         """
@@ -121,6 +115,10 @@ class BatchedAsyncStore:
         for thread in self._unfinished:
             thread.join()
         self._store.close()
+
+    async def _in_thread(self, call: Callable[..., R], *args: object) -> R:
+        self._refuse_if_closed()
+        return await run_in_thread(call, *args)
 
     def _refuse_if_closed(self) -> None:
         if self._is_closed:
@@ -191,6 +189,32 @@ class ThreadBackend:
         self._threads.shutdown(wait=False)
 
 
+async def run_in_thread(
+    call: Callable[..., R], *args: object, executor: ThreadPoolExecutor | None = None
+) -> R:
+    """
+    Run *call* in a thread of *executor* (by default the event loop's own) and return its result.
+
+    Raises `StoreUnavailable` if no thread can be started, as in a container that has reached its
+    limit. The call is then not made; the next one tries again.
+    """
+    is_dropped = False
+
+    def run() -> R | None:
+        return None if is_dropped else call(*args)
+
+    loop = asyncio.get_running_loop()
+    try:
+        future = loop.run_in_executor(executor, copy_context().run, run)
+    except RuntimeError as error:
+        # The executor queues the call before it starts a thread: a later thread would make it.
+        is_dropped = True
+        message = f"no thread could be started ({error}); check the process and thread limits"
+        raise StoreUnavailable(message) from error
+    result: R = await future  # type: ignore[assignment]  # None only if it is dropped
+    return result
+
+
 class _LoopState:
     """The batcher of one event loop, which is closed together with the loop."""
 
@@ -208,7 +232,8 @@ class _LoopState:
         Wait to be closed, then close the batcher.
 
         `asyncio.run` and all servers close the async generators of their event loop before they
-        close the loop. There is no other public hook for its end.
+        close the loop. There is no other public hook for its end. An event loop also closes a
+        generator that is garbage-collected, together with its store.
         """
         try:
             yield

@@ -16,7 +16,7 @@ from coatcheck.errors import StoreUnavailable
 
 logger = logging.getLogger("coatcheck")
 
-R = TypeVar("R")
+T = TypeVar("T")
 
 # What a member would have got alone: its result, or the exception that a call of its own raises.
 Outcome: TypeAlias = Record | Exception | None
@@ -46,6 +46,16 @@ def results_of(outcomes: Sequence[Outcome]) -> list[Record | None]:
     raise BatchError(outcomes) if len(outcomes) > 1 else errors[0]
 
 
+def outcomes_of(
+    call: Callable[[Sequence[T]], Sequence[Record | None]], asks: Sequence[T]
+) -> Sequence[Outcome]:
+    """Make the bulk *call*; return the outcome of each member, if the store knows them."""
+    try:
+        return call(asks)
+    except BatchError as error:
+        return error.outcomes
+
+
 class UndecodableRecord(StoreUnavailable):
     """
     The store holds something under this id that this release cannot decode.
@@ -71,21 +81,14 @@ class SkipUndecodable:
         self, get: Callable[[Sequence[bytes]], Sequence[Record | None]], ids: Sequence[bytes]
     ) -> Iterator[Record]:
         """Yield what *get* returns for *ids*, without missing and undecodable records."""
-        for outcome in _outcomes(get, ids):
+        try:
+            outcomes = outcomes_of(get, ids)
+        except UndecodableRecord as error:
+            outcomes = [error]  # *ids* had one member
+        for outcome in outcomes:
             if isinstance(outcome, UndecodableRecord):
                 self.warn_once(outcome)
             elif isinstance(outcome, Exception):
                 raise outcome
             elif outcome is not None:
                 yield outcome
-
-
-def _outcomes(
-    get: Callable[[Sequence[bytes]], Sequence[Record | None]], ids: Sequence[bytes]
-) -> Sequence[Outcome]:
-    try:
-        return get(ids)
-    except BatchError as error:
-        return error.outcomes
-    except UndecodableRecord as error:
-        return [error]  # *ids* had one member

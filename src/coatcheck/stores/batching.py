@@ -25,7 +25,7 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from coatcheck.core.flow import Effect, Flow, run
 from coatcheck.core.record import Record, Swap
@@ -61,13 +61,6 @@ class Batcher:
         return self._gets.submit(id)
 
 
-class _Alone:
-    """Marks a leader that did not queue: it found the store idle, so it has no entry."""
-
-
-_ALONE = _Alone()
-
-
 class _Entry(Generic[T]):
     """One waiting thread: what it asks for, and its outcome once there is one."""
 
@@ -78,6 +71,10 @@ class _Entry(Generic[T]):
         self.outcome: Outcome = None
         self.woken = threading.Lock()
         self.woken.acquire()
+
+
+# Marks a leader that did not queue: it found the store idle.
+_ALONE: _Entry[Any] = _Entry(None)
 
 
 class _Queue(Generic[T]):
@@ -98,7 +95,7 @@ class _Queue(Generic[T]):
         self._id_of = id_of
         self._mutex = threading.Lock()
         self._waiting: list[_Entry[T]] = []
-        self._leader: _Entry[T] | _Alone | None = None  # None: the store is idle
+        self._leader: _Entry[T] | None = None  # None: the store is idle
 
     def submit(self, ask: T) -> Record | None:
         entry: _Entry[T] | None = None  # None: the store was idle, so we do not queue
@@ -148,7 +145,7 @@ class _Queue(Generic[T]):
                     self._waiting.remove(entry)
         self._pass_leadership(entry or _ALONE)
 
-    def _pass_leadership(self, leader: _Entry[T] | _Alone) -> None:
+    def _pass_leadership(self, leader: _Entry[T]) -> None:
         """Make the longest-waiting thread the next leader; without one the store is idle."""
         with self._mutex:
             if self._leader is not leader:

@@ -8,8 +8,9 @@ wrap it in `ThreadedStore` for async code. `docs/howto/own-store.md` has a compl
 
 What the law-suite (`tests/stores/laws`) checks of every store:
 - Each swap is atomic on its own, against any number of processes. Of two equal swaps one wins.
-- A record is returned exactly as it was written. A compact store may drop label, scope and key.
-- A write that `swap` has acknowledged survives whatever the store's documentation says.
+- A record is returned exactly as it was written. A compact store keeps less of two texts
+  that are for people (`compact_record`).
+- A write that `swap` has acknowledged survives what its `StoreInfo.survives` lists.
 - A store never changes a record by itself, but it may delete one whose retention is over.
 
 Errors: raise `StoreUnavailable` when the store cannot be reached or does not answer, with the
@@ -58,6 +59,23 @@ def matches(record: Record, query: Query) -> bool:
         and (query.created_before_ms is None or record.created_ms < query.created_before_ms)
         and (query.expired_at_ms is None or is_retention_over(record, query.expired_at_ms))
     )
+
+
+def compact_record(record: Record) -> Record:
+    """
+    Return *record* as a compact store (`compact=1`) keeps it: with its label, without its key.
+
+    Of the scope only the first character is kept. It tells a request from a function, which has
+    no scope.
+    """
+    return record._replace(scope=record.scope[:1], key="")
+
+
+def compact_swap(swap: Swap) -> Swap:
+    """Return *swap* as a compact store writes it."""
+    if swap.record is None:
+        return swap
+    return Swap(swap.id, swap.expected, compact_record(swap.record))
 
 
 class Page(NamedTuple):
@@ -146,7 +164,7 @@ class Store(Protocol):
 
 
 @runtime_checkable
-class HasStretches(Protocol):
+class HasSegments(Protocol):
     """A store whose `sweep` scans only a segment of it, because a full scan is expensive."""
 
     def sweep_all(self, now_ms: int) -> Iterator[int]:

@@ -15,16 +15,15 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from coatcheck.core.record import Record, Swap
 from coatcheck.core.response import COMPRESSED, KINDS, PACKED, SEALED, decompressed
 from coatcheck.errors import Misconfigured, MissingExtra, Unreadable
-from coatcheck.stores.batch_errors import BatchError, Outcome
+from coatcheck.stores.batch_errors import Outcome, outcomes_of, results_of
 from coatcheck.stores.batching import BATCH_MAX
-from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, Store
+from coatcheck.stores.contract import Page, Query, Store
 from coatcheck.stores.registry import StoreInfo
 from coatcheck.stores.transaction_statements import TransactionStatements
 
@@ -36,6 +35,10 @@ _KEY_BYTES = 32
 _HEAD_BYTES = 2  # the marker, and the length of the key's name
 _NONCE_BYTES = 12  # the size GCM is made for; random, so a key is good for 2³² encryptions
 _NAME_BYTES_MAX = 255
+
+# The names of the fields, which are authenticated with them.
+_PROGRESS = b"progress"
+_RESPONSE = b"response"
 
 
 class KeyRing:
@@ -117,76 +120,33 @@ class EncryptedStore:
     def __init__(self, store: Store, keyring: KeyRing | None = None) -> None:
         self._store = store
         self._keyring = keyring
+        # The rest is the store's own.
+        self.sweep, self.check = store.sweep, store.check
+        self.now_ms, self.close = store.now_ms, store.close
+        self.info: StoreInfo | None = getattr(store, "info", None)
+        self.batch_max: int = getattr(store, "batch_max", BATCH_MAX)
+        self.in_flight: int = getattr(store, "in_flight", 1)
+        inner = getattr(store, "transaction_statements", None)
+        self.transaction_statements: TransactionStatements | None = None
+        if isinstance(inner, TransactionStatements):
+            self.transaction_statements = inner.over(self._packed_swap)
 
     def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
         """Write each record if its version is still the expected one."""
-        try:
-            current = self._store.swap([self._packed_swap(swap) for swap in swaps])
-        except BatchError as error:
-            pairs = zip(swaps, error.outcomes, strict=True)
-            outcomes = [_decrypted(outcome, self._current, swap.record) for swap, outcome in pairs]
-            raise BatchError(outcomes) from error.__cause__
-        return [
-            None if record is None else self._current(record, swap.record)
-            for swap, record in zip(swaps, current, strict=True)
-        ]
+        outcomes = outcomes_of(self._store.swap, [self._packed_swap(swap) for swap in swaps])
+        pairs = zip(outcomes, swaps, strict=True)
+        return results_of([self._unpacked(outcome, swap.record) for outcome, swap in pairs])
 
     def get(self, ids: Sequence[bytes]) -> Sequence[Record | None]:
         """Return the current records, in the order of *ids*."""
-        try:
-            found = self._store.get(ids)
-        except BatchError as error:
-            outcomes = [_decrypted(outcome, self._unpacked) for outcome in error.outcomes]
-            raise BatchError(outcomes) from error.__cause__
-        return [None if record is None else self._unpacked(record) for record in found]
+        return results_of([self._unpacked(o) for o in outcomes_of(self._store.get, ids)])
 
     def find(self, query: Query) -> Page:
         """Return records for operators; values that cannot be decrypted stay encrypted."""
         page = self._store.find(query)
-        return Page([self._shown(record) for record in page.records], page.next_after_id)
-
-    def sweep(self, now_ms: int, limit: int = SWEEP_BATCH) -> int:
-        """Delete records whose retention is over."""
-        return self._store.sweep(now_ms, limit)
-
-    def check(self) -> Sequence[Finding]:
-        """Check the settings of the wrapped store."""
-        return self._store.check()
-
-    def now_ms(self) -> int:
-        """Return the clock of the wrapped store."""
-        return self._store.now_ms()
-
-    def close(self) -> None:
-        """Close the wrapped store."""
-        self._store.close()
-
-    @property
-    def info(self) -> StoreInfo | None:
-        """The capabilities of the wrapped store, if it is one of ours."""
-        return getattr(self._store, "info", None)
-
-    @property
-    def batch_max(self) -> int:
-        """How many swaps the wrapped store takes in one call; see `ThreadBackend`."""
-        return getattr(self._store, "batch_max", BATCH_MAX)
-
-    @property
-    def in_flight(self) -> int:
-        """How many calls the wrapped store takes at the same time; see `ThreadBackend`."""
-        return getattr(self._store, "in_flight", 1)
-
-    @property
-    def ledger(self) -> TransactionStatements | None:
-        """The transaction statements of the wrapped store, if it is in a SQL database."""
-        inner = getattr(self._store, "ledger", None)
-        if not isinstance(inner, TransactionStatements):
-            return None
-        return replace(
-            inner,
-            claim=lambda swap, wait_ms: inner.claim(self._packed_swap(swap), wait_ms),
-            change=lambda swap: inner.change(self._packed_swap(swap)),
-        )
+        pairs = [(record, self._unpacked(record)) for record in page.records]
+        shown = [after if isinstance(after, Record) else before for before, after in pairs]
+        return Page(shown, page.next_after_id)
 
     def _packed_swap(self, swap: Swap) -> Swap:
         record = swap.record
@@ -214,27 +174,25 @@ class EncryptedStore:
                 blob = smaller
         return blob if self._keyring is None else self._keyring.encrypt(blob, context)
 
-    def _current(self, record: Record, wanted: Record | None) -> Record:
+    def _unpacked(self, outcome: Outcome, wanted: Record | None = None) -> Outcome:
         """
-        Return the current *record*, which made the swap to *wanted* conflict.
+        Return *outcome*, decrypted if it is a record; `Unreadable` if that fails.
 
-        If its window was over when *wanted* was created, its values are not needed any more, so it
-        does not matter whether they can be decrypted.
+        A record may have made a swap to *wanted* conflict. If its window was over when *wanted* was
+        created, its values are not needed any more, so it need not be decrypted.
         """
+        if not isinstance(outcome, Record):
+            return outcome
+        id, progress, response = outcome.id, outcome.progress, outcome.response
         try:
-            return self._unpacked(record)
-        except Unreadable:
-            if wanted is None or wanted.created_ms < record.window_until_ms:
-                raise
-            return record._replace(progress=None, response=None)
-
-    def _unpacked(self, record: Record) -> Record:
-        if record.response is None and record.progress is None:
-            return record
-        return record._replace(
-            progress=self._unpacked_blob(record.progress, record.id + _PROGRESS),
-            response=self._unpacked_blob(record.response, record.id + _RESPONSE),
-        )
+            return outcome._replace(
+                progress=self._unpacked_blob(progress, id + _PROGRESS),
+                response=self._unpacked_blob(response, id + _RESPONSE),
+            )
+        except Unreadable as error:
+            if wanted is None or wanted.created_ms < outcome.window_until_ms:
+                return error
+            return outcome._replace(progress=None, response=None)
 
     def _unpacked_blob(self, blob: bytes | None, context: bytes) -> bytes | None:
         if blob is None:
@@ -247,23 +205,3 @@ class EncryptedStore:
         elif self._keyring is not None and context.endswith(_RESPONSE) and blob[0] not in KINDS:
             raise Unreadable("the stored value is neither encrypted nor a response: it was changed")
         return decompressed(blob) if blob.startswith(b"%c" % COMPRESSED) else blob
-
-    def _shown(self, record: Record) -> Record:
-        try:
-            return self._unpacked(record)
-        except Unreadable:
-            return record
-
-
-def _decrypted(outcome: Outcome, decrypt: Callable[..., Record], *wanted: Record | None) -> Outcome:
-    """Return *outcome*, decrypted if it is a record."""
-    if not isinstance(outcome, Record):
-        return outcome
-    try:
-        return decrypt(outcome, *wanted)
-    except Unreadable as error:
-        return error
-
-
-_PROGRESS = b"progress"
-_RESPONSE = b"response"

@@ -9,8 +9,20 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from coatcheck.errors import Misconfigured
+
 # What to do, for errors of a store that may not create or upgrade its schema.
 HOW = "run `coatcheck migrate --store URL`"
+
+
+def supported(what: str, found: int, wanted: int) -> int:
+    """Return the version *found* in the store *what*; raise if a newer release made it."""
+    if found > wanted:
+        raise Misconfigured(
+            f"{what} has coatcheck schema {found}, but this release of coatcheck supports schemas "
+            f"up to {wanted}; upgrade coatcheck here"
+        )
+    return found
 
 
 class Migration(NamedTuple):

@@ -8,7 +8,7 @@ text and values; `coatcheck.transactions` sends them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -24,7 +24,7 @@ class Statement(NamedTuple):
 
     text: str
     values: Sequence[Any]
-    # Of a claim, on the store's own connections and in drivers that have a timeout per statement.
+    # The timeout of a claim, on connections of the store's own and in drivers that have one.
     timeout_s: float = inf
 
 
@@ -42,7 +42,7 @@ class TransactionStatements:
             none if this transaction does not hold the claim.
         connect: opens a connection of the store's own, if the application provides none.
         connect_async: the same for async code.
-        is_shelved: opening a connection is slow, so that connections are pooled.
+        is_pooled: opening a connection is slow, so that connections are pooled.
     """
 
     dialect: Dialect
@@ -50,12 +50,21 @@ class TransactionStatements:
     change: Callable[[Swap], Statement]
     connect: Callable[[], Any]
     connect_async: Callable[[], Any]
-    is_shelved: bool = True
+    is_pooled: bool = True
+
+    def over(self, packed: Callable[[Swap], Swap]) -> TransactionStatements:
+        """Return the statements that write what *packed* makes of a swap."""
+        claim, change = self.claim, self.change
+        return replace(
+            self,
+            claim=lambda swap, wait_ms: claim(packed(swap), wait_ms),
+            change=lambda swap: change(packed(swap)),
+        )
 
 
 def transaction_statements_of(store: Store) -> TransactionStatements:
     """Return the statements of *store*; raise `Misconfigured` if it is not in a SQL database."""
-    statements = getattr(store, "ledger", None)
+    statements = getattr(store, "transaction_statements", None)
     if not isinstance(statements, TransactionStatements):
         raise Misconfigured(
             "mode='transaction' needs a store in a SQL database, the one that the handler writes "

@@ -65,7 +65,7 @@ class PsycopgConnection(TransactionConnection):
     def write(self, statement: Statement) -> Flow[int]:
         """Execute *statement* and return the number of affected rows."""
         if isinstance(self.handle, BoundedConnection):  # the store's own
-            self.handle.patience_s = statement.timeout_s
+            self.handle.next_timeout_s = statement.timeout_s
         # Not connection.cursor(): the application may have set other factories.
         cursor_type: Any = AsyncCursor if self._is_async else Cursor
         cursor = cursor_type(self.handle, row_factory=tuple_row)

@@ -37,7 +37,7 @@ class Kind:
     fresh_url: Callable[[Path], str]
     info: StoreInfo
     open_url: Callable[[str], Store] = open_store
-    keeps_labels: bool = True  # label, scope and key come back; a compact store drops them
+    is_compact: bool = False  # it drops the key, and the scope but for its first character
     keyring: KeyRing | None = None  # responses are encrypted
     histories: int = 300  # random ones for each driver; fewer where each step is a round trip
     # How often concurrent callers meet. Fewer times where the server of the tests serves one request
@@ -77,7 +77,7 @@ class Kind:
         """What this store gives back of *record*."""
         if not self._fits(record.response):
             record = record._replace(response=None)
-        return record if self.keeps_labels else record._replace(label="", scope="", key="")
+        return record._replace(scope=record.scope[:1], key="") if self.is_compact else record
 
     def refuses(self, record: Record) -> bool:
         """It does not fit, whatever is left out."""
@@ -110,7 +110,7 @@ KINDS = (
         name="sqlite-compact",
         fresh_url=lambda directory: f"sqlite:///{directory}/laws.db?compact=1",
         info=registry.SQLITE,
-        keeps_labels=False,
+        is_compact=True,
     ),
     Kind(
         name="encrypted",

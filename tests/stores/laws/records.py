@@ -1,4 +1,4 @@
-"""Records to write. Most carry no label, scope or key, so that a compact store keeps all of them.
+"""Records to write. Most carry no scope and no key, so that a compact store keeps all of them.
 
 The laws live in the year 2100: a store that forgets by itself, on its own clock, leaves their
 records alone, and what a law says about time depends on nothing but its arguments.

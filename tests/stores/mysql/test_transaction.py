@@ -47,7 +47,7 @@ def test_no_key_is_ever_read_as_sql_whatever_the_sql_mode(own_url, mode, is_give
                 key = f"{len(result)}{HOSTILE}"
                 for _ in range(2):
                     assert in_every_mode(own_url, key, result, connect) == [result] * 4
-            with Engine(own_url + "&compact=1") as engine:  # whose texts are empty
+            with Engine(own_url + "&compact=1") as engine:  # which keeps no key
                 for _ in range(2):
                     assert engine.transaction("k", lambda: "", scope="compact") == ""
         finally:

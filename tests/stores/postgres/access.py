@@ -4,7 +4,6 @@ import asyncio
 from contextlib import contextmanager
 
 import psycopg
-import uvloop
 
 from coatcheck.stores import open_store
 from tests.support.servers import START_S_MAX
@@ -98,8 +97,4 @@ class FromLoop(FromThread):
         return self.run(self.backend._idle[-1].execute(statement))
 
 
-WAYS = {
-    "thread": FromThread,
-    "asyncio": FromLoop,
-    "uvloop": lambda url: FromLoop(url, uvloop.new_event_loop),
-}
+WAYS = {"thread": FromThread, "loop": FromLoop}

@@ -8,11 +8,9 @@ import socket
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import count
 
-import psycopg
 import pytest
 import uvloop
 
@@ -76,36 +74,6 @@ def test_a_connection_that_the_server_closes_while_it_is_idle_is_replaced(loop, 
             other.execute("select pg_terminate_backend(%s)", (pid,))
     until(lambda: loop.runner.run(asyncio.sleep(0)) or loop.backend._idle[0].is_closed())
     assert loop.swap(complete(claim_of())) == [None]
-
-
-def test_what_was_acknowledged_to_a_loop_is_there_after_kill_9(own):
-    """D1: a claim that fails meanwhile raises, and may be tried again."""
-    acknowledged, failed = [], []
-
-    async def write(loop, numbers):
-        for number in numbers:
-            try:
-                await loop.backend.swap([claim(id_of(number))])
-                acknowledged.append(number)
-            except StoreUnavailable:
-                failed.append(number)
-
-    async def writers(loop):
-        async with asyncio.timeout(START_S_MAX):
-            await asyncio.gather(*(write(loop, range(n, 2_000, 2)) for n in range(2)))
-
-    with FromLoop(own.url) as loop, ThreadPoolExecutor(1) as threads:
-        writing = threads.submit(loop.runner.run, writers(loop))
-        until(lambda: len(acknowledged) > 50)
-        own.kill()
-        writing.result(START_S_MAX)
-        assert failed
-        own.start()
-        stored = loop.get(*(id_of(number) for number in acknowledged))
-        assert stored == [claim_of(id_of(number)) for number in acknowledged]
-        for number in failed[:20]:  # applied or not, the same swap again settles it
-            (conflict,) = loop.swap(claim(id_of(number)))
-            assert conflict is None or conflict == claim_of(id_of(number))
 
 
 def test_a_blocked_loop_is_no_outage(url, new_loop):
@@ -295,19 +263,3 @@ def test_an_async_engine_survives_a_server_that_is_killed_and_one_that_is_frozen
         {"order": number} for number, answer in enumerate(frozen, 50) if answer
     ]
     assert len(set(ran)) == len(ran)
-
-
-def test_an_async_engine_claims_nothing_without_the_primary_key(url):
-    """L1: as during a restore."""
-
-    async def story():
-        async with AsyncEngine(url) as engine:
-            with psycopg.connect(url.partition("?")[0]) as other:
-                schema = url.partition("schema=")[2]
-                other.execute(
-                    f"alter table {schema}.coatcheck_records drop constraint coatcheck_records_pkey"
-                )
-            with pytest.raises(StoreUnavailable, match="no primary key"):
-                await engine.run("order-1", lambda: None, scope="orders")
-
-    asyncio.run(story())

@@ -24,7 +24,7 @@ def test_opening_warns_of_a_server_that_can_lose_records(url, caplog):
         ("drop table coatcheck_records", "is gone"),
         ("drop table coatcheck_records, coatcheck_schema", "is missing; run `coatcheck migrate"),
         ("delete from coatcheck_schema", "is missing"),
-        ("insert into coatcheck_schema values (99)", "newer coatcheck"),
+        ("insert into coatcheck_schema values (99)", "upgrade coatcheck"),
     ],
 )
 def test_the_doctor_checks_the_table_and_its_version(store, url, damage, message):

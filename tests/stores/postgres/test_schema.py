@@ -61,7 +61,7 @@ def test_a_schema_of_a_newer_release_is_refused(store, url):
     """D4: this release does not know what it means."""
     with session(url) as other:
         other.execute("insert into coatcheck_schema values (99)")
-    with pytest.raises(Misconfigured, match="newer coatcheck"):
+    with pytest.raises(Misconfigured, match="upgrade coatcheck"):
         open_store(url)
 
 

@@ -16,7 +16,7 @@ from coatcheck import Engine, Misconfigured, StoreUnavailable
 from coatcheck.core.record import completed
 from coatcheck.stores import Query, open_store
 from tests.stores.laws.records import ID, NOW_MS, RETENTION_MS, claim_of, id_of
-from tests.stores.postgres.access import session, the_error
+from tests.stores.postgres.access import FromLoop, FromThread, session, the_error
 from tests.stores.postgres.swaps import MANY, claim, complete
 from tests.support.servers import START_S_MAX, until
 from tests.support.servers.postgres import postgres
@@ -66,31 +66,31 @@ def test_a_restart_that_was_not_noticed_fails_no_read(own):
         assert store.get([ID]) == [claim_of()]
 
 
-def test_what_was_acknowledged_is_there_after_kill_9(own):
+@pytest.mark.parametrize("opened", [FromThread, FromLoop])
+def test_what_was_acknowledged_is_there_after_kill_9(own, opened):
     """D1: a claim that fails meanwhile raises, and may be tried again."""
     acknowledged, failed = [], []
 
-    def write(numbers):
-        for number in numbers:
+    def write(access):
+        for number in range(10_000):
             try:
-                store.swap([claim(id_of(number))])
+                access.swap(claim(id_of(number)))
                 acknowledged.append(number)
             except StoreUnavailable:
                 failed.append(number)
+                if len(failed) > 10:
+                    return
 
-    with closing(open_store(own.url)) as store, ThreadPoolExecutor(4) as threads:
-        writing = [threads.submit(write, range(n, 4_000, 4)) for n in range(4)]
+    with opened(own.url) as access, ThreadPoolExecutor(1) as threads:
+        writing = threads.submit(write, access)
         until(lambda: len(acknowledged) > 50)
         own.kill()
-        until(lambda: len(failed) > 10)
-        for one in writing:
-            one.result(START_S_MAX)
-        assert failed
+        writing.result(START_S_MAX)
         own.start()
-        stored = store.get([id_of(number) for number in acknowledged])
+        stored = access.get(*(id_of(number) for number in acknowledged))
         assert stored == [claim_of(id_of(number)) for number in acknowledged]
-        for number in failed[:20]:  # applied or not, the same swap again settles it
-            (conflict,) = store.swap([claim(id_of(number))])
+        for number in failed:  # applied or not, the same swap again settles it
+            (conflict,) = access.swap(claim(id_of(number)))
             assert conflict is None or conflict == claim_of(id_of(number))
 
 
@@ -177,6 +177,15 @@ def test_an_engine_runs_each_key_once_however_many_callers_there_are(url):
     assert sorted(ran) == list(range(50))
 
 
+def test_no_claim_succeeds_without_the_primary_key(access, url):
+    """L1: in a thread and on an event loop."""
+    drop_key(url)
+    for swaps in ([claim()], [claim(id) for id in MANY]):
+        with pytest.raises(StoreUnavailable, match="no primary key") as caught:
+            access.swap(*swaps)
+        assert not caught.value.is_ambiguous
+
+
 def drop_key(url):
     with session(url) as other:
         other.execute("alter table coatcheck_records drop constraint coatcheck_records_pkey")
@@ -198,9 +207,6 @@ def test_an_engine_claims_nothing_without_the_primary_key(url, rest, is_used):
                 engine.run("order-1", runs.append, 1, scope="orders")
             with pytest.raises(StoreUnavailable, match="no unique or exclusion constraint"):
                 engine.transaction("order-2", runs.append, 1, scope="orders")
-            with pytest.raises(StoreUnavailable, match="no primary key") as caught:
-                engine.store.swap([claim(id) for id in MANY])
-            assert not caught.value.is_ambiguous
         assert not runs
         assert "no primary key" in the_error(first.store)
         with session(url) as other:

@@ -23,7 +23,7 @@ def no_environment(monkeypatch):
 
 def options_of(url):
     conninfo, _ = parse_url(url)
-    return asyncpg_options(conninfo_of(conninfo, 5.0))
+    return asyncpg_options(conninfo_of(conninfo, 5.0), None)
 
 
 @pytest.mark.parametrize(

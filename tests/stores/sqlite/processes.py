@@ -12,38 +12,21 @@ import sys
 import threading
 from uuid import UUID
 
-from coatcheck.core.record import RUNNING, Record, Swap, completed
+from coatcheck.core.record import Record, Swap, completed
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.contract import Query
 from coatcheck.stores.sqlite.store import SqliteStore
+from tests.stores.laws import records
 
 NOW_MS = 1_800_000_000_000
-LEASE_MS = 60_000
-WINDOW_MS = 24 * 3_600_000
-RETENTION_MS = WINDOW_MS + 3_600_000
 
 
 def claim_of(number: int, *, now_ms: int = NOW_MS, nonce: int = 1) -> Record:
     """A claim as a server makes it: a UUID for a key, a digest for a scope."""
     # Multiplied, so that the ids are in no order, like digests.
     id = (number * 0x9E3779B97F4A7C15F39CC0605CEDC835 % 2**128).to_bytes(16, "big")
-    return Record(
-        id=id,
-        version=now_ms,
-        state=RUNNING,
-        attempt=1,
-        fingerprint=id[::-1],
-        created_ms=now_ms,
-        lease_until_ms=now_ms + LEASE_MS,
-        window_until_ms=now_ms + WINDOW_MS,
-        expires_ms=now_ms + RETENTION_MS,
-        nonce=2**62 + nonce,
-        label="POST /orders",
-        scope=id[:8].hex(),
-        key=str(UUID(bytes=id)),
-        progress=None,
-        response=None,
-    )
+    plain = records.claim_of(id, now_ms=now_ms, nonce=2**62 + nonce)
+    return plain._replace(label="POST /orders", scope=id[:8].hex(), key=str(UUID(bytes=id)))
 
 
 def claim(record: Record) -> Swap:

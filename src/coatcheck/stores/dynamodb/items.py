@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from coatcheck.core.key import reference_of
 from coatcheck.core.record import RUNNING, Record, State, Swap
-from coatcheck.stores.contract import Query
+from coatcheck.stores.contract import Query, compact_record
 from coatcheck.stores.registry import ITEM_BYTES_MAX
 
 Item: TypeAlias = dict[str, dict[str, Any]]
@@ -45,15 +45,14 @@ _NAMES = re.compile(r"#(\w+)")
 
 def item_of(record: Record, *, compact: bool) -> Item:
     """Return the item for *record*, without its response if that does not fit."""
+    if compact:
+        record = compact_record(record)
     item: Item = {name: {"N": str(getattr(record, name))} for name in _NUMBERS}
     item["id"] = {"B": record.id}
     item[EXPIRY_ATTRIBUTE] = {"N": str(_expires_s(record))}
     if record.fingerprint:
         item["fingerprint"] = {"B": record.fingerprint}
-    if not compact:
-        item.update(
-            {name: _encode_text(text) for name in _TEXTS if (text := getattr(record, name))}
-        )
+    item.update({name: _encode_text(text) for name in _TEXTS if (text := getattr(record, name))})
     for name in _BLOBS:
         _put_blob(item, name, getattr(record, name))
     if size_of(item) <= ITEM_BYTES_MAX:

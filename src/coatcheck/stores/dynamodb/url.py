@@ -23,7 +23,7 @@ class DynamoConfig:
         table: its name.
         region: its AWS region; by default the one of the environment, as for all AWS tools.
         endpoint: the address of a server other than AWS, such as one for tests.
-        compact: store only digests; label, scope and key are left out.
+        compact: keep the label, but neither scope nor key; see `compact_record`.
         timeout_s: how long a request may take, including its retry.
         concurrency: how many requests of one batch, or of one event loop, run at the same time.
     """
@@ -57,8 +57,8 @@ def parse_url(url: str) -> DynamoConfig:
         except (KeyError, ValueError) as error:
             raise Misconfigured(
                 f"{no_option('dynamodb', name, value, _OPTIONS)}; the options are "
-                "region=eu-west-1, endpoint=http://localhost:8000, compact=0 or 1 (store only "
-                "digests), timeout=5s and concurrency=32 (1 to 999)"
+                "region=eu-west-1, endpoint=http://localhost:8000, compact=0 or 1 (keep "
+                "neither scopes nor keys), timeout=5s and concurrency=32 (1 to 999)"
             ) from error
     return DynamoConfig(table=parts.netloc, **options)
 

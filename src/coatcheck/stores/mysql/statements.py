@@ -22,7 +22,7 @@ from typing import Any
 
 from coatcheck.core.key import reference_of
 from coatcheck.core.record import Record, Swap
-from coatcheck.stores.contract import Query
+from coatcheck.stores.contract import Query, compact_record
 from coatcheck.stores.mysql.connection import Row
 
 logger = logging.getLogger("coatcheck")
@@ -55,7 +55,6 @@ _RETENTION_OVER = (
 )
 # Not `insert ignore`, which ignores far more errors than a duplicate key.
 _UNLESS_EXISTS = " on duplicate key update id = id"
-_EMPTY_TEXTS = ("x''", "x''", "x''")
 
 
 class Statements:
@@ -64,7 +63,7 @@ class Statements:
 
     Args:
         table: its name, which must need no escaping.
-        compact: keep only digests; label, scope and key are stored empty.
+        compact: keep the label, but neither scope nor key; see `compact_record`.
     """
 
     def __init__(self, table: str, *, compact: bool) -> None:
@@ -131,9 +130,11 @@ class Statements:
 
     def _values(self, record: Record, stamp: int) -> tuple[Any, ...]:
         """Return what `_FORMATS` takes for *record*, column by column."""
+        if self._compact:
+            record = compact_record(record)
         return (
             *(record.id.hex(), *record[1:4], record.fingerprint.hex(), *record[5:10]),
-            *(_EMPTY_TEXTS if self._compact else (_hex(bytes_of(text)) for text in record[10:13])),
+            *(_hex(bytes_of(text)) for text in record[10:13]),
             *(_literal(record.progress), _literal(record.response), -stamp),
         )
 

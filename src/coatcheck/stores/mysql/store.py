@@ -35,7 +35,7 @@ class MysqlStore:
     Args:
         server: the server, the database on it, and how to log in.
         table: the name of our table.
-        compact: keep only digests; label, scope and key are stored empty.
+        compact: keep the label, but neither scope nor key; see `compact_record`.
         create: create our tables if they are missing.
     """
 
@@ -52,7 +52,7 @@ class MysqlStore:
         self._table = table
         self._statements = Statements(table, compact=compact)
         statement_bytes_max, is_encrypted = self._open(create=create)
-        self.ledger = transaction_statements(
+        self.transaction_statements = transaction_statements(
             server,
             table,
             compact=compact,

@@ -19,8 +19,9 @@ from typing import Any
 
 import pymysql
 
-from coatcheck.core.record import Record, Swap
+from coatcheck.core.record import Swap
 from coatcheck.errors import MissingExtra
+from coatcheck.stores.contract import compact_record
 from coatcheck.stores.mysql.connection import SQL_MODE, Server
 from coatcheck.stores.mysql.statements import (
     COLUMNS,
@@ -91,10 +92,9 @@ class _Writer:
     def _row(self, swap: Swap) -> tuple[int | bytes | None, ...]:
         record = swap.record
         assert record is not None
-        return (*record[:10], *map(bytes_of, self._texts(record)), *record[13:], -new_stamp())
-
-    def _texts(self, record: Record) -> tuple[str, str, str]:
-        return ("", "", "") if self._compact else (record.label, record.scope, record.key)
+        if self._compact:
+            record = compact_record(record)
+        return (*record[:10], *map(bytes_of, record[10:13]), *record[13:], -new_stamp())
 
 
 def _placeholder(value: int | bytes | None) -> str:

@@ -30,9 +30,9 @@ _MALFORMED = (
 )
 _NAMES = ("table", "compact", "timeout", "transaction_timeout", "ssl", "ssl_ca")
 _OPTIONS = (
-    f"table={TABLE}, compact=0 or 1 (keep only digests), timeout=5s (how long to wait for the "
-    "server), transaction_timeout=60s (the same for each statement of transaction mode), ssl=0 or "
-    "1 (require TLS and verify it) and ssl_ca=FILE (by this certificate)"
+    f"table={TABLE}, compact=0 or 1 (keep neither scopes nor keys), timeout=5s (how long to wait "
+    "for the server), transaction_timeout=60s (the same for each statement of transaction mode), "
+    "ssl=0 or 1 (require TLS and verify it) and ssl_ca=FILE (by this certificate)"
 )
 
 

@@ -18,7 +18,6 @@ import asyncpg  # type: ignore[import-untyped] # it has no types
 from coatcheck.core.flow import Flow, run_async
 from coatcheck.core.record import Record, Swap
 from coatcheck.errors import StoreUnavailable
-from coatcheck.stores.postgres.connection import PLAN_WITH_INDEX, WHO_ANSWERS
 from coatcheck.stores.postgres.errors import is_session_stale, to_store_error
 from coatcheck.stores.postgres.statements import Row
 from coatcheck.stores.postgres.swap import Execute, RecordTable, with_store_errors
@@ -32,7 +31,7 @@ class PostgresBackend:
 
     Args:
         table: what to execute.
-        connector: opens connections.
+        options: the keywords of `asyncpg.connect`.
         timeout_s: when the batcher cancels a call.
     """
 
@@ -41,10 +40,10 @@ class PostgresBackend:
     # 2: the server works on one batch while we encode the next one.
     in_flight = 2
 
-    def __init__(self, table: RecordTable, connector: Connector, timeout_s: float) -> None:
+    def __init__(self, table: RecordTable, options: dict[str, Any], timeout_s: float) -> None:
         self.timeout_s: float | None = timeout_s
         self._table = table
-        self._connector = connector
+        self._options = options
         self._loop = asyncio.get_running_loop()
         self._idle: list[asyncpg.Connection] = []
         self._closed = False
@@ -83,7 +82,19 @@ class PostgresBackend:
             connection = self._idle.pop()
             if not connection.is_closed():  # by the server, or because the network failed
                 return connection
-        return await self._connector.connect()
+        return await self._connect()
+
+    async def _connect(self) -> asyncpg.Connection:
+        """Open a connection to a server that accepts writes."""
+        options = self._options
+        try:
+            return await asyncpg.connect(**options)
+        except BaseException as error:
+            if self._options is options:  # no other attempt has failed meanwhile
+                self._options = _next_host_first(options)
+            if not isinstance(error, Exception):
+                raise
+            raise to_store_error(error, writes=False) from error
 
     def _release(self, connection: asyncpg.Connection) -> None:
         if connection.is_closed():
@@ -103,55 +114,6 @@ class PostgresBackend:
                 connection.terminate()
         if idle and not self._loop.is_closed():
             await asyncio.sleep(0)  # the turn of the loop in which the sockets are closed
-
-
-class Connector:
-    """
-    Opens connections for the event loops of a store.
-
-    Args:
-        options: the keywords of `asyncpg.connect`.
-    """
-
-    def __init__(self, options: dict[str, Any]) -> None:
-        self._options = options
-        # Statements are prepared only where no pooler is in between; see `connection.is_direct`.
-        # The first connection finds out, without preparing any.
-        self._prepares = False
-
-    async def connect(self) -> asyncpg.Connection:
-        """Open a connection to a server that accepts writes."""
-        options = self._options
-        try:
-            while True:
-                prepares = self._prepares
-                connection = await _open(options, prepares=prepares)
-                try:
-                    pid = await connection.fetchval(WHO_ANSWERS)
-                    self._prepares = pid == connection.get_server_pid()
-                    if prepares and self._prepares:
-                        await connection.execute(PLAN_WITH_INDEX)
-                except BaseException:
-                    connection.terminate()
-                    raise
-                if prepares == self._prepares:
-                    return connection
-                connection.terminate()
-        except BaseException as error:
-            if self._options is options:  # no other attempt has failed meanwhile
-                self._options = _next_host_first(options)
-            if not isinstance(error, Exception):
-                raise
-            raise to_store_error(error, writes=False) from error
-
-
-async def _open(options: dict[str, Any], *, prepares: bool) -> asyncpg.Connection:
-    return await asyncpg.connect(
-        **options,
-        timeout=None,  # pyright: ignore[reportArgumentType] # it may be None
-        statement_cache_size=100 if prepares else 0,
-        max_cached_statement_lifetime=0,
-    )
 
 
 def _next_host_first(options: dict[str, Any]) -> dict[str, Any]:

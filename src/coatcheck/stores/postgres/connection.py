@@ -13,8 +13,8 @@ from __future__ import annotations
 import select
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from math import inf
 from types import TracebackType
 from typing import Any, TypeVar
@@ -40,8 +40,15 @@ T = TypeVar("T")
 
 # A prepared statement is planned once, perhaps while the table is empty, and PostgreSQL keeps that
 # plan until the next vacuum. It must use the index, because the table may soon have a million rows.
-PLAN_WITH_INDEX = "set enable_seqscan = off; set enable_hashjoin = off; set enable_mergejoin = off"
-WHO_ANSWERS = "select pg_backend_pid()"
+# Left to itself, PostgreSQL would plan a batch of one again each time, which takes a millisecond.
+PLAN_WITH_INDEX = {
+    "plan_cache_mode": "force_generic_plan",
+    "enable_seqscan": "off",
+    "enable_hashjoin": "off",
+    "enable_mergejoin": "off",
+}
+
+_SET = "select set_config(n, v, false) from unnest($1::text[], $2::text[]) as s (n, v)"
 
 
 class BoundedConnection(BaseConnection[Any]):
@@ -54,34 +61,27 @@ class BoundedConnection(BaseConnection[Any]):
     """
 
     timeout_s: float = inf  # for each call
-    patience_s: float = inf  # for the next call only
+    next_timeout_s: float | None = None  # for the next call only
 
     def bounded(self, gen: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
-        """Return *gen* with the time limit that applies now."""
-        limit_s = min(self.timeout_s, self.patience_s)
-        self.patience_s = inf
-        return gen if limit_s == inf else closing_after(self, gen, limit_s)
+        """
+        Run *gen* within the time limit.
 
-
-def closing_after(
-    connection: BaseConnection[Any], gen: Generator[Any, Any, Any], limit_s: float
-) -> Generator[Any, Any, Any]:
-    """
-    Run *gen*, but close *connection* and raise `NoAnswer` if it waits longer than *limit_s*.
-
-    While psycopg waits for the socket, it resumes *gen* with nothing every tenth of a second.
-    """
-    deadline = time.monotonic() + limit_s
-    try:
-        wanted = next(gen)
-        while True:
-            ready = yield wanted
-            if not ready and time.monotonic() > deadline:
-                connection.pgconn.finish()
-                raise NoAnswer(f"the server does not answer (waited {limit_s:g} s)")
-            wanted = gen.send(ready)
-    except StopIteration as done:
-        return done.value
+        While psycopg waits for the socket, it resumes *gen* with nothing every tenth of a second.
+        """
+        limit_s = self.timeout_s if self.next_timeout_s is None else self.next_timeout_s
+        self.next_timeout_s = None
+        deadline = time.monotonic() + limit_s
+        try:
+            wanted = next(gen)
+            while True:
+                ready = yield wanted
+                if not ready and time.monotonic() > deadline:
+                    self.pgconn.finish()
+                    raise NoAnswer(f"the server does not answer (waited {limit_s:g} s)")
+                wanted = gen.send(ready)
+        except StopIteration as done:
+            return done.value
 
 
 class Connection(BoundedConnection, psycopg.Connection[Any]):
@@ -122,7 +122,7 @@ class SharedConnection:
         conninfo: libpq's connection string.
         timeout_s: how long connecting may take, and each statement.
         writes: statements on it change records, so a lost answer is ambiguous.
-        prepares: it executes a few statements over and over, which find their rows by an index.
+        prepares: prepare every statement, for a plan that uses an index; not behind a pooler.
     """
 
     def __init__(
@@ -221,26 +221,26 @@ def connect(conninfo: str, timeout_s: float, *, prepares: bool) -> Connection:
             conninfo, autocommit=True, prepare_threshold=None, cursor_factory=RawCursor
         )
         connection.timeout_s = timeout_s
-        try:
-            if prepares and is_direct(connection, connection.fetch(WHO_ANSWERS)):
-                connection.execute(PLAN_WITH_INDEX.encode())
-                connection.prepare_threshold = 0  # from the first execution on
-        except BaseException:
-            close_quietly(connection)
-            raise
+        if prepares:
+            connection.prepare_threshold = 0  # from the first execution on
+            try:
+                connection.fetch(_SET, [*PLAN_WITH_INDEX], [*PLAN_WITH_INDEX.values()])
+            except BaseException:
+                close_quietly(connection)
+                raise
     except Exception as error:
         raise to_store_error(error, writes=False) from error
     return connection
 
 
-def is_direct(connection: BaseConnection[Any], who_answers: Sequence[Row]) -> bool:
+def is_direct(connection: Connection) -> bool:
     """
     Whether no pooler such as PgBouncer is between us and the server.
 
     Behind one, the next statement may reach another session, where the name of a statement that we
     prepared belongs to another client's statement. So nothing is prepared there.
     """
-    return [*who_answers] == [(connection.info.backend_pid,)]
+    return connection.fetch("select pg_backend_pid()") == [(connection.info.backend_pid,)]
 
 
 def _was_closed_by_server(connection: Connection) -> bool:
@@ -276,20 +276,10 @@ def search(
         with connection.transaction():  # behind a pooler, too, the limit is for this search alone
             # The usual timeout applies to this one, so a frozen server is noticed soon.
             connection.execute(b"set local statement_timeout = %d" % round(limit_s * 1_000))
-            with _extended(connection, limit_s):
-                return connection.fetch(statement, *values)
+            # Longer than the limit, so that the server gives up first.
+            connection.next_timeout_s = limit_s + connection.timeout_s
+            return connection.fetch(statement, *values)
     except errors.QueryCanceled as error:
         if time.monotonic() - started_s < limit_s:  # an operator cancelled it
             raise
         raise took_too_long(limit_s) from error
-
-
-@contextmanager
-def _extended(connection: Connection, longer_s: float) -> Iterator[None]:
-    """Wait *longer_s* longer, so that the server gives up first."""
-    timeout_s = connection.timeout_s
-    connection.timeout_s += longer_s
-    try:
-        yield
-    finally:
-        connection.timeout_s = timeout_s

@@ -8,12 +8,12 @@ settings, so that it waits for no lock.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 
 import psycopg
 from psycopg import errors
 
+from coatcheck.core.flow import Flow
 from coatcheck.core.identity import ID_BYTES
 from coatcheck.core.record import COMPLETED, RUNNING, Record, Swap
 from coatcheck.errors import Misconfigured
@@ -82,10 +82,11 @@ def try_writes(connection: Connection, names: Names, table: RecordTable) -> list
     try:
         with connection.transaction(force_rollback=True):
             connection.execute(b"set local lock_timeout = %d" % _LOCK_MS_MAX)
-            for meaning, attempt in _attempts(table):
+            for meaning, attempt, wanted in _attempts(table):
                 try:
                     with connection.transaction():  # a savepoint, which a refusal rolls back
-                        why = "" if attempt(connection) else "the statement had no effect"
+                        worked = connection.run(attempt) == wanted
+                        why = "" if worked else "the statement had no effect"
                 except psycopg.Error as error:
                     if error.sqlstate is None or isinstance(error, errors.LockNotAvailable):
                         raise
@@ -98,23 +99,18 @@ def try_writes(connection: Connection, names: Names, table: RecordTable) -> list
     return []
 
 
-def _attempts(table: RecordTable) -> Iterator[tuple[str, Callable[[Connection], bool]]]:
-    """Yield what is tried, each with what it means if it fails."""
+def _attempts(table: RecordTable) -> Iterator[tuple[str, Flow[object], object]]:
+    """Yield what a failure would mean, what is tried, and its result if it works."""
     id = secrets.token_bytes(ID_BYTES)
     claim = Record(id, 1, RUNNING, 1, b"", 1, 0, 1, 1, 1, "", "", "", None, None)
     completed = claim._replace(version=2, state=COMPLETED)
-
-    def writes(swap: Swap, connection: Connection) -> bool:
-        return connection.run(table.write_one(swap))
-
-    def reads(record: Record, connection: Connection) -> bool:
-        return connection.run(table.get((id,))) == [record]
-
-    yield "no key can be claimed", partial(writes, Swap(id, 0, claim))
-    yield "a claim cannot be read after it was written", partial(reads, claim)
-    yield "a claim can never be completed", partial(writes, Swap(id, 1, completed))
-    yield "a completed record cannot be read by a retry", partial(reads, completed)
-    yield "records cannot be deleted, so the table only grows", partial(writes, Swap(id, 2, None))
+    no_conflict: dict[bytes, Record] = {}
+    yield "no key can be claimed", table.write([Swap(id, 0, claim)]), no_conflict
+    yield "a claim cannot be read after it was written", table.get((id,)), [claim]
+    yield "a claim can never be completed", table.write([Swap(id, 1, completed)]), no_conflict
+    yield "a completed record cannot be read by a retry", table.get((id,)), [completed]
+    delete = table.write([Swap(id, 2, None)])
+    yield "records cannot be deleted, so the table only grows", delete, no_conflict
 
 
 # `on conflict (id)` needs a unique index on `id` that is not deferred and has no condition.
@@ -138,7 +134,7 @@ _SETTINGS = {
 _READ_ONLY = "this server is read-only: a standby, or default_transaction_read_only is on"
 _LOCAL = (
     "synchronous_commit = local: commits do not wait for any standby, so a failover loses "
-    "acknowledged writes, whatever synchronous_standby_names says"
+    "acknowledged writes, in spite of synchronous_standby_names"
 )
 _POLICIES = (
     "row security is on for this role, and a row that its policies hide or refuse is an outage; "

@@ -44,7 +44,7 @@ NO_PRIMARY_KEY = (
 )
 _NOT_UTF8 = (
     "postgresql: the encoding of the database is not UTF8, and it cannot store some character of "
-    "this key, scope or label; use a UTF8 database, or compact=1, which stores only digests"
+    "this key, scope or label; use a UTF8 database, or compact=1, which stores no key"
 )
 _READ_ONLY = "every server of the URL is read-only (a standby, or default_transaction_read_only)"
 

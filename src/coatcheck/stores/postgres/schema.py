@@ -10,20 +10,18 @@ from __future__ import annotations
 from psycopg import sql
 
 from coatcheck.errors import Misconfigured
-from coatcheck.stores.migration import HOW
+from coatcheck.stores.migration import HOW, supported
 from coatcheck.stores.postgres.connection import Connection
 from coatcheck.stores.postgres.statements import CREATED_MS
 
-# What a record takes beside its response, in the compact layout: 28 bytes for the row header, 63
-# for the values, about 50 for the index on `id` and 11 to 16 for the other index; the rest is free
-# space. Wide columns come first, so that nothing is padded. Default values are stored as NULL and
-# take nothing: the first attempt, the lease of a completed record, empty texts. Two of the times
-# are stored as differences, and as `numeric`, which is as long as its value.
+# What a record takes beside its response and its texts: 36 bytes for the row header, 63 for the
+# values, about 50 for the index on `id` and 11 to 16 for the other index; the rest is free space.
+# Wide columns come first, so that nothing is padded. Default values are stored as NULL and take
+# nothing. Two of the times are stored as differences, and as `numeric`, as long as its value.
 #
 # Completing changes no indexed column, and where the page has room it touches no index (a "HOT"
-# update). With a fillfactor of 97 that is true for every completion one at a time, for 9 of 10 with
-# 8 at a time, 2 of 3 with 16, and 1 of 14 with 64. Half-empty pages would make it true for most of
-# those as well, but take 130 to 200 bytes more per record, and save the server hardly any time.
+# update). A fillfactor of 97 leaves room for every completion one at a time, and for 2 of 3 with 16
+# at a time. Half-empty pages would take 130 to 200 bytes more per record and save hardly any time.
 #
 # The index for the sweep has a resolution of a second: rows with the same value share an entry.
 _FIRST = """
@@ -139,12 +137,7 @@ def known_version(connection: Connection, names: Names) -> int:
     if table is None:
         return 0
     ((version,),) = connection.fetch(f"select coalesce(max(version), 0) from {names.versions}")
-    if version > len(MIGRATIONS):
-        raise Misconfigured(
-            f"{names.records} has schema {version}, made by a newer coatcheck; this release knows "
-            f"{len(MIGRATIONS)}: upgrade coatcheck here"
-        )
-    return int(version)
+    return supported(names.records, int(version), len(MIGRATIONS))
 
 
 def _execute(connection: Connection, statements: str) -> None:

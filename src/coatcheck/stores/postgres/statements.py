@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from coatcheck.core.identity import ID_BYTES
-from coatcheck.core.record import Record, Swap, new_record
+from coatcheck.core.record import GONE, Record, Swap, new_record
 from coatcheck.stores.contract import Query
 
 Row: TypeAlias = Sequence[Any]
@@ -63,12 +63,8 @@ PLACEHOLDERS = {name: f"%s::{type}" for name, type in _TYPES.items()}
 class Statements(NamedTuple):
     """The SQL for one table."""
 
-    claim_one: str  # parameters: `row_of`
-    change_one: str  # the same, and the expected version
+    swap_many: str  # parameters: `columns_of`
     delete_one: str  # an id and the expected version
-    claim_many: str  # parameters: `columns_of`, as for the next two
-    change_many: str
-    swap_many: str  # claims and changes
     read_many: str  # an array of ids
     select: str
     sweep: str
@@ -76,60 +72,39 @@ class Statements(NamedTuple):
 
 def statements_for(table: str) -> Statements:
     """Return the statements for *table*, a name that is already quoted."""
-    marks = {name: f"${number}::{type}" for number, (name, type) in enumerate(_TYPES.items(), 1)}
-    expected = f"${len(_TYPES) + 1}::bigint"
-    values = ", ".join(marks.values())
     return Statements(
-        claim_one=f"insert into {table} ({_NAMES}) values ({values})"
-        " on conflict (id) do nothing returning 1",
-        change_one=f"update {table} set {_assignments(marks)}"
-        f" where id = $1 and version = {expected} returning 1",
+        swap_many=_swap_many(table),
         delete_one=f"delete from {table} where id = $1::uuid and version = $2::bigint returning 1",
-        **_batch_statements(table),
         read_many=f"select {_FIELDS} from {table} where id = any($1::uuid[])",
         select=f"select {_FIELDS} from {table}",
         sweep=_sweep(table),
     )
 
 
-def _assignments(values: dict[str, str]) -> str:
-    return ", ".join(f"{name} = {value}" for name, value in values.items() if name != "id")
-
-
-def _batch_statements(table: str) -> dict[str, str]:
+def _swap_many(table: str) -> str:
     """
-    One statement for a batch, in which each swap is atomic; most batches hold only one kind.
+    Return the statement that claims and changes records, each of them atomically.
 
-    Returned are the conflicts: the record as of the statement's snapshot, and the id.
+    It returns the conflicts: the record as of the statement's snapshot, and the id.
     """
     types = ["bigint", *_TYPES.values()]
     arrays = ", ".join(f"${number}::{type}[]" for number, type in enumerate(types, 1))
-    given = f"unnest({arrays}) as g (expected, {_NAMES})"
-    claim = f"insert into {table} ({_NAMES}) select {_NAMES} from"
-    claimed = "on conflict (id) do nothing returning id"
-    change = f"update {table} as r set {_assignments({name: f'g.{name}' for name in _TYPES})} from"
-    changed = "where r.id = g.id and r.version = g.expected"
-    conflicts = f"""
-        select r.*, uuid_send(lost.id) from unnest($2::uuid[]) as lost (id) left join lateral (
-          select {_FIELDS} from {table} as r where r.id = lost.id
-        ) as r on true where lost.id not in"""
-    return {
-        "claim_many": f"""
-            with applied as ({claim} {given} {claimed})
-            {conflicts} (select id from applied)""",
-        "change_many": f"""
-            with applied as ({change} {given} {changed} returning r.id)
-            {conflicts} (select id from applied)""",
-        "swap_many": f"""
-            with given as materialized (
-              select * from {given}
-            ), claimed as (
-              {claim} given where expected = 0 order by id {claimed}
-            ), changed as (
-              {change} given as g {changed} and g.expected <> 0 returning r.id
-            )
-            {conflicts} (select id from claimed union all select id from changed)""",
-    }
+    changes = ", ".join(f"{name} = g.{name}" for name in _TYPES if name != "id")
+    return f"""
+        with given as materialized (
+          select * from unnest({arrays}) as g (expected, {_NAMES})
+        ), claimed as (
+          insert into {table} ({_NAMES}) select {_NAMES} from given where expected = 0 order by id
+          on conflict (id) do nothing returning id
+        ), changed as (
+          update {table} as r set {changes} from given as g
+          where r.id = g.id and r.version = g.expected and g.expected <> 0 returning r.id
+        )
+        select r.*, uuid_send(g.id) from given as g left join lateral (
+          select {_FIELDS} from {table} as r where r.id = g.id
+        ) as r on true
+        where g.id not in (select id from claimed union all select id from changed)
+    """
 
 
 def _sweep(table: str) -> str:
@@ -150,7 +125,7 @@ def _sweep(table: str) -> str:
     """
 
 
-def row_of(record: Record, *, compact: bool) -> tuple[Any, ...]:
+def row_of(record: Record) -> tuple[Any, ...]:
     """
     Return the column values of *record*, in the order of `PLACEHOLDERS`.
 
@@ -169,21 +144,17 @@ def row_of(record: Record, *, compact: bool) -> tuple[Any, ...]:
         None if margin_ms == _MARGIN_MS else margin_ms,
         expires_ms,
         record.nonce,
-        None if compact else escape_text(record.label) or None,
-        None if compact else escape_text(record.scope) or None,
-        None if compact else escape_text(record.key) or None,
+        escape_text(record.label) or None,
+        escape_text(record.scope) or None,
+        escape_text(record.key) or None,
         record.progress,
         record.response,
     )
 
 
-def columns_of(swaps: Sequence[Swap], *, compact: bool) -> list[list[Any]]:
+def columns_of(swaps: Sequence[Swap]) -> list[list[Any]]:
     """Return the arrays that write *swaps*, none of which deletes."""
-    rows = (
-        (swap.expected, *row_of(swap.record, compact=compact))
-        for swap in swaps
-        if swap.record is not None
-    )
+    rows = ((swap.expected, *row_of(swap.record)) for swap in swaps if swap.record is not None)
     return [list(column) for column in zip(*rows, strict=True)]
 
 
@@ -206,9 +177,9 @@ def record_of(row: Row) -> Record:
     return record
 
 
-def conflicts_of(rows: Sequence[Row]) -> dict[bytes, Record | None]:
+def conflicts_of(rows: Sequence[Row]) -> dict[bytes, Record]:
     """Return for each conflict of a batch, by id, the record as of the statement's snapshot."""
-    return {row[-1]: None if row[0] is None else record_of(row[:-1]) for row in rows}
+    return {row[-1]: GONE if row[0] is None else record_of(row[:-1]) for row in rows}
 
 
 _ESCAPE = "\x1b"

@@ -15,12 +15,24 @@ from collections.abc import Sequence
 
 from coatcheck.core.record import Record, Swap
 from coatcheck.errors import StoreUnavailable
-from coatcheck.stores.contract import SWEEP_BATCH, AsyncBackend, Finding, Page, Query
+from coatcheck.stores.contract import (
+    SWEEP_BATCH,
+    AsyncBackend,
+    Finding,
+    Page,
+    Query,
+    compact_swap,
+)
 from coatcheck.stores.migration import Migration
 from coatcheck.stores.postgres import schema as schemas
 from coatcheck.stores.postgres import statements
-from coatcheck.stores.postgres.async_backend import Connector, PostgresBackend
-from coatcheck.stores.postgres.connection import SharedConnection, search
+from coatcheck.stores.postgres.async_backend import PostgresBackend
+from coatcheck.stores.postgres.connection import (
+    PLAN_WITH_INDEX,
+    SharedConnection,
+    is_direct,
+    search,
+)
 from coatcheck.stores.postgres.doctor import check_settings, try_writes
 from coatcheck.stores.postgres.schema import Names, known_version, migrate
 from coatcheck.stores.postgres.swap import RecordTable
@@ -41,7 +53,7 @@ class PostgresStore:
     Args:
         conninfo: the database, as a URL or connection string of libpq.
         schema: the schema of our tables; without it, the first one of the search path.
-        compact: store only digests; label, scope and key are left empty.
+        compact: keep the label, but neither scope nor key; see `compact_record`.
         timeout_s: how long connecting may take, and each statement.
         create: create our tables if they are missing.
     """
@@ -59,25 +71,24 @@ class PostgresStore:
     ) -> None:
         self._names = names = Names(schema)
         self._table = RecordTable(names.records, compact=compact)
-        conninfo = conninfo_of(conninfo, timeout_s)
         self._timeout_s = timeout_s
-        self.ledger = transaction_statements_for(
-            conninfo, names.records, timeout_s, compact=compact
-        )
-        options = asyncpg_options(conninfo)
-        self._connector = None if options is None else Connector(options)
-        self._writer = SharedConnection(conninfo, timeout_s, writes=True, prepares=True)
-        self._reader = SharedConnection(conninfo, timeout_s, prepares=True)
-        self._searcher = SharedConnection(conninfo, timeout_s)
+        conninfo = conninfo_of(conninfo, timeout_s)
         self._maintenance = SharedConnection(conninfo, timeout_s)
         try:
             self._maintenance.run(lambda connection: migrate(connection, names, create=create))
             for finding in self._check_settings():
                 if finding.level != "ok":
                     logger.warning("postgresql: %s", finding.message)
+            prepares = self._maintenance.run(is_direct)
         except BaseException:
-            self.close()
+            self._maintenance.close()
             raise
+        self._async_options = asyncpg_options(conninfo, PLAN_WITH_INDEX if prepares else None)
+        self._writer = SharedConnection(conninfo, timeout_s, writes=True, prepares=prepares)
+        self._reader = SharedConnection(conninfo, timeout_s, prepares=prepares)
+        self._searcher = SharedConnection(conninfo, timeout_s)
+        plain = transaction_statements_for(conninfo, names.records, timeout_s, prepares=prepares)
+        self.transaction_statements = plain.over(compact_swap) if compact else plain
 
     @classmethod
     def from_url(cls, url: str, *, create: bool = True) -> PostgresStore:
@@ -124,9 +135,9 @@ class PostgresStore:
 
         Raises NotImplementedError if the URL demands something that only libpq can do.
         """
-        if self._connector is None:
+        if self._async_options is None:
             raise NotImplementedError
-        return PostgresBackend(self._table, self._connector, self._timeout_s)
+        return PostgresBackend(self._table, self._async_options, self._timeout_s)
 
     def find(self, query: Query) -> Page:
         """Find records for operators, in the order of their ids."""

@@ -18,6 +18,7 @@ from typing import TypeVar
 from coatcheck.core.flow import Effect, Flow
 from coatcheck.core.record import GONE, Record, Swap
 from coatcheck.errors import StoreUnavailable
+from coatcheck.stores.contract import compact_swap
 from coatcheck.stores.postgres import statements
 from coatcheck.stores.postgres.errors import ATTEMPTS_MAX, is_rolled_back, to_store_error
 from coatcheck.stores.postgres.statements import Row
@@ -41,7 +42,7 @@ class RecordTable:
 
     Args:
         table: its name, quoted.
-        compact: store only digests; label, scope and key are left empty.
+        compact: keep the label, but neither scope nor key; see `compact_record`.
     """
 
     def __init__(self, table: str, *, compact: bool) -> None:
@@ -50,57 +51,36 @@ class RecordTable:
 
     def swap(self, swaps: Sequence[Swap]) -> Flow[Sequence[Record | None]]:
         """Write each record if its version is still the expected one; see `Store.swap`."""
-        if len(swaps) == 1:
-            return [(yield from self._swap_one(swaps[0]))]
+        if self._compact:
+            swaps = [compact_swap(swap) for swap in swaps]
+        results: dict[bytes, Record | None] = {}
         # Sorted, so that two batches lock their rows in the same order.
-        writes = sorted((swap for swap in swaps if swap.record is not None), key=_id_of)
-        conflicts: dict[bytes, Record | None] = {}
-        if writes:
-            conflicts = statements.conflicts_of((yield from self._write_many(writes)))
-        results: list[Record | None] = []
-        for swap in swaps:
-            if swap.record is None:  # deletions are rare, and executed one by one
-                results.append((yield from self._swap_one(swap)))
-            elif swap.id in conflicts:
-                results.append((yield from self._conflicting_record(swap, conflicts[swap.id])))
-            else:
-                results.append(None)
-        return results
-
-    def _swap_one(self, swap: Swap) -> Flow[Record | None]:
-        """One plain statement, and a second one after a conflict."""
+        pending = sorted(swaps, key=_id_of)
         for _ in range(ATTEMPTS_MAX):
-            if (yield from self.write_one(swap)):
-                return None
-            current = (yield from self.get((swap.id,)))[0]
-            if _version_of(current) != swap.expected:
-                return GONE if current is None else current
-            # The conflicting record changed between the two statements, so this swap may succeed.
+            conflicts = yield from self.write(pending)
+            results.update((swap.id, conflicts.get(swap.id)) for swap in pending)
+            # If the snapshot shows the expected version, a younger transaction has changed the
+            # record. The next statement sees what it wrote.
+            pending = [s for s in pending if s.id in conflicts and _is_expected(s, results[s.id])]
+            if not pending:
+                return [results[swap.id] for swap in swaps]
         raise StoreUnavailable(f"the record was replaced {ATTEMPTS_MAX} times during one swap")
 
-    def write_one(self, swap: Swap) -> Flow[bool]:
-        """Execute *swap* once; whether it was applied."""
-        if swap.record is None:
-            values = (statements.uuid_of(swap.id), swap.expected)
-            return bool((yield from Execute(self.statements.delete_one, values)))
-        row = statements.row_of(swap.record, compact=self._compact)
-        if not swap.expected:
-            return bool((yield from Execute(self.statements.claim_one, row)))
-        return bool((yield from Execute(self.statements.change_one, (*row, swap.expected))))
-
-    def _write_many(self, writes: Sequence[Swap]) -> Execute:
-        claims = [swap.expected for swap in writes].count(0)
-        if claims == len(writes):
-            statement = self.statements.claim_many
-        else:
-            statement = self.statements.swap_many if claims else self.statements.change_many
-        return Execute(statement, statements.columns_of(writes, compact=self._compact))
-
-    def _conflicting_record(self, swap: Swap, in_snapshot: Record | None) -> Flow[Record | None]:
-        """Return what *swap* lost against; *in_snapshot* was there when the statement began."""
-        if _version_of(in_snapshot) != swap.expected:
-            return GONE if in_snapshot is None else in_snapshot
-        return (yield from self._swap_one(swap))  # it lost against a younger transaction
+    def write(self, swaps: Sequence[Swap]) -> Flow[dict[bytes, Record]]:
+        """Execute *swaps* once; return the conflicts by id, `GONE` where there is no record."""
+        conflicts: dict[bytes, Record] = {}
+        writes = [swap for swap in swaps if swap.record is not None]
+        if writes:
+            columns = statements.columns_of(writes)
+            conflicts = statements.conflicts_of(
+                (yield from Execute(self.statements.swap_many, columns))
+            )
+        for swap in swaps:  # deletions are rare, and executed one by one
+            if swap.record is None:
+                values = (statements.uuid_of(swap.id), swap.expected)
+                if not (yield from Execute(self.statements.delete_one, values)):
+                    conflicts[swap.id] = (yield from self.get((swap.id,)))[0] or GONE
+        return conflicts
 
     def get(self, ids: Sequence[bytes]) -> Flow[Sequence[Record | None]]:
         """Read records, in the order of *ids*."""
@@ -110,8 +90,8 @@ class RecordTable:
         return [found.get(id) for id in ids]
 
 
-def _version_of(record: Record | None) -> int:
-    return 0 if record is None else record.version
+def _is_expected(swap: Swap, current: Record | None) -> bool:
+    return current is not None and current.version == swap.expected
 
 
 def with_store_errors(flow: Flow[T], *, writes: bool) -> Flow[T]:

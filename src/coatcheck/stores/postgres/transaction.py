@@ -13,19 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from operator import itemgetter
+from typing import Any
 
-from coatcheck.core.record import COMPLETED, RUNNING, Record, Swap
-from coatcheck.stores.postgres.connection import (
-    WHO_ANSWERS,
-    AsyncConnection,
-    Connection,
-    is_direct,
-)
+from coatcheck.core.record import Swap
+from coatcheck.stores.postgres.connection import AsyncConnection, Connection
 from coatcheck.stores.postgres.statements import PLACEHOLDERS, row_of
 from coatcheck.stores.transaction_statements import Statement, TransactionStatements
 
-# The statement after it refers to both, because PostgreSQL skips a CTE without references.
+# Both are referred to by what follows, because PostgreSQL skips a CTE that is not.
 _LOCK_WITH_LIMIT = """\
 with limited as materialized (
   select 0 * length(set_config('coatcheck.lock_timeout', current_setting('lock_timeout'), true))
@@ -36,51 +31,41 @@ with limited as materialized (
 _RESTORE_LIMIT = (
     " returning set_config('lock_timeout', current_setting('coatcheck.lock_timeout'), true)"
 )
-# The columns of the claim of a new key. The others have defaults, but for the state.
-_NEW = [name for name in PLACEHOLDERS if name not in ("state", "attempt", "progress", "response")]
-_new_of = itemgetter(*map([*PLACEHOLDERS].index, _NEW))
 # The row version was written by this transaction or a savepoint of it; a committed one is older. So
 # the completion finds no row if the handler has committed and is in another transaction now.
 _IS_OURS = "age(xmin) <= 0"
 _CHANGES = ", ".join(f"{name} = {mark}" for name, mark in PLACEHOLDERS.items() if name != "id")
 _WHERE = "id = %s::uuid and version = %s::bigint"
-# What a completion changes of its claim; the progress was written before.
-_COMPLETION = ", ".join(
-    [
-        f"state = {COMPLETED}",
-        "lease_until_ms = null",
-        *(f"{name} = {PLACEHOLDERS[name]}" for name in ("version", "age_ms", "response")),
-    ]
-)
 # 5 executions: psycopg's own default.
 _PREPARE_THRESHOLD = 5
 
 
 def transaction_statements_for(
-    conninfo: str, table: str, timeout_s: float, *, compact: bool
+    conninfo: str, table: str, timeout_s: float, *, prepares: bool
 ) -> TransactionStatements:
     """Return the statements for *table*, a name that is already quoted."""
-    statements = _Statements(table, timeout_s, compact=compact)
+    statements = _Statements(table, timeout_s)
+    # The handler's own statements have no time limit.
+    threshold = _PREPARE_THRESHOLD if prepares else None
     return TransactionStatements(
         dialect="postgresql",
         claim=statements.claim,
         change=statements.change,
-        connect=partial(_connect, conninfo, timeout_s),
-        connect_async=partial(_connect_async, conninfo, timeout_s),
+        connect=partial(Connection.connect, conninfo, prepare_threshold=threshold),
+        connect_async=partial(AsyncConnection.connect, conninfo, prepare_threshold=threshold),
     )
 
 
 class _Statements:
     """The statements of one table."""
 
-    def __init__(self, table: str, timeout_s: float, *, compact: bool) -> None:
+    def __init__(self, table: str, timeout_s: float) -> None:
         # The same id in another table has another lock.
         quoted = table.replace("'", "''")
         lock = f"%s::bigint # '{quoted}'::regclass::oid::bigint"
         lock_with_limit = _LOCK_WITH_LIMIT.format(lock)
-        values = ", ".join(PLACEHOLDERS[name] for name in _NEW)
-        insert = f"insert into {table} (state, {', '.join(_NEW)}) select {RUNNING}, {values}"
-        self._compact = compact
+        names, values = ", ".join(PLACEHOLDERS), ", ".join(PLACEHOLDERS.values())
+        insert = f"insert into {table} ({names}) select {values}"
         self._timeout_s = timeout_s
         self._insert_if_unlocked = (
             f"{insert} where pg_try_advisory_xact_lock({lock}) on conflict (id) do nothing"
@@ -92,11 +77,11 @@ class _Statements:
             f"{lock_with_limit}update {table} set {_CHANGES}"
             f" where {_WHERE} and (select one from locked) = 1{_RESTORE_LIMIT}"
         )
-        self._complete = f"update {table} set {_COMPLETION} where {_WHERE} and {_IS_OURS}"
+        self._complete = f"update {table} set {_CHANGES} where {_WHERE} and {_IS_OURS}"
 
     def claim(self, swap: Swap, wait_ms: int) -> Iterator[Statement]:
         """Yield the statements that claim a new key, or an existing record, one after the other."""
-        row = row_of(_record_of(swap), compact=self._compact)
+        row = _row_of(swap)
         lock = int.from_bytes(swap.id[:8], "big", signed=True)
         limit = f"{wait_ms:d}ms"
         timeout_s = self._timeout_s + wait_ms / 1_000
@@ -104,50 +89,15 @@ class _Statements:
             values = (limit, lock, *row[1:], row[0], swap.expected)
             yield Statement(self._replace, values, timeout_s)
             return
-        new = _new_of(row)
-        yield Statement(self._insert_if_unlocked, (*new, lock), timeout_s)
-        yield Statement(self._insert, (limit, lock, *new), timeout_s)
+        yield Statement(self._insert_if_unlocked, (*row, lock), timeout_s)
+        yield Statement(self._insert, (limit, lock, *row), timeout_s)
 
     def change(self, swap: Swap) -> Statement:
         """Return the statement that completes a claim of the same transaction."""
-        record = _record_of(swap)
-        assert record.state == COMPLETED
-        age_ms = record.version - record.created_ms
-        changes = (record.version, None if age_ms == 1 else age_ms, record.response)
-        return Statement(self._complete, (*changes, swap.id.hex(), swap.expected))
+        id, *changes = _row_of(swap)
+        return Statement(self._complete, (*changes, id, swap.expected))
 
 
-def _record_of(swap: Swap) -> Record:
+def _row_of(swap: Swap) -> tuple[Any, ...]:
     assert swap.record is not None
-    return swap.record
-
-
-def _connect(conninfo: str, timeout_s: float) -> Connection:
-    """Open a connection that prepares frequent statements, unless it is behind a pooler."""
-    connection = Connection.connect(conninfo, prepare_threshold=None)
-    try:
-        connection.timeout_s = timeout_s
-        if is_direct(connection, connection.execute(WHO_ANSWERS).fetchall()):
-            connection.prepare_threshold = _PREPARE_THRESHOLD
-        connection.rollback()
-    except BaseException:
-        connection.close()
-        raise
-    del connection.timeout_s  # the handler's own statements have no limit
-    return connection
-
-
-async def _connect_async(conninfo: str, timeout_s: float) -> AsyncConnection:
-    """Open the same kind of connection for an event loop."""
-    connection = await AsyncConnection.connect(conninfo, prepare_threshold=None)
-    try:
-        connection.timeout_s = timeout_s
-        answer = await connection.execute(WHO_ANSWERS)
-        if is_direct(connection, await answer.fetchall()):
-            connection.prepare_threshold = _PREPARE_THRESHOLD
-        await connection.rollback()
-    except BaseException:
-        await connection.close()
-        raise
-    del connection.timeout_s  # as above
-    return connection
+    return row_of(swap.record)

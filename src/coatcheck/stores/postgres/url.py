@@ -102,25 +102,29 @@ _ONLY_LIBPQ = {
 }
 
 
-def asyncpg_options(conninfo: str) -> dict[str, Any] | None:
+def asyncpg_options(conninfo: str, settings: dict[str, str] | None) -> dict[str, Any] | None:
     """
     Return the keywords of `asyncpg.connect` that mean what *conninfo* means to libpq.
 
-    None if asyncpg cannot honour all of it.
+    None if asyncpg cannot honour all of it. With *settings* of the session, every statement is
+    prepared.
     """
     options = {**_libpq_defaults(), **conninfo_to_dict(conninfo)}
     for name, value in _ONLY_LIBPQ.items():
         if options.get(name) and value in (None, options[name]):
             return None
     shared = {name: options[name] for name in _SHARED_WITH_ASYNCPG if options.get(name)}
-    settings = {name: options[name] for name in _SERVER_SETTINGS if options.get(name)}
+    sent = {name: options[name] for name in _SERVER_SETTINGS if options.get(name)}
     hosts = options.get("host") or options.get("hostaddr")
     ports = [int(port or _PORT) for port in str(options.get("port", "")).split(",")]
     return {
         "dsn": f"postgresql://?{urlencode(shared, quote_via=quote)}",
         "host": str(hosts).split(",") if hosts else None,
         "port": ports[0] if len(ports) == 1 else ports,
-        "server_settings": settings,
+        "server_settings": {**sent, **(settings or {})},
+        "statement_cache_size": 100 if settings else 0,
+        "max_cached_statement_lifetime": 0,
+        "timeout": None,  # see `async_backend.py`
     }
 
 

@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeAlias
 
 from coatcheck.core.identity import ID_BYTES
 from coatcheck.core.record import Record, Swap, new_record
+from coatcheck.stores.contract import compact_record
 
 _SCRIPT = files("coatcheck.stores.redis").joinpath("swap.lua").read_bytes()
 # EVALSHA names a script by its SHA-1; the digest protects nothing.
@@ -53,10 +54,9 @@ def encode(record: Record, *, compact: bool) -> tuple[bytes, int]:
     """
     # fmt: off
     (_, version, state, attempt, fingerprint, created_ms, lease_until_ms, window_until_ms,
-        expires_ms, nonce, label, scope, key, progress, response) = record
+        expires_ms, nonce, label, scope, key, progress, response
+    ) = compact_record(record) if compact else record
     # fmt: on
-    if compact:
-        label = scope = key = ""
     # surrogatepass: a label holds a URL path, which may be any bytes and so not valid Unicode.
     texts = [text.encode("utf-8", "surrogatepass") for text in (label, scope, key)]
     # fmt: off
@@ -161,7 +161,7 @@ class Commands:
 
     Args:
         keys: of the records.
-        compact: store label, scope and key empty.
+        compact: keep the label, but neither scope nor key; see `compact_record`.
         is_cluster: one key for each command, because every key may be on another server.
     """
 

@@ -49,7 +49,7 @@ class RedisStore:
     Args:
         target: which servers; see `from_url`.
         prefix: what all keys begin with; stores with different prefixes do not see each other.
-        compact: keep only digests; label, scope and key are stored empty.
+        compact: keep the label, but neither scope nor key; see `compact_record`.
         timeout_s: how long to wait for a connection, and for each answer.
         wait: how many replicas must acknowledge a write.
         allow: the risks that are accepted: eviction, no-persistence, replica.

@@ -30,8 +30,8 @@ _EXAMPLES = (
     "or redis+cluster://host1:6379,host2:6379"
 )
 _KNOWN_OPTIONS = (
-    "the options are prefix=coatcheck: (of all keys), compact=0 or 1 (keep only digests), "
-    "timeout=5s, wait=1 (replicas that must acknowledge a write), tls=0 or 1, "
+    "the options are prefix=coatcheck: (of all keys), compact=0 or 1 (keep neither scopes nor "
+    "keys), timeout=5s, wait=1 (replicas that must acknowledge a write), tls=0 or 1, "
     "tls_ca=/path/to/ca.pem, sentinel_username=NAME and sentinel_password=WORD (of the Sentinels) "
     f"and allow=NAME,NAME of {', '.join(RISKS)}"
 )

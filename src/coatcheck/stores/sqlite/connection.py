@@ -22,13 +22,9 @@ from weakref import WeakSet
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.sqlite.errors import code_of, is_file_error, is_temporary, to_store_error
 
-# The write-ahead log is copied into the file after 1,000 pages, and after up to 4,000 in a large
-# file. There a copy is expensive, because most pages of the log are different pages: at 1,000 the
-# slowest twentieth of all batches took half as long again. A small file keeps a short log, because
-# overwriting a log is cheaper to sync than extending it.
-_CHECKPOINT_PAGES_MIN = 1_000
-_CHECKPOINT_PAGES_MAX = 4_000
-_CHECKPOINTS_PER_FILE = 16
+# 4,000: the write-ahead log is copied into the file after so many pages. SQLite's default of 1,000
+# made the slowest twentieth of all batches half as slow again in a file of many records.
+_CHECKPOINT_PAGES = 4_000
 
 # 8 MB per connection: the inner pages of both indexes of some million records.
 _CACHE_KIB = 8_192
@@ -60,7 +56,7 @@ def connect(
     )
     try:
         connection.execute("pragma synchronous = full")
-        connection.execute(f"pragma wal_autocheckpoint = {_checkpoint_pages(connection)}")
+        connection.execute(f"pragma wal_autocheckpoint = {_CHECKPOINT_PAGES}")
         connection.execute(f"pragma cache_size = -{_CACHE_KIB}")
         if writes:  # `execute_with_retry` waits instead
             connection.execute("pragma busy_timeout = 0")
@@ -68,12 +64,6 @@ def connect(
         connection.close()
         raise
     return connection
-
-
-def _checkpoint_pages(connection: sqlite3.Connection) -> int:
-    (file_pages,) = connection.execute("pragma page_count").fetchone()
-    pages: int = file_pages // _CHECKPOINTS_PER_FILE
-    return max(_CHECKPOINT_PAGES_MIN, min(pages, _CHECKPOINT_PAGES_MAX))
 
 
 def execute_with_retry(

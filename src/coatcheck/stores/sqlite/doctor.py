@@ -43,7 +43,7 @@ def try_record(connection: sqlite3.Connection, path: str) -> Iterator[Finding]:
 
 
 def _is_applied(connection: sqlite3.Connection, swap: Swap) -> bool:
-    statement, row = statements.write_one(swap, compact=False)
+    statement, row = statements.write_one(swap)
     return connection.execute(statement, row).rowcount == 1
 
 

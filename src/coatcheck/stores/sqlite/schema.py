@@ -11,25 +11,18 @@ from contextlib import closing
 from pathlib import Path
 
 from coatcheck.errors import Misconfigured
-from coatcheck.stores.migration import HOW
+from coatcheck.stores.migration import HOW, supported
 from coatcheck.stores.sqlite.connection import connect, execute_with_retry
 from coatcheck.stores.sqlite.errors import to_store_error
 
 # 3.35 (2021): the oldest version we test with; it has `update … from` without its early bugs.
 SQLITE_VERSION_MIN = (3, 35)
 
-# Rows are stored in order of arrival, not clustered by id (`without rowid`). Clustered rows are
+# Rows are stored in order of arrival, not clustered by id (`without rowid`): clustered rows are
 # inserted and grow at random places, so a third of every page stays empty and every completion
-# writes a page of its own. In order of arrival the pages are full, and only the index on `id`,
-# 26 bytes per record, is written at random places. Measured at 64 at a time, beside a response of
-# 150 bytes: 182 bytes per record, clustered 197; beside a response of 400 bytes: 243 and 326.
-#
-# Rows are small because SQLite stores integers in as few bytes as they need, and 0 and 1 in none.
-# So times are stored as differences (`age_ms` is 0 or 1 in nearly every record, `margin_ms` takes
-# 3 bytes), and hexadecimal text is stored as bytes (see `statements.py`).
-#
-# `expires_ms` has the only other index. It changes only when a key starts over after its window,
-# so completing a record touches no index, and this one grows at its end like the table.
+# writes a page of its own. SQLite stores integers in as few bytes as they need, and 0 and 1 in
+# none, so times are stored as differences. `expires_ms` changes only when a key starts over after
+# its window, so completing a record touches no index.
 _TABLE = """
 create table coatcheck_records (
   n              integer primary key,  -- in order of arrival
@@ -91,7 +84,7 @@ def _migrate(
     # Immediate: of several processes that start at once, the first one migrates and the others see
     # the result. It also makes a read-only file fail now instead of at the first request.
     execute_with_retry(connection, busy_timeout_s, "begin immediate")
-    found = _supported_version_in(connection, path)
+    found = supported(path, _version_in(connection), len(MIGRATIONS))
     if found < len(MIGRATIONS) and not create:
         raise Misconfigured(
             f"{path} has coatcheck schema {found}, older than {len(MIGRATIONS)} of this release; "
@@ -111,19 +104,9 @@ def version_at(path: str, busy_timeout_s: float) -> int:
         return 0
     try:
         with closing(connect(path, busy_timeout_s)) as connection:
-            return _supported_version_in(connection, path)
+            return supported(path, _version_in(connection), len(MIGRATIONS))
     except sqlite3.Error as error:
         raise to_store_error(error, path, opening=True) from error
-
-
-def _supported_version_in(connection: sqlite3.Connection, path: str) -> int:
-    found = _version_in(connection)
-    if found > len(MIGRATIONS):
-        raise Misconfigured(
-            f"{path} has coatcheck schema {found}, but this release of coatcheck supports schemas "
-            f"up to {len(MIGRATIONS)}; upgrade coatcheck, or use another file"
-        )
-    return found
 
 
 def _version_in(connection: sqlite3.Connection) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, TypeAlias, TypeVar
 
+from coatcheck.core.identity import ID_BYTES
 from coatcheck.core.record import Record, Swap
 from coatcheck.stores.contract import Query
 
@@ -43,18 +44,14 @@ _SELECT = (
 
 # Change a record. `expires_ms` stays as it is, so no index is touched. A key that starts over after
 # its window has another expiry; this statement then changes no row, and REPLACE_ONE does it.
-CHANGE_ONE = (
-    "update coatcheck_records set version = ?2, state = ?3, attempt = ?4, fingerprint = ?5,"
-    " age_ms = ?2 - ?6, lease_until_ms = ?7, margin_ms = ?9 - ?8, nonce = ?10, label = ?11,"
-    " scope = ?12, key = ?13, progress = ?14, response = ?15"
-    " where id = ?1 and version = ?16 and expires_ms = ?9"
+_SET = (
+    "version = ?2, state = ?3, attempt = ?4, fingerprint = ?5, age_ms = ?2 - ?6,"
+    " lease_until_ms = ?7, margin_ms = ?9 - ?8, nonce = ?10, label = ?11, scope = ?12, key = ?13,"
+    " progress = ?14, response = ?15"
 )
-REPLACE_ONE = (
-    "update coatcheck_records set version = ?2, state = ?3, attempt = ?4, fingerprint = ?5,"
-    " age_ms = ?2 - ?6, lease_until_ms = ?7, margin_ms = ?9 - ?8, expires_ms = ?9, nonce = ?10,"
-    " label = ?11, scope = ?12, key = ?13, progress = ?14, response = ?15"
-    " where id = ?1 and version = ?16"
-)
+_WHERE = "id = ?1 and version = ?16"
+CHANGE_ONE = f"update coatcheck_records set {_SET} where {_WHERE} and expires_ms = ?9"
+REPLACE_ONE = f"update coatcheck_records set {_SET}, expires_ms = ?9 where {_WHERE}"
 DELETE_ONE = "delete from coatcheck_records where id = ? and version = ?"
 
 # Uses the index on `expires_ms`, so records within their retention are not visited.
@@ -105,12 +102,6 @@ def read_many(rows: int) -> str:
     return f"{_SELECT} where id in ({','.join('?' * rows)})"
 
 
-@cache
-def row_numbers_many(rows: int) -> str:
-    """Read the row numbers of *rows* ids."""
-    return f"select id, n from coatcheck_records where id in ({','.join('?' * rows)})"
-
-
 def chunks(things: Sequence[T]) -> Iterator[Sequence[T]]:
     """Split *things* into the sizes for which there are statements."""
     start = 0
@@ -129,14 +120,25 @@ def read(connection: sqlite3.Connection, ids: Sequence[bytes]) -> dict[bytes, Re
     return records
 
 
-def write_one(swap: Swap, *, compact: bool) -> tuple[str, Row]:
+def write_all(connection: sqlite3.Connection, swaps: Sequence[Swap]) -> bool:
+    """Write *swaps* in a few statements; return False if any was not applied, or deletes."""
+    writes = [(swap, row_of(swap.record)) for swap in swaps if swap.record is not None]
+    claims = [row for swap, row in writes if not swap.expected]
+    changes = [[*row, swap.expected] for swap, row in writes if swap.expected]
+    applied = 0
+    for statement_of, rows in ((claim_many, claims), (change_many, changes)):
+        for some in chunks(rows):
+            values = [value for row in some for value in row]
+            applied += connection.execute(statement_of(len(some)), values).rowcount
+    return applied == len(swaps)
+
+
+def write_one(swap: Swap, *, change: str = CHANGE_ONE) -> tuple[str, Row]:
     """Return the statement and the parameters for *swap* alone; it is applied if a row changes."""
     if swap.record is None:
         return DELETE_ONE, [swap.id, swap.expected]
-    row = row_of(swap.record, compact=compact)
-    if swap.expected == 0:
-        return CLAIM_ONE, row
-    return CHANGE_ONE, [*row, swap.expected]
+    row = row_of(swap.record)
+    return (change, [*row, swap.expected]) if swap.expected else (CLAIM_ONE, row)
 
 
 def find(query: Query) -> tuple[str, list[object]]:
@@ -145,9 +147,12 @@ def find(query: Query) -> tuple[str, list[object]]:
     # "+id" keeps SQLite from using the index on `id`. With other conditions it would visit every
     # row in random order: 8 s for a million rows, where reading them in order takes half a second.
     id = "+id" if filters and not query.id_prefix else "id"
-    conditions = [(f"{id} >= ?", query.id_prefix), (f"{id} > ?", query.after_id), *filters]
-    if (end := _end_of_prefix(query.id_prefix)) is not None:
-        conditions.append((f"{id} < ?", end))
+    conditions = [
+        (f"{id} > ?", query.after_id),
+        (f"{id} >= ?", query.id_prefix),
+        (f"{id} <= ?", query.id_prefix.ljust(ID_BYTES, b"\xff")),
+        *filters,
+    ]
     where = " and ".join(text for text, _ in conditions)
     values = [value for _, value in conditions]
     return f"{_SELECT} where {where} order by {id} limit ?", [*values, query.limit + 1]
@@ -168,21 +173,12 @@ def _filters(query: Query) -> Iterator[tuple[str, object]]:
         yield "(state <> 0 or lease_until_ms <= ?)", query.expired_at_ms
 
 
-def _end_of_prefix(prefix: bytes) -> bytes | None:
-    """Return the first bytes after all that begin with *prefix*; None if there are none."""
-    kept = prefix.rstrip(b"\xff")
-    return kept[:-1] + bytes([kept[-1] + 1]) if kept else None
-
-
-def row_of(record: Record, *, compact: bool) -> Row:
-    """Return the parameters that write *record*; *compact* leaves out label, scope and key."""
+def row_of(record: Record) -> Row:
+    """Return the parameters that write *record*."""
     row: Row = list(record)
-    if compact:
-        row[10:13] = "", "", ""
-    else:
-        row[10] = _encode_text(record.label)
-        row[11] = _encode_scope(record.scope)
-        row[12] = _encode_key(record.key)
+    row[10] = _encode_text(record.label)
+    row[11] = _encode_scope(record.scope)
+    row[12] = _encode_key(record.key)
     return row
 
 

@@ -7,7 +7,7 @@ one process write at a time; the others retry until the busy timeout.
 A batch of any size is a few statements. Every statement releases the interpreter lock and has to
 get it back, which is slow beside a busy event loop. So claims are one `insert` of many rows and
 changes are one `update` from many rows. The number of changed rows tells whether all swaps were
-applied; only if not, the store reads which ones conflict.
+applied; only if not, the store repeats them one by one.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from coatcheck.core.record import GONE, Record, Swap
 from coatcheck.errors import StoreUnavailable
-from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query
+from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, compact_swap
 from coatcheck.stores.migration import Migration
 from coatcheck.stores.registry import SQLITE
 from coatcheck.stores.sqlite import doctor, schema, statements
@@ -40,7 +40,7 @@ class SqliteStore:
 
     Args:
         path: the file; created if it does not exist, in a directory that must exist.
-        compact: store only digests; label, scope and key are stored empty.
+        compact: keep the label, but neither scope nor key; see `compact_record`.
         busy_timeout_s: how long to wait while another process holds the write lock.
         create: create the file and the tables if they are missing.
     """
@@ -66,7 +66,8 @@ class SqliteStore:
         self._identity = _identity_of(self.path)
         self._compact = compact
         self._busy_timeout_s = busy_timeout_s
-        self.ledger = transaction_statements_for(self.path, busy_timeout_s, compact=compact)
+        plain = transaction_statements_for(self.path, busy_timeout_s)
+        self.transaction_statements = plain.over(compact_swap) if compact else plain
         self._writer = SharedConnection(self.path, busy_timeout_s, writes=True)
         self._reader = SharedConnection(self.path, busy_timeout_s)
         self._search = SharedConnection(self.path, busy_timeout_s)
@@ -96,25 +97,23 @@ class SqliteStore:
         """Write each record if its version in the file is still the expected one."""
         if not swaps:
             return []
+        if self._compact:
+            swaps = [compact_swap(swap) for swap in swaps]
         with self._writer as connection:
-            self._check_identity()
+            if _identity_of(self.path) != self._identity:
+                # Other processes no longer see our file under this path.
+                raise StoreUnavailable(f"{self.path}: {_REPLACED}")
             if len(swaps) == 1:
                 return [self._swap_one(connection, swaps[0])]
             return self._swap_many(connection, swaps)
 
-    def _check_identity(self) -> None:
-        """Refuse to write to a file that other processes no longer see under this path."""
-        if _identity_of(self.path) != self._identity:
-            raise StoreUnavailable(f"{self.path}: {_REPLACED}")
-
     def _swap_one(self, connection: sqlite3.Connection, swap: Swap) -> Record | None:
         """One statement if it is applied, two if it conflicts, and no transaction."""
-        statement, row = statements.write_one(swap, compact=self._compact)
-        if self._execute(connection, statement, row).rowcount == 1:
+        if self._execute(connection, *statements.write_one(swap)).rowcount == 1:
             return None
-        current = statements.read(connection, (swap.id,)).get(swap.id)
-        if swap.expected != (0 if current is None else current.version):
-            return GONE if current is None else current
+        current = statements.read(connection, (swap.id,)).get(swap.id, GONE)
+        if current.version != swap.expected:
+            return current
         # The versions match, yet nothing was written: the new record has another expiry, or the
         # current one appeared or disappeared between the two statements. A transaction settles it.
         return self._swap_many(connection, (swap,))[0]
@@ -123,76 +122,18 @@ class SqliteStore:
         self, connection: sqlite3.Connection, swaps: Sequence[Swap]
     ) -> Sequence[Record | None]:
         """One transaction; after an error `SharedConnection` rolls it back."""
-        changes = [swap for swap in swaps if swap.expected and swap.record is not None]
-        claims = [swap for swap in swaps if not swap.expected and swap.record is not None]
-        deletes = [swap for swap in swaps if swap.record is None]
         self._execute(connection, "begin immediate")
-        conflicts = [
-            *self._change(connection, changes),  # first, because it may start a new transaction
-            *self._claim(connection, claims),
-            *self._delete(connection, deletes),
-        ]
-        ids = [swap.id for swap in conflicts]
-        current = statements.read(connection, ids)
-        connection.execute("commit")
-        results: dict[bytes, Record | None] = {
-            swap.id: current.get(swap.id, GONE if swap.expected else None) for swap in conflicts
-        }
-        return [results.get(swap.id) for swap in swaps]
-
-    def _change(self, connection: sqlite3.Connection, changes: list[Swap]) -> list[Swap]:
-        """Update the rows of *changes*; return the conflicts."""
-        if not changes:
-            return []
-        rows = self._rows(changes)
-        for row, swap in zip(rows, changes, strict=True):
-            row.append(swap.expected)
-        applied = 0
-        for some in statements.chunks(rows):
-            text = statements.change_many(len(some))
-            applied += connection.execute(text, _flat(some)).rowcount
-        if applied == len(changes):
-            return []
+        if statements.write_all(connection, swaps):
+            connection.execute("commit")
+            return [None] * len(swaps)
         # The rows do not tell which swaps conflict: an equal swap of another process leaves an
         # equal row, and a key that starts over is no conflict at all. So repeat them one by one.
         connection.execute("rollback")
         self._execute(connection, "begin immediate")
-        return [
-            swap
-            for swap, row in zip(changes, rows, strict=True)
-            if connection.execute(statements.REPLACE_ONE, row).rowcount == 0
-        ]
-
-    def _claim(self, connection: sqlite3.Connection, claims: list[Swap]) -> list[Swap]:
-        """Insert the rows of *claims*; return the conflicts."""
-        if not claims:
-            return []
-        applied = last = 0
-        for some in statements.chunks(self._rows(claims)):
-            cursor = connection.execute(statements.claim_many(len(some)), _flat(some))
-            applied += cursor.rowcount
-            last = cursor.lastrowid or 0
-        if applied == 0:
-            return claims
-        if applied == len(claims):
-            return []
-        # Rows are numbered in order of insertion, so ours have the last *applied* numbers.
-        numbers: dict[bytes, int] = {}
-        for ids in statements.chunks([swap.id for swap in claims]):
-            numbers.update(connection.execute(statements.row_numbers_many(len(ids)), ids))
-        return [swap for swap in claims if numbers[swap.id] <= last - applied]
-
-    def _delete(self, connection: sqlite3.Connection, deletes: list[Swap]) -> list[Swap]:
-        """Delete one by one, because it is rare; return the conflicts."""
-        return [
-            swap
-            for swap in deletes
-            if connection.execute(statements.DELETE_ONE, (swap.id, swap.expected)).rowcount == 0
-        ]
-
-    def _rows(self, swaps: Iterable[Swap]) -> list[statements.Row]:
-        records = (swap.record for swap in swaps)
-        return [statements.row_of(r, compact=self._compact) for r in records if r is not None]
+        conflicts = {swap.id for swap in swaps if not _is_applied(connection, swap)}
+        current = statements.read(connection, [*conflicts])
+        connection.execute("commit")
+        return [current.get(swap.id, GONE) if swap.id in conflicts else None for swap in swaps]
 
     def _execute(
         self, connection: sqlite3.Connection, statement: str, parameters: Sequence[object] = ()
@@ -257,5 +198,6 @@ def _identity_of(path: str) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _flat(rows: Iterable[statements.Row]) -> list[object]:
-    return [value for row in rows for value in row]
+def _is_applied(connection: sqlite3.Connection, swap: Swap) -> bool:
+    write = statements.write_one(swap, change=statements.REPLACE_ONE)
+    return connection.execute(*write).rowcount == 1

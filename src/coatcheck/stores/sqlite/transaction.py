@@ -18,27 +18,21 @@ from coatcheck.stores.sqlite.connection import connect
 from coatcheck.stores.transaction_statements import Statement, TransactionStatements
 
 
-def transaction_statements_for(
-    path: str, busy_timeout_s: float, *, compact: bool
-) -> TransactionStatements:
+def transaction_statements_for(path: str, busy_timeout_s: float) -> TransactionStatements:
     """Return the statements for the store in *path*."""
     return TransactionStatements(
         dialect="sqlite",
-        claim=partial(_claim, compact=compact),
-        change=lambda swap: Statement(*statements.write_one(swap, compact=compact)),
+        claim=_claim,
+        change=lambda swap: Statement(*statements.write_one(swap)),
         connect=partial(connect, path, busy_timeout_s),
         connect_async=partial(_connect_async, path, busy_timeout_s),
-        is_shelved=False,
+        is_pooled=False,
     )
 
 
-def _claim(swap: Swap, _wait_ms: int, *, compact: bool) -> Iterator[Statement]:
-    assert swap.record is not None
-    row = statements.row_of(swap.record, compact=compact)
-    if swap.expected:  # the key starts over, so its expiry changes
-        yield Statement(statements.REPLACE_ONE, [*row, swap.expected])
-    else:
-        yield Statement(statements.CLAIM_ONE, row)
+def _claim(swap: Swap, _wait_ms: int) -> Iterator[Statement]:
+    # A key that starts over changes its expiry.
+    yield Statement(*statements.write_one(swap, change=statements.REPLACE_ONE))
 
 
 def _connect_async(path: str, busy_timeout_s: float) -> Any:  # noqa: ANN401 - aiosqlite is optional

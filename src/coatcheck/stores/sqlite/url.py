@@ -47,7 +47,7 @@ def _parse_options(query: str) -> SqliteOptions:
         else:
             problem = no_option("sqlite", name, value, ("compact",))
             raise Misconfigured(
-                f"{problem}; the options are compact=0 or 1 (store only digests) and "
+                f"{problem}; the options are compact=0 or 1 (keep neither scopes nor keys) and "
                 "busy_timeout=5s (how long to wait while another process holds the write lock)"
             )
     return options
