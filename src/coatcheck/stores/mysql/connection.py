@@ -159,15 +159,15 @@ class Session:
             _refuse_replica(rows[0][-1])
         return rows
 
-    def write(self, statement: str) -> int:
+    def write(self, command: str) -> list[int]:
         """
-        Execute *statement*, or several separated by semicolons; return how many rows they affected.
+        Execute *command*, statements separated by semicolons; return how many rows each affected.
 
         Outside of `begin` and `commit` the changes are committed with it.
         """
         commits = not self._in_transaction
-        _, affected = self._execute(statement, commits=commits)
-        self.has_committed |= commits and affected > 0
+        _, affected = self._execute(command, commits=commits)
+        self.has_committed |= commits and any(affected)
         return affected
 
     def begin(self) -> None:
@@ -186,15 +186,15 @@ class Session:
         self._execute("rollback")
         self._in_transaction = False
 
-    def _execute(self, statement: str, *, commits: bool = False) -> tuple[Sequence[Row], int]:
-        """Return the rows of the first statement and the number of rows that all affected."""
+    def _execute(self, command: str, *, commits: bool = False) -> tuple[Sequence[Row], list[int]]:
+        """Return the rows of the first statement, and how many rows each statement affected."""
         self._is_broken, self.is_committing = True, commits  # until it is answered
         try:
             with self._connection.cursor() as cursor:
-                affected = cursor.execute(statement)
+                affected = [cursor.execute(command)]
                 rows: Sequence[Row] = cursor.fetchall()
                 while cursor.nextset():
-                    affected += cursor.rowcount
+                    affected.append(cursor.rowcount)
         except pymysql.MySQLError:
             raise
         except Exception as error:

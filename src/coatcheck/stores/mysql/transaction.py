@@ -24,9 +24,9 @@ from coatcheck.errors import MissingExtra
 from coatcheck.stores.mysql.connection import SQL_MODE, Server
 from coatcheck.stores.mysql.statements import (
     COLUMNS,
+    INSERT,
     base64_of,
     bytes_of,
-    new_stamp,
     warn_response_dropped,
     without_oversized_response,
 )
@@ -60,7 +60,7 @@ class _Writer:
     def __init__(self, table: str, statement_bytes_max: int, *, compact: bool) -> None:
         self._compact = compact
         self._statement_bytes_max = statement_bytes_max
-        self._insert = f"insert into `{table}` ({', '.join(COLUMNS)}) values "
+        self._insert = INSERT.format(table)
         # Fails without a primary key. A claim in this transaction would then always have succeeded.
         self._update = f"update `{table}` force index (primary) set "
 
@@ -79,7 +79,8 @@ class _Writer:
 
     def _inserted(self, swap: Swap) -> Statement:
         row = self._row(swap)
-        return Statement(f"{self._insert}({', '.join(map(_placeholder, row))})", _parameters(row))
+        values = ", ".join(map(_placeholder, row))
+        return Statement(f"{self._insert}({values}, 0)", _parameters(row))
 
     def _updated(self, swap: Swap) -> Statement:
         row = self._row(swap)[1:]
@@ -91,7 +92,7 @@ class _Writer:
     def _row(self, swap: Swap) -> tuple[int | bytes | None, ...]:
         record = swap.record
         assert record is not None
-        return (*record[:10], *map(bytes_of, self._texts(record)), *record[13:], -new_stamp())
+        return (*record[:10], *map(bytes_of, self._texts(record)), *record[13:])
 
     def _texts(self, record: Record) -> tuple[str, str, str]:
         return ("", "", "") if self._compact else (record.label, record.scope, record.key)
