@@ -20,8 +20,9 @@ from coatcheck.errors import CoatcheckError, StoreUnavailable
 from coatcheck.stores.contract import Finding
 from coatcheck.stores.redis.client import Server
 from coatcheck.stores.redis.cluster import Topology
+from coatcheck.stores.redis.errors import Reply, raise_error
 from coatcheck.stores.redis.records import Command, Commands, encode
-from coatcheck.stores.redis.swap import NotReplicated, Reply, raise_error
+from coatcheck.stores.redis.swap import NotReplicated
 
 # 60 s: longer than a check takes.
 _EXPIRES_MS = 60_000

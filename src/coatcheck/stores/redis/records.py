@@ -24,8 +24,6 @@ _SCRIPT_SHA = hashlib.sha1(_SCRIPT, usedforsecurity=False).hexdigest()
 
 # 64: the server runs a script alone, and this many keys take it about half a millisecond.
 KEYS_MAX = 64
-# 1 MiB: with large responses fewer records share a script call, for the same reason.
-_CALL_BYTES_MAX = 1 << 20
 # 256: as many ids as a batch has; MGET is much cheaper than the script.
 READ_MAX = 256
 
@@ -173,15 +171,8 @@ class Commands:
 
     def swap(self, swaps: Sequence[Swap]) -> list[Command]:
         """Return the script calls that perform *swaps*."""
-        calls: list[Command] = []
-        start = call_bytes = 0
-        for number, swap in enumerate(swaps):
-            if number - start >= self._keys_max or call_bytes > _CALL_BYTES_MAX:
-                calls.append(self._call(start, swaps[start:number]))
-                start, call_bytes = number, 0
-            if swap.record is not None:
-                call_bytes += len(swap.record.response or b"") + len(swap.record.progress or b"")
-        return [*calls, self._call(start, swaps[start:])]
+        starts = range(0, len(swaps), self._keys_max)
+        return [self._call(start, swaps[start : start + self._keys_max]) for start in starts]
 
     def _call(self, start: int, swaps: Sequence[Swap]) -> Command:
         keys = [self.keys.key_of(swap.id) for swap in swaps]

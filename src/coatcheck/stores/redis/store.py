@@ -24,12 +24,13 @@ from coatcheck.stores.batch_errors import SkipUndecodable
 from coatcheck.stores.contract import SWEEP_BATCH, AsyncBackend, Finding, Page, Query, matches
 from coatcheck.stores.migration import Migration
 from coatcheck.stores.redis.async_backend import RedisBackend
-from coatcheck.stores.redis.client import LoginRefused, Server
+from coatcheck.stores.redis.client import Server
 from coatcheck.stores.redis.cluster import Cluster, Topology
 from coatcheck.stores.redis.doctor import findings_by_trying
+from coatcheck.stores.redis.errors import LoginRefused, Reply, raise_error
 from coatcheck.stores.redis.records import READ_MAX, Commands, Keys, UnreadableValue
 from coatcheck.stores.redis.safety import QUESTIONS, Health, SafetyMonitor
-from coatcheck.stores.redis.swap import Flows, Reply, Send, Wait, raise_error
+from coatcheck.stores.redis.swap import Flows, Send, Wait
 from coatcheck.stores.redis.url import Target, target_and_options
 from coatcheck.stores.registry import REDIS
 
@@ -128,11 +129,10 @@ class RedisStore:
         return {server.name: self._health(server) for server in self._topology.servers()}
 
     def _health(self, server: Server) -> Health:
-        questions = [question.words for question in QUESTIONS]
-        health = self._monitor.health_of(server.name, server.operators.send(questions))
+        health = self._monitor.health_of(server.name, server.operators.send(QUESTIONS))
         if health.is_replica:  # it was the master when we connected; a new connection finds it
             server.operators.disconnect_idle()
-            health = self._monitor.health_of(server.name, server.operators.send(questions))
+            health = self._monitor.health_of(server.name, server.operators.send(QUESTIONS))
         return health
 
     def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
@@ -174,13 +174,13 @@ class RedisStore:
         keys = self._commands.keys
         pattern = keys.pattern_of(id_prefix)
         for server in self._topology.servers():
-            cursor = 0
+            cursor = b"0"
             while True:
                 reply = server.operators.ask("SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT)
                 raise_error(self.name, reply)
                 cursor, found = reply
                 yield from (id for key in found if (id := keys.id_of(key)) is not None)
-                if not cursor:
+                if cursor == b"0":
                     break
 
     def sweep(self, now_ms: int, limit: int = SWEEP_BATCH) -> int:
