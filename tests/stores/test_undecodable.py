@@ -11,7 +11,7 @@ from coatcheck.cli import main
 from coatcheck.core.record import Record, Swap
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores import Query, Store, open_store
-from coatcheck.stores.dynamodb.items import item_of
+from coatcheck.stores.dynamodb.records import item_of
 from coatcheck.stores.redis.records import encode
 from tests.stores.laws.records import claim_of, id_of
 from tests.support.servers.dynamodb import dynamodb

@@ -14,7 +14,7 @@ from coatcheck.core.key import reference_of
 from coatcheck.core.record import GONE, Record, Swap, is_same_write_cut
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.batch_errors import Outcome, UndecodableRecord
-from coatcheck.stores.dynamodb import items
+from coatcheck.stores.dynamodb import records
 from coatcheck.stores.dynamodb.client import DynamoClient, pause
 from coatcheck.stores.dynamodb.errors import (
     CONDITION_FAILED,
@@ -58,16 +58,16 @@ def _delete(client: DynamoClient, swap: Swap) -> Record | None:
 
 def _put(client: DynamoClient, swap: Swap, record: Record) -> Record | None:
     """Write *record*, without its response if that does not fit."""
-    item = items.item_of(record, compact=client.config.compact)
+    item = records.item_of(record, compact=client.config.compact)
     try:
         conflict = _write(client, "put_item", swap, Item=item)
     except StoreUnavailable as error:
-        if not is_too_large(error) or not items.has_response(item):
+        if not is_too_large(error) or not records.has_response(item):
             raise
-        # DynamoDB counts other than `items.size_of`. That the work is done must be stored anyway.
-        item = items.without_response(item)
+        # DynamoDB counts other than `records.size_of`. That the work is done must be stored anyway.
+        item = records.without_response(item)
         conflict = _write(client, "put_item", swap, Item=item)
-    is_complete = record.response is None or items.has_response(item)
+    is_complete = record.response is None or records.has_response(item)
     if conflict is None:
         if not is_complete:
             _warn_not_kept(record)
@@ -80,9 +80,9 @@ def _put(client: DynamoClient, swap: Swap, record: Record) -> Record | None:
 
 def _write(
     client: DynamoClient, operation: str, swap: Swap, **parameters: object
-) -> items.Item | None:
+) -> records.Item | None:
     """Return None if the write was applied, otherwise the current item, empty if there is none."""
-    condition = items.condition_of(swap)
+    condition = records.condition_of(swap)
     parameters["ReturnValuesOnConditionCheckFailure"] = "ALL_OLD"
     try:
         client.call(operation, **parameters, **condition)
@@ -122,14 +122,14 @@ def read(client: DynamoClient, ids: Sequence[bytes]) -> dict[bytes, Outcome]:
         keys = left
 
 
-def _decode(config: DynamoConfig, item: items.Item) -> Record | UndecodableRecord:
+def _decode(config: DynamoConfig, item: records.Item) -> Record | UndecodableRecord:
     try:
-        return items.record_of(item)
-    except items.UnreadableItem as error:
+        return records.record_of(item)
+    except records.UnreadableItem as error:
         return UndecodableRecord(f"{config}: {error}")
 
 
-def _current_record(config: DynamoConfig, item: items.Item) -> Record:
+def _current_record(config: DynamoConfig, item: records.Item) -> Record:
     record = _decode(config, item) if item else GONE
     if isinstance(record, UndecodableRecord):
         raise record

@@ -137,24 +137,12 @@ def version_of(item: Item) -> int:
 
 
 def _record_of(item: Item) -> Record:
-    numbers = {name: int(item[name]["N"]) for name in _NUMBERS}
-    return Record(
-        id=item["id"]["B"],
-        version=numbers["version"],
-        state=State(numbers["state"]),
-        attempt=numbers["attempt"],
-        fingerprint=item["fingerprint"]["B"] if "fingerprint" in item else b"",
-        created_ms=numbers["created_ms"],
-        lease_until_ms=numbers["lease_until_ms"],
-        window_until_ms=numbers["window_until_ms"],
-        expires_ms=numbers["expires_ms"],
-        nonce=numbers["nonce"],
-        label=_text(item, "label"),
-        scope=_text(item, "scope"),
-        key=_text(item, "key"),
-        progress=_blob(item, "progress"),
-        response=_blob(item, "response"),
-    )
+    fields: dict[str, Any] = {name: int(item[name]["N"]) for name in _NUMBERS}
+    fields["state"] = State(fields["state"])
+    fields |= {name: _text(item, name) for name in _TEXTS}
+    fields |= {name: _blob(item, name) for name in _BLOBS}
+    fingerprint = item["fingerprint"]["B"] if "fingerprint" in item else b""
+    return Record(id=item["id"]["B"], fingerprint=fingerprint, **fields)
 
 
 def _text(item: Item, name: str) -> str:
