@@ -22,12 +22,12 @@ from coatcheck.cli import main
 from coatcheck.core.record import GONE, Record, Swap, completed, renewed
 from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.stores import Batcher, open_async_store, open_store
-from coatcheck.stores.contract import HasAsyncBackend, Query, Store
+from coatcheck.stores.contract import Query, Store
 from coatcheck.stores.redis.cluster import slot_of
 from coatcheck.stores.redis.records import Commands, Keys, decode, encode
 from coatcheck.stores.redis.safety import SafetyMonitor
 from coatcheck.stores.redis.swap import Flows
-from coatcheck.stores.redis.url import Address, target_and_options
+from coatcheck.stores.redis.url import Address, RedisConfig, parse_url
 from tests.stores.laws.records import claim_of, id_of
 from tests.stores.redis.scenes import LoopStore, change, claim, claims, fake, sign_oneself
 from tests.support.batches import call_apart
@@ -96,7 +96,7 @@ def until_written(store: Store, record: Record) -> None:
         ("redis+cluster://a?sentinel_username=x", "sentinel_username= is for redis.sentinel://"),
         ("redis://a?compakt=1", "compakt=… is no option; the options are prefix="),
         ("redis://a?compact=yes", "compact=yes"),
-        ("redis://a?prefix={x}", "a prefix must not contain braces"),
+        ("redis://a?prefix={x}", r"prefix=coatcheck: \(of all keys, without braces\)"),
         ("redis://a?timeout=soon", "timeout: 'soon' is not a duration"),
         ("redis://a?timeout=0s", "leaves no time"),
         ("redis://a?wait=-1", "wait=-1"),
@@ -111,27 +111,32 @@ def test_a_url_that_is_not_understood_is_refused_with_an_example(url, words):
 
 def test_a_url_names_the_servers_and_the_login():
     """D1: also where names and passwords hold what a URL has other uses for."""
-    target, options = target_and_options(
+    config = parse_url(
         "redis+sentinel://ann:p%40ss%3A@one,two:1,[::1]:2/records/5"
         "?prefix=a%3Ab&compact=1&timeout=250ms&wait=2&allow=replica,eviction&tls=1&tls_ca=/x.pem"
         "&sentinel_username=eve&sentinel_password=w%26x"
     )
-    assert target.addresses == (("one", 26379), ("two", 1), ("::1", 2))
-    assert (target.service, target.database) == ("records", 5)
-    assert (target.username, target.password) == ("ann", "p@ss:")
-    assert (target.sentinel_username, target.sentinel_password) == ("eve", "w&x")
-    assert (target.is_tls, target.tls_ca) == (True, "/x.pem")
-    assert target.name == "redis one:26379,two:1,[::1]:2"
-    assert options == {
-        "prefix": "a:b",
-        "compact": True,
-        "timeout_s": 0.25,
-        "wait": 2,
-        "allow": {"replica", "eviction"},
-    }
-    assert target_and_options("rediss://h")[0].is_tls
-    assert target_and_options("redis://")[0].addresses == (Address("localhost", 6379),)
-    assert target_and_options("redis+cluster://a,b:7")[0].addresses == (("a", 6379), ("b", 7))
+    assert config == RedisConfig(
+        shape="sentinel",
+        addresses=(Address("one", 26379), Address("two", 1), Address("::1", 2)),
+        service="records",
+        database=5,
+        username="ann",
+        password="p@ss:",
+        is_tls=True,
+        tls_ca="/x.pem",
+        sentinel_username="eve",
+        sentinel_password="w&x",
+        prefix="a:b",
+        compact=True,
+        timeout_s=0.25,
+        wait=2,
+        allow=frozenset({"replica", "eviction"}),
+    )
+    assert str(config) == "redis one:26379,two:1,[::1]:2"
+    assert parse_url("rediss://h").is_tls
+    assert parse_url("redis://").addresses == (("localhost", 6379),)
+    assert parse_url("redis+cluster://a,b:7").addresses == (("a", 6379), ("b", 7))
 
 
 def test_stores_with_different_prefixes_do_not_see_each_other():
@@ -819,8 +824,8 @@ def cluster() -> Cluster:
 def test_an_event_loop_uses_a_cluster_through_threads(cluster: Cluster):
     """L1: the store has no native backend then."""
     records = claims(0, 50)
-    with closing(open_store(cluster.url)) as blocking:
-        assert not isinstance(blocking, HasAsyncBackend)
+    with closing(open_store(cluster.url)) as blocking, pytest.raises(NotImplementedError):
+        blocking.async_backend()
 
     async def story() -> None:
         store = open_async_store(cluster.fresh_url())

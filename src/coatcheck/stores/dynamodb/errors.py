@@ -94,8 +94,3 @@ def conflicting_item(error: StoreUnavailable) -> Item:
     assert isinstance(error.__cause__, ClientError)
     item: Item = error.__cause__.response.get("Item", {})  # type: ignore[assignment]  # not in the stubs
     return item
-
-
-def is_too_large(error: StoreUnavailable) -> bool:
-    """Return whether DynamoDB refused the item because of its size."""
-    return code_of(error) == "ValidationException" and "Item size" in str(error.__cause__)

@@ -44,7 +44,11 @@ _NAMES = re.compile(r"#(\w+)")
 
 
 def item_of(record: Record, *, compact: bool) -> Item:
-    """Return the item for *record*, without its response if that does not fit."""
+    """
+    Return the item for *record*, without its response if that does not fit.
+
+    Raises `ValueError` if it is too large even then.
+    """
     item: Item = {name: {"N": str(getattr(record, name))} for name in _NUMBERS}
     item["id"] = {"B": record.id}
     item[EXPIRY_ATTRIBUTE] = {"N": str(_expires_s(record))}
@@ -56,22 +60,15 @@ def item_of(record: Record, *, compact: bool) -> Item:
         )
     for name in _BLOBS:
         _put_blob(item, name, getattr(record, name))
-    if size_of(item) <= ITEM_BYTES_MAX:
-        return item
-    return without_response(item)
-
-
-def without_response(item: Item) -> Item:
-    """Return *item* without its response; raise `ValueError` if it is too large even then."""
-    small = {name: value for name, value in item.items() if name.partition("_")[0] != "response"}
-    if small == item or (size := size_of(small)) > ITEM_BYTES_MAX:
-        reference = reference_of(item["id"]["B"])
-        raise ValueError(
-            f"{reference} takes {size_of(small):,} bytes without a response, and DynamoDB's limit "
-            "is 400 kB; note less in its steps"
-        )
-    assert size <= ITEM_BYTES_MAX
-    return small
+    if size_of(item) > ITEM_BYTES_MAX:
+        for name in ("response", "response" + _COMPRESSED):
+            item.pop(name, None)
+        if (size := size_of(item)) > ITEM_BYTES_MAX:
+            raise ValueError(
+                f"operation {reference_of(record.id)} takes {size:,} bytes without a response, and "
+                "DynamoDB's limit is 400 kB; note less in its steps"
+            )
+    return item
 
 
 def has_response(item: Item) -> bool:

@@ -20,7 +20,6 @@ from coatcheck.stores.dynamodb.errors import (
     CONDITION_FAILED,
     code_of,
     conflicting_item,
-    is_too_large,
 )
 from coatcheck.stores.dynamodb.url import DynamoConfig
 
@@ -59,14 +58,7 @@ def _delete(client: DynamoClient, swap: Swap) -> Record | None:
 def _put(client: DynamoClient, swap: Swap, record: Record) -> Record | None:
     """Write *record*, without its response if that does not fit."""
     item = records.item_of(record, compact=client.config.compact)
-    try:
-        conflict = _write(client, "put_item", swap, Item=item)
-    except StoreUnavailable as error:
-        if not is_too_large(error) or not records.has_response(item):
-            raise
-        # DynamoDB counts other than `records.size_of`. That the work is done must be stored anyway.
-        item = records.without_response(item)
-        conflict = _write(client, "put_item", swap, Item=item)
+    conflict = _write(client, "put_item", swap, Item=item)
     is_complete = record.response is None or records.has_response(item)
     if conflict is None:
         if not is_complete:

@@ -338,8 +338,8 @@ class Connection:
             with self._lock:
                 return self._run(work)
         finally:
-            if self._is_closed:  # while this call was running, and `close` has not waited for it
-                self.close(wait_s=0)
+            if self._is_closed:  # while this call was running
+                self.close()
 
     def _run(self, work: Callable[[Session], R]) -> R:
         server = self._server
@@ -394,38 +394,17 @@ class Connection:
         if session is not None:
             session.close()
 
-    def close(self, wait_s: float = -1) -> None:
-        """
-        Close it for good.
-
-        Waits for the thread that is using it, for *wait_s* at most (-1: without a limit). If that
-        is not enough, the thread closes it when it has finished.
-        """
+    def close(self) -> None:
+        """Close it for good; if a thread is using it, that thread does so when it has finished."""
         self._is_closed = True
         # In a forked child the session belongs to the parent.
-        if self._pid == os.getpid() and self._lock.acquire(timeout=wait_s):
+        if self._pid == os.getpid() and self._lock.acquire(blocking=False):
             try:
                 self._discard()
             finally:
                 self._lock.release()
 
 
-class Connections:
-    """
-    Several connections, for as many threads at a time.
-
-    A single thread always gets the first one, so the others are opened only under load.
-    """
-
-    def __init__(self, connections: Sequence[Connection]) -> None:
-        self._connections = connections
-
-    def run(self, work: Callable[[Session], R]) -> R:
-        """Run *work* on a free connection, or wait for the first; see `Connection.run`."""
-        free = (connection for connection in self._connections if not connection.is_busy())
-        return next(free, self._connections[0]).run(work)
-
-    def close(self) -> None:
-        """Close all of them for good."""
-        for connection in self._connections:
-            connection.close()
+def free_one(connections: Sequence[Connection]) -> Connection:
+    """Return the first that no thread is using; if all are in use, the first of all."""
+    return next((one for one in connections if not one.is_busy()), connections[0])

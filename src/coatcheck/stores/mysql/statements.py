@@ -15,6 +15,7 @@ from binascii import b2a_base64
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from coatcheck.core.identity import ID_BYTES
 from coatcheck.core.key import reference_of
 from coatcheck.core.record import Record, Swap
 from coatcheck.stores.contract import Query
@@ -184,8 +185,7 @@ def warn_response_dropped(record: Record) -> None:
 def _conditions(query: Query) -> Iterator[str]:
     yield f"id >= {_hex(query.id_prefix)}"
     yield f"id > {_hex(query.after_id)}"
-    if (end := _end_of_prefix(query.id_prefix)) is not None:
-        yield f"id < {_hex(end)}"
+    yield f"id <= {_hex(query.id_prefix.ljust(ID_BYTES, bytes([255])))}"
     if query.key is not None:
         yield f"`key` = {_hex(bytes_of(query.key))}"
     if query.label is not None:
@@ -196,12 +196,6 @@ def _conditions(query: Query) -> Iterator[str]:
         yield f"created_ms < {query.created_before_ms:d}"
     if query.expired_at_ms is not None:
         yield _RETENTION_OVER.format(query.expired_at_ms)
-
-
-def _end_of_prefix(prefix: bytes) -> bytes | None:
-    """Return the first bytes after all that begin with *prefix*; None if there are none."""
-    kept = prefix.rstrip(b"\xff")
-    return kept[:-1] + bytes([kept[-1] + 1]) if kept else None
 
 
 def _id_list(ids: Iterable[bytes]) -> str:

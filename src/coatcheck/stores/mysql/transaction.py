@@ -12,8 +12,10 @@ duplicate key update` depend on a flag that the application sets in its driver.
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -21,7 +23,7 @@ import pymysql
 
 from coatcheck.core.record import Record, Swap
 from coatcheck.errors import MissingExtra
-from coatcheck.stores.mysql.connection import SQL_MODE, Server
+from coatcheck.stores.mysql.connection import SQL_MODE, Connection, Server
 from coatcheck.stores.mysql.statements import (
     COLUMNS,
     INSERT,
@@ -132,7 +134,18 @@ def _options(server: Server) -> dict[str, Any]:
     }
 
 
+def _require_answer(server: Server) -> None:
+    """
+    Log in once with the timeout of the store; raise if the server does not answer.
+
+    The drivers have one timeout for the login and all statements, and the handler's may take long.
+    """
+    with closing(Connection(server)) as connection:
+        connection.run(lambda _: None)
+
+
 def _connect(server: Server) -> pymysql.Connection[pymysql.cursors.Cursor]:
+    _require_answer(server)
     return pymysql.connect(
         **_options(server), **server.tls_options, write_timeout=server.transaction_timeout_s
     )
@@ -145,6 +158,7 @@ async def _connect_async(server: Server, *, is_encrypted: bool) -> Any:  # noqa:
         if error.name != "asyncmy":
             raise
         raise MissingExtra("asyncmy", "asyncmy") from error
+    await asyncio.to_thread(_require_answer, server)
     context = server.tls if isinstance(server.tls, ssl.SSLContext) else None
     if context is None and is_encrypted:
         context = _unverified()

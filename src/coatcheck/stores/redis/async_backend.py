@@ -28,7 +28,7 @@ from coatcheck.stores.redis.errors import Reply, is_demoted, is_refusal, to_stor
 from coatcheck.stores.redis.records import KEYS_MAX
 from coatcheck.stores.redis.safety import QUESTIONS
 from coatcheck.stores.redis.swap import Flows, Send, Wait
-from coatcheck.stores.redis.url import Target
+from coatcheck.stores.redis.url import RedisConfig
 
 _EVENT_LOOPS = Driver(redis.asyncio.connection, redis.asyncio.sentinel, redis.asyncio.retry)
 
@@ -38,28 +38,26 @@ class RedisBackend:
     One event loop's connections to one server, or to the current master.
 
     Args:
-        target: which server.
+        config: which server, and how to connect.
         flows: what to send, and what the replies mean.
-        wait: how many replicas must acknowledge a write.
     """
 
     batch_max = KEYS_MAX  # one script call
     # 2: the server works on one batch while we decode the replies to the other.
     in_flight = 2
 
-    def __init__(self, target: Target, flows: Flows, wait: Wait) -> None:
-        self.timeout_s: float | None = wait.timeout_s
+    def __init__(self, config: RedisConfig, flows: Flows) -> None:
+        self.timeout_s: float | None = config.timeout_s
         self._name = flows.name
         self._flows = flows
-        self._wait = wait
+        self._wait = Wait(config.wait, config.timeout_s)
         self._loop = asyncio.get_running_loop()
         self._closed = False
+        # Limited for Sentinels only: a dead one would keep us from asking the next one.
         self._pool = open_pool(
             _EVENT_LOOPS,
-            target,
-            address=target.addresses[0],
-            # Only for Sentinels: a dead one would keep us from asking the next one.
-            timeout_s=wait.timeout_s,
+            config,
+            address=config.addresses[0],
             is_limited=False,
             on_connect=self._check,
         )

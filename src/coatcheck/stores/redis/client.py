@@ -27,7 +27,7 @@ from coatcheck.stores.redis.errors import Reply, is_demoted, is_refusal, to_stor
 from coatcheck.stores.redis.records import Command, Words
 from coatcheck.stores.redis.safety import QUESTIONS, SafetyMonitor
 from coatcheck.stores.redis.swap import Wait
-from coatcheck.stores.redis.url import Address, Target
+from coatcheck.stores.redis.url import Address, RedisConfig
 
 
 class Driver(NamedTuple):
@@ -43,35 +43,34 @@ _THREADS = Driver(redis.connection, redis.sentinel, redis.retry)
 
 def open_pool(
     driver: Driver,
-    target: Target,
+    config: RedisConfig,
     *,
     address: Address,
-    timeout_s: float,
     is_limited: bool = True,
     on_connect: Callable[..., Any] | None = None,
 ) -> Any:  # noqa: ANN401 - a pool of *driver*
     """
-    Make a pool for the server at *address*, or for the master if *target* names Sentinels.
+    Make a pool for the server at *address*, or for the master if *config* names Sentinels.
 
-    Nothing is connected yet. *timeout_s* limits connecting and each answer, with *is_limited* False
+    Nothing is connected yet. The timeout limits connecting and each answer; with *is_limited* False
     only those of Sentinels. *on_connect* is called with each new connection.
     """
-    options = _options(driver, target, timeout_s if is_limited else None)
-    options |= {"db": target.database, "username": target.username, "password": target.password}
+    options = _options(driver, config, config.timeout_s if is_limited else None)
+    options |= {"db": config.database, "username": config.username, "password": config.password}
     if on_connect is not None:
         options["redis_connect_func"] = on_connect
-    if target.shape == "sentinel":
-        login = {"username": target.sentinel_username, "password": target.sentinel_password}
-        own = {**_options(driver, target, timeout_s), **login, "ssl": target.is_tls}
-        sentinel = driver.sentinel.Sentinel(target.addresses, sentinel_kwargs=own)
+    if config.shape == "sentinel":
+        login = {"username": config.sentinel_username, "password": config.sentinel_password}
+        own = {**_options(driver, config, config.timeout_s), **login, "ssl": config.is_tls}
+        sentinel = driver.sentinel.Sentinel(config.addresses, sentinel_kwargs=own)
         pool = driver.sentinel.SentinelConnectionPool
-        return pool(target.service, sentinel, ssl=target.is_tls, **options)
+        return pool(config.service, sentinel, ssl=config.is_tls, **options)
     module = driver.connection
-    kind = module.SSLConnection if target.is_tls else module.Connection
+    kind = module.SSLConnection if config.is_tls else module.Connection
     return module.ConnectionPool(kind, host=address.host, port=address.port, **options)
 
 
-def _options(driver: Driver, target: Target, timeout_s: float | None) -> dict[str, Any]:
+def _options(driver: Driver, config: RedisConfig, timeout_s: float | None) -> dict[str, Any]:
     options: dict[str, Any] = {
         "socket_timeout": timeout_s,
         "socket_connect_timeout": timeout_s,
@@ -80,8 +79,8 @@ def _options(driver: Driver, target: Target, timeout_s: float | None) -> dict[st
         "retry": driver.retry.Retry(NoBackoff(), 0),
         "protocol": 2,  # in RESP3 a server may send messages that nothing here asked for
     }
-    if target.is_tls and target.tls_ca:
-        options["ssl_ca_certs"] = target.tls_ca
+    if config.is_tls and config.tls_ca:
+        options["ssl_ca_certs"] = config.tls_ca
     return options
 
 
@@ -96,26 +95,19 @@ class Client:
     The connections of one server, used by any number of threads.
 
     Args:
-        target: how to connect and log in.
-        address: the server, unless *target* names Sentinels.
+        config: how to connect and log in.
+        address: the server, unless *config* names Sentinels.
         name: the server, for error messages.
-        wait: how many replicas must acknowledge a write.
         monitor: checks the server behind each new connection; None: it is not checked.
     """
 
     def __init__(
-        self,
-        target: Target,
-        address: Address,
-        *,
-        name: str,
-        wait: Wait,
-        monitor: SafetyMonitor | None,
+        self, config: RedisConfig, address: Address, name: str, monitor: SafetyMonitor | None
     ) -> None:
-        self._target = target
+        self._config = config
         self._address = address
         self._name = name
-        self._wait = wait
+        self._wait = Wait(config.wait, config.timeout_s)
         self._monitor = monitor
         self._closed = False
         self._inherited: list[Any] = []
@@ -124,14 +116,7 @@ class Client:
 
     def _open(self) -> Any:  # noqa: ANN401 - redis-py's
         on_connect = self._check if self._monitor else None
-        timeout_s = self._wait.timeout_s
-        return open_pool(
-            _THREADS,
-            self._target,
-            address=self._address,
-            timeout_s=timeout_s,
-            on_connect=on_connect,
-        )
+        return open_pool(_THREADS, self._config, address=self._address, on_connect=on_connect)
 
     def _renew(self) -> None:
         """
@@ -207,7 +192,7 @@ def _read(connection: Any) -> Reply:  # noqa: ANN401 - redis-py's
 
 class Server:
     """
-    One server, or the current master if *target* names Sentinels, as the store uses it.
+    One server, or the current master if *config* names Sentinels, as the store uses it.
 
     The connections of operators (searches, doctor) skip the safety check: the store calls it
     itself and reports all findings, not only the first.
@@ -216,11 +201,11 @@ class Server:
     is_cluster = False
 
     def __init__(
-        self, target: Target, address: Address, *, name: str, wait: Wait, monitor: SafetyMonitor
+        self, config: RedisConfig, address: Address, name: str, monitor: SafetyMonitor
     ) -> None:
         self.name = name
-        self._requests = Client(target, address, name=name, wait=wait, monitor=monitor)
-        self.operators = Client(target, address, name=name, wait=wait, monitor=None)
+        self._requests = Client(config, address, name, monitor)
+        self.operators = Client(config, address, name, None)
 
     def write(self, commands: Sequence[Command]) -> list[Reply]:
         """Send commands that may change records; return their replies."""

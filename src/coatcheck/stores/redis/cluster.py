@@ -26,8 +26,7 @@ from coatcheck.stores.redis.client import Server
 from coatcheck.stores.redis.errors import Reply, message_of
 from coatcheck.stores.redis.records import Command
 from coatcheck.stores.redis.safety import SafetyMonitor
-from coatcheck.stores.redis.swap import Wait
-from coatcheck.stores.redis.url import SENTINEL_EXAMPLE, Address, Target
+from coatcheck.stores.redis.url import SENTINEL_EXAMPLE, Address, RedisConfig
 
 # 3: a server may know an old map when it is asked for one, so the second may be wrong, too.
 _ROUNDS_MAX = 3
@@ -39,9 +38,8 @@ class Cluster:
 
     is_cluster = True
 
-    def __init__(self, target: Target, wait: Wait, monitor: SafetyMonitor) -> None:
-        self._target = target
-        self._wait = wait
+    def __init__(self, config: RedisConfig, monitor: SafetyMonitor) -> None:
+        self._config = config
         self._monitor = monitor
         self._servers: dict[Address, Server] = {}
         self._owners: list[Address | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
@@ -98,7 +96,7 @@ class Cluster:
         """Send *commands* to one server; return a reply for each, errors included."""
         if owner is None:
             self._is_outdated = True
-            name, slot = self._target.name, slot_of(commands[0].id)
+            name, slot = self._config, slot_of(commands[0].id)
             error = StoreUnavailable(f"{name}: no server of the cluster serves slot {slot}")
             return [error] * len(commands)
         try:
@@ -122,13 +120,7 @@ class Cluster:
             self.check_open()
             server = self._servers.get(address)
             if server is None:
-                server = Server(
-                    self._target,
-                    address,
-                    name=f"redis {address}",
-                    wait=self._wait,
-                    monitor=self._monitor,
-                )
+                server = Server(self._config, address, f"redis {address}", self._monitor)
                 self._servers[address] = server
             return server
 
@@ -148,7 +140,7 @@ class Cluster:
         requests for other records read it again. So those servers come last that did not answer.
         """
         errors: list[StoreUnavailable] = []
-        known = dict.fromkeys([*self._masters, *self._target.addresses])
+        known = dict.fromkeys([*self._masters, *self._config.addresses])
         for address in sorted(known, key=self._unreachable.__contains__):
             try:
                 reply = self._server(address).operators.ask("CLUSTER", "SLOTS")
@@ -200,7 +192,7 @@ class Cluster:
     def check_open(self) -> None:
         """Raise if the store was closed."""
         if self._closed:
-            raise StoreUnavailable(f"{self._target.name}: the store is closed")
+            raise StoreUnavailable(f"{self._config}: the store is closed")
 
     def close(self) -> None:
         """Close all connections."""

@@ -110,7 +110,6 @@ class Keys:
     """
 
     def __init__(self, prefix: str) -> None:
-        assert "{" not in prefix  # Redis Cluster would take it for the brace before the id
         self._head = prefix.encode() + b"{"
 
     def key_of(self, id: bytes) -> bytes:

@@ -30,13 +30,10 @@ from coatcheck.stores.redis.doctor import findings_by_trying
 from coatcheck.stores.redis.errors import LoginRefused, Reply, raise_error
 from coatcheck.stores.redis.records import READ_MAX, Commands, Keys, UnreadableValue
 from coatcheck.stores.redis.safety import QUESTIONS, Health, SafetyMonitor
-from coatcheck.stores.redis.swap import Flows, Send, Wait
-from coatcheck.stores.redis.url import Target, target_and_options
+from coatcheck.stores.redis.swap import Flows, Send
+from coatcheck.stores.redis.url import RedisConfig, parse_url
 from coatcheck.stores.registry import REDIS
 
-PREFIX = "coatcheck:"
-# 5 s: thousands of times what an answer takes. After that an error serves the caller better.
-TIMEOUT_S = 5.0
 # 60 s: a check is three short commands, and a server evicts little in a minute.
 RECHECK_EVERY_MS = 60_000
 # 1000: one step of a scan takes the server less than a millisecond, and others run between.
@@ -44,39 +41,23 @@ _SCAN_COUNT = 1_000
 
 
 class RedisStore:
-    """
-    Records in Redis, each under a key of its own.
-
-    Args:
-        target: which servers; see `from_url`.
-        prefix: what all keys begin with; stores with different prefixes do not see each other.
-        compact: keep only digests; label, scope and key are stored empty.
-        timeout_s: how long to wait for a connection, and for each answer.
-        wait: how many replicas must acknowledge a write.
-        allow: the risks that are accepted: eviction, no-persistence, replica.
-    """
+    """Records in Redis, each under a key of its own."""
 
     info = REDIS
 
-    def __init__(
-        self,
-        target: Target,
-        *,
-        prefix: str = PREFIX,
-        compact: bool = False,
-        timeout_s: float = TIMEOUT_S,
-        wait: int = 0,
-        allow: frozenset[str] = frozenset(),
-    ) -> None:
-        self.name = target.name
-        self._target = target
+    def __init__(self, config: RedisConfig) -> None:
+        self.name = str(config)
+        self._config = config
         self._checked_ms: int | None = None  # when `now_ms` last checked for risks
         self._undecodable = SkipUndecodable()
-        self._wait = Wait(wait, timeout_s)
-        self._monitor = SafetyMonitor(allow, target.shape)
-        self._topology = self._open_topology()
+        self._monitor = SafetyMonitor(config.allow, config.shape)
+        self._topology: Topology
+        if config.shape == "cluster":
+            self._topology = Cluster(config, self._monitor)
+        else:
+            self._topology = Server(config, config.addresses[0], self.name, self._monitor)
         self._commands = Commands(
-            Keys(prefix), compact=compact, is_cluster=self._topology.is_cluster
+            Keys(config.prefix), compact=config.compact, is_cluster=self._topology.is_cluster
         )
         self._flows = Flows(self.name, self._commands, self._monitor)
         try:
@@ -100,9 +81,7 @@ class RedisStore:
         `?allow=eviction,no-persistence,replica`.
         """
         del create  # there is nothing to create: a prefix without records is an empty store
-        target, options = target_and_options(url)
-        kind = RedisStore if target.shape == "cluster" else SingleServerStore
-        return kind(target, **options)
+        return cls(parse_url(url))
 
     @classmethod
     def migrate(cls, url: str, *, only_look: bool = False) -> Migration:
@@ -111,12 +90,6 @@ class RedisStore:
         store = cls.from_url(url)
         store.close()
         return Migration(store.name, 0, 0)
-
-    def _open_topology(self) -> Topology:
-        if self._target.shape == "cluster":
-            return Cluster(self._target, self._wait, self._monitor)
-        address = self._target.addresses[0]
-        return Server(self._target, address, name=self.name, wait=self._wait, monitor=self._monitor)
 
     def _refuse_risks(self) -> None:
         """Raise if a server could lose records, unless the URL allows that risk."""
@@ -134,6 +107,12 @@ class RedisStore:
             server.operators.disconnect_idle()
             health = self._monitor.health_of(server.name, server.operators.send(QUESTIONS))
         return health
+
+    def async_backend(self) -> AsyncBackend:
+        """Return access for the running event loop, which uses a cluster through threads."""
+        if self._topology.is_cluster:
+            raise NotImplementedError
+        return RedisBackend(self._config, self._flows)
 
     def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
         """Write each record if its version is still the expected one."""
@@ -230,11 +209,3 @@ class RedisStore:
     def close(self) -> None:
         """Close all connections."""
         self._topology.close()
-
-
-class SingleServerStore(RedisStore):
-    """Records on one server, or on the master that Sentinels name; event loops connect natively."""
-
-    def async_backend(self) -> AsyncBackend:
-        """Return access for the running event loop; nothing is connected yet."""
-        return RedisBackend(self._target, self._flows, self._wait)
