@@ -83,22 +83,6 @@ def test_a_claim_and_a_completion_are_one_request_each_even_if_they_conflict(sto
     assert sent == ["PutItem"] * 4 + ["DeleteItem"] * 3 + ["PutItem"]
 
 
-def test_a_guarded_call_is_two_writes_and_a_retry_is_one():
-    """L1: through the engine, after it has read the clock."""
-    url = fresh_url()
-    with Engine(url) as engine, Engine(url) as another:
-        assert isinstance(engine.store, DynamoStore)
-        assert isinstance(another.store, DynamoStore)
-        engine.ensure_started()
-        another.ensure_started()
-        with requests_of(engine.store) as sent:
-            assert engine.run("key", lambda: "done", scope="s") == "done"
-        assert sent == ["PutItem", "PutItem"]
-        with requests_of(another.store) as sent:
-            assert another.run("key", lambda: "again", scope="s") == "done"
-        assert sent == ["PutItem"]
-
-
 class InFlight:
     """Counts the requests that a store has in flight."""
 
@@ -658,20 +642,3 @@ def test_an_event_loop_has_no_more_requests_in_flight_than_the_url_allows():
         return seen.most
 
     assert 2 <= asyncio.run(main()) <= 3
-
-
-def test_one_store_serves_many_event_loops_in_turn_and_at_the_same_time():
-    """L1: each loop gets its own results."""
-    store = open_async_store(fresh_url())
-
-    async def main(start: int) -> None:
-        for claim in claims(start, 5):
-            assert await store.swap([claim]) == [None]
-        assert await store.get([claim_of(start).id]) == [claim_of(start)]
-
-    for start in range(0, 20, 5):
-        asyncio.run(main(start))
-    with ThreadPoolExecutor(6) as threads:
-        for done in [threads.submit(asyncio.run, main(start)) for start in range(100, 130, 5)]:
-            done.result(TIMEOUT_S)
-    asyncio.run(store.close())

@@ -46,8 +46,7 @@ _ATTEMPTS_MAX = 10
 # Up to 10 ms, a few commits long, so that the same two transactions do not meet again.
 _PAUSE_MS_MAX = 10
 
-# Values that do not fit are errors, and assignments in an `update` run from left to right, whatever
-# the server's own `sql_mode` is.
+# Values that do not fit are errors, whatever the server's own `sql_mode` is.
 SQL_MODE = "STRICT_ALL_TABLES,NO_ENGINE_SUBSTITUTION"
 _LIMITS = "select @@max_allowed_packet, @@read_only, @@innodb_read_only"
 # `read_only` on a primary: 0, or OFF on newer versions of MariaDB.
@@ -56,7 +55,7 @@ _WRITABLE = (0, "OFF")
 # The greatest limit there is, which means no limit.
 _ROWS_MAX = (1 << 64) - 1
 
-# What the protocol adds to a statement; a few bytes, counted generously.
+# What the protocol and a transaction add to the statements; a few bytes, counted generously.
 _ENVELOPE_BYTES = 1_024
 
 
@@ -163,7 +162,7 @@ class Session:
         """
         Execute *command*, statements separated by semicolons; return how many rows each affected.
 
-        Outside of `begin` and `commit` the changes are committed with it.
+        Outside of `begin` and `rollback` the changes are committed with it.
         """
         commits = not self._in_transaction
         _, affected = self._execute(command, commits=commits)
@@ -174,12 +173,6 @@ class Session:
         """Open a transaction."""
         self._in_transaction = True
         self._execute("begin")
-
-    def commit(self) -> None:
-        """Commit the transaction."""
-        self._execute("commit", commits=True)
-        self._in_transaction = False
-        self.has_committed = True
 
     def rollback(self) -> None:
         """Roll back the transaction, if one is open."""

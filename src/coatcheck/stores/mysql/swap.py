@@ -1,8 +1,8 @@
 """The swap algorithm of the MySQL store, and the other operations on records.
 
-A single swap is one statement that commits by itself. A batch is one command: the statements of its
-swaps in the order of the ids, in a transaction. A swap was applied if its statement affected a row.
-If any were not, one `select` reads the current records.
+A single swap is one statement that commits by itself. A batch is one command (several if it is too
+long for the server): the statements of its swaps in the order of the ids, in a transaction. A swap
+was applied if its statement affected a row. If any were not, one `select` reads the current records.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from coatcheck.stores.mysql.statements import (
 )
 from coatcheck.stores.search_timeout import took_too_long
 
-# 5: other nodes do not claim and delete one record, or sweep the same ids, so often in a row.
+# 5: other nodes do not claim and delete one record so often in a row.
 _ATTEMPTS_MAX = 5
 
 
@@ -78,17 +78,14 @@ def _swap(
 
 
 def _write(session: Session, statements: Statements, swaps: Sequence[Swap]) -> list[Swap]:
-    """Write *swaps*, all in one transaction; return those that were not applied."""
+    """Write *swaps*; return those that were not applied."""
     texts = [statements.swap(swap) for swap in swaps]
-    commands = list(_commands(texts, session.statement_bytes_max))
-    if len(texts) == 1:
-        affected = session.write(texts[0])
-    elif len(commands) == 1:
-        _, *affected, _ = session.write(f"begin; {commands[0]}; commit")
-    else:
-        session.begin()
-        affected = [rows for command in commands for rows in session.write(command)]
-        session.commit()
+    affected: list[int] = []
+    for command in list(_commands(texts, session.statement_bytes_max)):
+        if len(texts) == 1:
+            affected += session.write(command)
+        else:
+            affected += session.write(f"begin; {command}; commit")[1:-1]
     return [swap for swap, rows in zip(swaps, affected, strict=True) if not rows]
 
 
@@ -134,12 +131,5 @@ def find(session: Session, statements: Statements, query: Query, limit_s: float)
 
 def sweep(session: Session, statements: Statements, now_ms: int, limit: int) -> int:
     """Delete up to *limit* records whose retention is over, in one statement."""
-    for _ in range(_ATTEMPTS_MAX):
-        ids = [id for (id,) in session.read(statements.select_expired(now_ms, limit))]
-        if not ids:
-            return 0
-        (deleted,) = session.write(statements.delete_expired(ids, now_ms))
-        if deleted:
-            return deleted
-        # Another node has just deleted all of them, but there may be more.
-    return 0
+    ids = [id for (id,) in session.read(statements.select_expired(now_ms, limit))]
+    return sum(session.write(statements.delete_expired(ids, now_ms))) if ids else 0

@@ -118,10 +118,9 @@ class Keys:
 
     def id_of(self, key: bytes) -> bytes | None:
         """Return the id of the record under *key*; None if the key is not one of ours."""
-        if not (key.startswith(self._head) and key.endswith(b"}")):
-            return None
+        digits = key.removeprefix(self._head).removesuffix(b"}")
         try:
-            id = bytes.fromhex(key[len(self._head) : -1].decode("ascii"))
+            id = bytes.fromhex(digits.decode("ascii"))
         except ValueError:
             return None
         return id if len(id) == ID_BYTES and self.key_of(id) == key else None

@@ -52,43 +52,25 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisConfig:
-    """
-    Which servers to use, and how.
-
-    Args:
-        shape: a single server, Sentinels that name one, or a cluster.
-        addresses: the server; or some Sentinels, or some nodes of the cluster.
-        service: the name of the master's service, for Sentinels.
-        database: its number; a cluster has only 0.
-        username: of the login at the servers; None: the default user.
-        password: of that login; None: there is none.
-        is_tls: connect with TLS, and verify the server.
-        tls_ca: a file of trusted certificates; empty: those of the system.
-        sentinel_username: of the Sentinels' own login, if they have one.
-        sentinel_password: of that login.
-        prefix: what all keys begin with; stores with different prefixes do not see each other.
-        compact: keep only digests; label, scope and key are stored empty.
-        timeout_s: how long to wait for a connection, and for each answer.
-        wait: how many replicas must acknowledge a write.
-        allow: the risks that are accepted: eviction, no-persistence, replica.
-    """
+    """Which servers to use, and how."""
 
     shape: Shape
-    addresses: tuple[Address, ...]
-    service: str = ""
+    addresses: tuple[Address, ...]  # the server; or some Sentinels, or some nodes of the cluster
+    service: str = ""  # Sentinel: the name of the master's service
     database: int = 0
     username: str | None = None
     password: str | None = field(default=None, repr=False)
     is_tls: bool = False
-    tls_ca: str = ""
-    sentinel_username: str | None = None
+    tls_ca: str = ""  # file of trusted certificates; empty: those of the system
+    sentinel_username: str | None = None  # the Sentinels' own login, if they have one
     sentinel_password: str | None = field(default=None, repr=False)
-    prefix: str = "coatcheck:"
-    compact: bool = False
-    # 5 s: thousands of times what an answer takes. After that an error serves the caller better.
+    prefix: str = "coatcheck:"  # of all keys
+    compact: bool = False  # keep only digests; label, scope and key are stored empty
+    # 5 s, for connecting and for each answer: thousands of times what an answer takes. After that
+    # an error serves the caller better.
     timeout_s: float = 5.0
-    wait: int = 0
-    allow: frozenset[str] = frozenset()
+    wait: int = 0  # how many replicas must acknowledge a write
+    allow: frozenset[str] = frozenset()  # the `RISKS` that are accepted
 
     def __str__(self) -> str:
         return f"redis {','.join(str(address) for address in self.addresses)}"
