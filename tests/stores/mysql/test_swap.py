@@ -295,7 +295,7 @@ def test_a_claim_whose_conflicting_record_is_deleted_before_the_read_is_repeated
         for swaps in ([claim(first)], [claim(first), complete(claim_of(second))]):
             query(other, f"delete from coatcheck_records where id = x'{first.hex()}'")
             query(other, STATEMENTS.swap(rival))
-            with pytest.raises(StoreUnavailable, match="again and again") as caught:
+            with pytest.raises(StoreUnavailable, match="gave up after 5 conflicts") as caught:
                 store.swap(swaps)
             assert caught.value.is_ambiguous == (len(swaps) == 2)
 

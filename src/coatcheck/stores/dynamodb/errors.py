@@ -37,7 +37,7 @@ _THROTTLED = {
 
 
 class _Attempts(threading.local):
-    """What the attempts of this thread's current request tell."""
+    """Whether an attempt of this thread's current request may have written."""
 
     may_have_written = False
 

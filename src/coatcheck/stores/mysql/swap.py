@@ -73,7 +73,10 @@ def _swap(
                 left.append(swap)
         if not left:
             return [conflicts.get(swap.id) for swap in swaps]
-    message = f"{session.server}: a record was created and deleted again and again"
+    message = (
+        f"{session.server}: gave up after {_ATTEMPTS_MAX} conflicts with a record that was deleted "
+        "each time; try again"
+    )
     raise StoreUnavailable(message, is_ambiguous=session.has_committed)
 
 

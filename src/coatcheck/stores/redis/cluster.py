@@ -1,7 +1,7 @@
 """Redis Cluster: one `Server` for each master, and the map of which master owns which slot.
 
 The slot of a record is computed from its id, so a batch is split into one pipeline for each
-master. The map is read again when a server says that it is wrong, or does not answer.
+master. The map is read again when a server redirects a command, or does not answer.
 
 redis-py's own `RedisCluster` is not used. It follows a redirection on another connection, where
 WAIT would not see the write; it asks random nodes for the map, so that a frozen master delays

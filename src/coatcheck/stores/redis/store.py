@@ -7,9 +7,6 @@ refuses a server that evicts records, keeps nothing on disk, or is a replica (`s
 
 A batch is one round trip: a script compares and writes (`swap.lua`), and returns records only for
 conflicts. The server deletes records itself when they expire, so a sweep has nothing to do.
-
-Read in this order: `url`, `store`, `swap` (flows), `records`, `client` (threads), `async_backend`
-(event loops), `cluster`, `safety`, `doctor`.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def _is_written(swap: Swap, outcome: Outcome) -> bool:
 
 
 class NotReplicated(NamedTuple):
-    """The *reply* to a write that too few replicas acknowledged, and the *error* that says so."""
+    """The *reply* to a write that too few replicas acknowledged, and the *error* of its callers."""
 
     reply: Reply
     error: StoreUnavailable
@@ -180,7 +180,7 @@ class Wait:
         if acknowledged >= self.replicas:
             return replies
         error = StoreUnavailable(
-            f"{name}: the write reached {acknowledged} replicas, but the URL says "
+            f"{name}: the write reached {acknowledged} replicas, but the URL has "
             f"wait={self.replicas}; check the replicas, or lower wait=",
             is_ambiguous=True,
         )
