@@ -26,7 +26,7 @@ def overwritten(text: bytes) -> Spoil:
     """Write *text* where Redis keeps a record."""
 
     def spoil(store: Store, id: bytes) -> None:
-        database = store._target.database  # type: ignore[attr-defined]
+        database = store._config.database  # type: ignore[attr-defined]
         script = f"redis.call('SELECT', {database}) redis.call('SET', ARGV[1], ARGV[2])"
         redis_server().ask("EVAL", script, 0, redis_key(store, id), text)
 

@@ -24,6 +24,9 @@ _BAD_RECORD = frozenset({1048, 1366, 1264, 1406, 1118, _STATEMENT_TOO_LARGE})
 # The connection works on after these errors. After 1153 the server closes it.
 CONNECTION_SURVIVES = RETRYABLE | _BAD_RECORD - {_STATEMENT_TOO_LARGE}
 
+# A schema change was already made: the table, column or index exists.
+ALREADY_EXISTS = frozenset({1050, 1060, 1061})
+
 # From the driver: no connection; lost while sending; lost while waiting for the answer; no TLS.
 UNREACHABLE, SERVER_GONE, SERVER_LOST, _NO_TLS = 2003, 2006, 2013, 2026
 

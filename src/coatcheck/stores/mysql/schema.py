@@ -8,9 +8,12 @@ Invariant: any number of nodes may start at once, and none uses a schema that it
 
 from __future__ import annotations
 
+import pymysql
+
 from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.stores.migration import HOW
 from coatcheck.stores.mysql.connection import Connection, Server, Session
+from coatcheck.stores.mysql.errors import ALREADY_EXISTS, code_of
 
 META_TABLE = "coatcheck_meta"
 
@@ -40,8 +43,7 @@ create table if not exists `{}` (
 ) engine = innodb row_format = dynamic
 """
 # A list that only grows; the version of a table is how many of them it has had. Each is a single
-# statement that may be repeated: MySQL commits every change of a table at once, so a node may fail
-# between the change and noting the version.
+# statement: MySQL commits every change of a table at once and cannot roll it back.
 MIGRATIONS: tuple[str, ...] = (_FIRST,)
 
 # One row for each table of records.
@@ -109,13 +111,22 @@ def _migrate(session: Session, table: str) -> int:
         raise StoreUnavailable(f"{server}: another node is changing the schema; try again")
     found = known_version(session, table)
     for version, migration in enumerate(MIGRATIONS[found:], found + 1):
-        session.write(migration.format(table))
+        _change_table(session, migration.format(table))
         # If a table of this name existed before, this fails unless it has our columns.
         session.read(f"select id, version, expires_ms, nonce, stamp from `{table}` limit 0")
         session.write(_META)
         noted = f"insert into {META_TABLE} values ('{table}', {version})"
         session.write(f"{noted} on duplicate key update value = {version}")
     return found
+
+
+def _change_table(session: Session, statement: str) -> None:
+    """Execute *statement*, unless a node made the change before and failed before noting it."""
+    try:
+        session.write(statement)
+    except pymysql.MySQLError as error:
+        if code_of(error) not in ALREADY_EXISTS:
+            raise
 
 
 def table_problem(session: Session, table: str) -> str:

@@ -2,7 +2,7 @@
 
 A single swap is one statement that commits by itself. A batch is one command (several if it is too
 long for the server): the statements of its swaps in the order of the ids, in a transaction. A swap
-was applied if its statement affected a row. If any were not, one `select` reads the current records.
+was applied if its statement affected a row. If any were not, a `select` reads the current records.
 """
 
 from __future__ import annotations
