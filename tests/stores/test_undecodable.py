@@ -11,7 +11,7 @@ from coatcheck.cli import main
 from coatcheck.core.record import Record, Swap
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores import Query, Store, open_store
-from coatcheck.stores.dynamodb.items import item_of
+from coatcheck.stores.dynamodb.records import item_of
 from coatcheck.stores.redis.records import encode
 from tests.stores.laws.records import claim_of, id_of
 from tests.support.servers.dynamodb import dynamodb
@@ -26,7 +26,7 @@ def overwritten(text: bytes) -> Spoil:
     """Write *text* where Redis keeps a record."""
 
     def spoil(store: Store, id: bytes) -> None:
-        database = store._target.database  # type: ignore[attr-defined]
+        database = store._config.database  # type: ignore[attr-defined]
         script = f"redis.call('SELECT', {database}) redis.call('SET', ARGV[1], ARGV[2])"
         redis_server().ask("EVAL", script, 0, redis_key(store, id), text)
 

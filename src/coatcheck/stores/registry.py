@@ -80,7 +80,11 @@ POSTGRES = StoreInfo(
 )
 MYSQL = StoreInfo(
     title="MySQL and MariaDB",
-    urls=("mysql://user@host/database",),
+    urls=(
+        "mysql://user@host/database",
+        "mysql+pymysql://user@host/database",
+        "mariadb://user@host/database",
+    ),
     module="mysql.store",
     name="MysqlStore",
     extra="mysql",

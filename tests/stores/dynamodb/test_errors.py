@@ -7,20 +7,16 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from itertools import count
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 from botocore.exceptions import ClientError
 
-from coatcheck import Engine, Policy
-from coatcheck.core.record import COMPLETED, Swap
+from coatcheck.core.record import Swap
 from coatcheck.errors import StoreUnavailable
-from coatcheck.stores import Query, open_store
-from coatcheck.stores.dynamodb.client import CONFLICT_ATTEMPTS_MAX
+from coatcheck.stores import open_store
 from coatcheck.stores.dynamodb.store import DynamoStore
 from tests.stores.dynamodb.scenes import (
     TIMEOUT_S,
@@ -37,7 +33,6 @@ from tests.stores.dynamodb.scenes import (
     without_pauses,
 )
 from tests.support.batches import call_apart
-from tests.support.servers import until
 from tests.support.servers.dynamodb import Dynamodb
 
 # 2 s: less than a request may take in all.
@@ -84,58 +79,27 @@ def test_an_error_of_aws_is_an_outage_and_ambiguous_only_if_it_may_have_written(
         )
 
 
-def refuse_first(store: DynamoStore, times: int, code: str) -> None:
-    """Refuse the first requests, and send the others to DynamoDB."""
-    asked = count()
-    on(
-        store,
-        "before-send.dynamodb",
-        lambda **_: refused(400, code) if next(asked) < times else None,
-    )
-
-
-@pytest.mark.parametrize(
-    ("times", "code"),
-    [
-        (1, "ProvisionedThroughputExceededException"),
-        (1, "ThrottlingException"),
-        (1, "TransactionConflictException"),
-        (CONFLICT_ATTEMPTS_MAX - 1, "TransactionConflictException"),
-    ],
-)
-def test_a_short_error_is_retried_and_is_no_outage(store, monkeypatch, times, code):
-    """D1, D2: a moment of throttling, or another transaction on the same item."""
+@pytest.mark.parametrize("code", ["ProvisionedThroughputExceededException", "ThrottlingException"])
+def test_a_moment_of_throttling_is_no_outage(store, monkeypatch, code):
+    """D1, D2: the request is sent once more."""
     pauses = without_pauses(monkeypatch)
+    codes = [code]
     with requests_of(store) as sent:
-        refuse_first(store, times, code)
-        claim = claimed(store)
-    assert sent == ["PutItem"] * (times + 1)
-    assert len(pauses) == times
+        on(
+            store,
+            "before-send.dynamodb",
+            lambda **_: refused(400, codes.pop()) if codes else None,
+        )
+        claimed(store)
+    assert sent == ["PutItem"] * 2
+    assert len(pauses) == 1
     assert sum(pauses) <= PAUSES_S_MAX
-    assert swap(store, claim.id, claim.version, None) is None
 
 
-def test_a_transaction_conflict_that_lasts_is_an_outage(store, monkeypatch):
-    """D2: after a few attempts; nothing was written."""
+def test_an_ambiguous_attempt_before_a_clear_refusal_makes_the_write_ambiguous(store, monkeypatch):
+    """L1, D2: the last refusal is clear, but says nothing about the attempt before it."""
     without_pauses(monkeypatch)
-    with requests_of(store) as sent:
-        refuse_first(store, 1_000, "TransactionConflictException")
-        with pytest.raises(StoreUnavailable, match="another transaction") as caught:
-            claimed(store)
-    assert len(sent) == CONFLICT_ATTEMPTS_MAX
-    assert not caught.value.is_ambiguous
-
-
-def test_an_ambiguous_attempt_before_a_conflict_makes_the_write_ambiguous(store, monkeypatch):
-    """L1, D2: the last refusal is clear, but says nothing about the attempts before it."""
-    without_pauses(monkeypatch)
-    answers = iter(
-        [
-            (500, "InternalServerError"),
-            (400, "TransactionConflictException"),
-            (400, "AccessDeniedException"),
-        ]
-    )
+    answers = iter([(500, "InternalServerError"), (400, "AccessDeniedException")])
     on(store, "before-send.dynamodb", lambda **_: refused(*next(answers)))
     with pytest.raises(StoreUnavailable, match="AccessDenied") as caught:
         claimed(store)
@@ -152,76 +116,29 @@ def test_a_success_that_is_not_from_dynamodb_is_an_outage(store, page):
     assert caught.value.is_ambiguous
 
 
-def refusing(store: DynamoStore, number: int) -> None:
-    """Refuse all writes of claim *number* from now on."""
-    name = f"order-{number}".encode()
+def test_a_refused_write_does_not_fail_the_rest_of_its_batch(store):
+    """L1, D2: each swap has its own outcome; the batch as a whole is ambiguous, with its cause."""
 
     def refuse_one(request: Any, **_: Any) -> Any:
-        is_this = name in request.body
+        is_this = b"order-3" in request.body
         return refused(400, "AccessDeniedException", "not this one") if is_this else None
 
     on(store, "before-send.dynamodb.PutItem", refuse_one)
-
-
-def test_a_batch_that_was_applied_in_part_is_ambiguous_as_a_whole(store):
-    """L1, D2: its error must not say that nothing was written."""
-    refusing(store, 3)
-    with pytest.raises(StoreUnavailable, match="not this one") as caught:
-        store.swap(claims(0, 8))
-    assert caught.value.is_ambiguous
-    assert list(store.get([claim.id for claim in claims(0, 8)])).count(None) == 1
-
-
-def test_a_batch_that_failed_in_part_has_the_drivers_error_as_its_cause(store):
-    """D2: a developer finds the error of AWS."""
-    refusing(store, 3)
-    with pytest.raises(StoreUnavailable) as caught:
-        store.swap(claims(0, 8))
-    cause = caught.value.__cause__
-    assert isinstance(cause, ClientError)
-    assert cause.response["Error"]["Code"] == "AccessDeniedException"
-
-
-def test_a_refused_write_does_not_fail_the_rest_of_its_batch(store):
-    """L1, D2: each swap is a request, and has its own outcome."""
-    refusing(store, 3)
-    standing = claim_of(5)
-    store.swap([Swap(standing.id, 0, standing._replace(nonce=1))])
+    standing = claim_of(5)._replace(nonce=1)
+    store.swap([Swap(standing.id, 0, standing)])
     results, errors = call_apart(store.swap, claims(0, 8))
     assert [error is not None for error in errors] == [number == 3 for number in range(8)]
-    assert results == [None] * 5 + [standing._replace(nonce=1)] + [None] * 2
+    assert results == [None] * 5 + [standing] + [None] * 2
     refusal = errors[3]
     assert isinstance(refusal, StoreUnavailable)
     assert not refusal.is_ambiguous
     assert store.get([claim_of(3).id, claim_of(7).id]) == [None, claim_of(7)]
-
-
-def test_no_caller_fails_because_of_another_caller_of_its_batch():
-    """L1: they arrived while a first claim was in flight, and were sent together."""
-    with Engine(fresh_url(), policy=Policy(wait=0, patience=0)) as engine:
-        store = engine.store
-        assert isinstance(store, DynamoStore)
-        gate = threading.Event()
-        on(store, "before-send.dynamodb.PutItem", lambda request, **_: held(request, gate))
-        refusing(store, 3)
-        with ThreadPoolExecutor(9) as threads:
-            keys = ("first", *(f"order-{number}" for number in range(8)))
-            asked = []
-            queue = engine._runner._swap.__self__._swaps  # of its batcher
-            for key in keys:
-                asked.append(threads.submit(engine.run, key, lambda: "done", scope="s"))
-                until(lambda: queue._leader is not None and len(queue._waiting) == len(asked) - 1)
-            gate.set()
-        outcomes = [one.exception() or one.result() for one in asked]
-        assert [str(one) for one in outcomes].count("done") == 8
-        assert isinstance(outcomes[4], StoreUnavailable)
-        assert {record.state for record in store.find(Query()).records} == {COMPLETED}
-
-
-def held(request: Any, gate: threading.Event) -> None:
-    """Delay the first claim until all others are queued."""
-    if b"first" in request.body:
-        assert gate.wait(TIMEOUT_S)
+    with pytest.raises(StoreUnavailable, match="not this one") as caught:
+        store.swap(claims(0, 8))
+    assert caught.value.is_ambiguous
+    cause = caught.value.__cause__
+    assert isinstance(cause, ClientError)
+    assert cause.response["Error"]["Code"] == "AccessDeniedException"
 
 
 def test_a_throttled_part_of_the_table_fails_only_the_reads_of_that_part(store, monkeypatch):

@@ -14,22 +14,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coatcheck import AsyncEngine, Engine, KeyRing
+from coatcheck import Engine, KeyRing
 from coatcheck.cli import main
 from coatcheck.core.record import GONE, RUNNING, Record, Swap, completed, is_same_write, renewed
 from coatcheck.errors import Misconfigured, ResultUnavailable, StoreUnavailable
 from coatcheck.stores import (
-    AsyncStore,
     Batcher,
     Query,
     migrate_store,
     open_async_store,
     open_store,
 )
-from coatcheck.stores.dynamodb import items
+from coatcheck.stores.dynamodb import records
 from coatcheck.stores.dynamodb import store as module
-from coatcheck.stores.dynamodb.store import DynamoStore
-from coatcheck.stores.dynamodb.table import clock_ms
+from coatcheck.stores.dynamodb.store import DynamoStore, clock_ms
 from coatcheck.stores.encryption import EncryptedStore
 from tests.stores.dynamodb.scenes import (
     LARGE,
@@ -85,47 +83,36 @@ def test_a_claim_and_a_completion_are_one_request_each_even_if_they_conflict(sto
     assert sent == ["PutItem"] * 4 + ["DeleteItem"] * 3 + ["PutItem"]
 
 
-def test_a_guarded_call_is_two_writes_and_a_retry_is_one():
-    """L1: through the engine, after it has read the clock."""
-    url = fresh_url()
-    with Engine(url) as engine, Engine(url) as another:
-        assert isinstance(engine.store, DynamoStore)
-        assert isinstance(another.store, DynamoStore)
-        engine.ensure_started()
-        another.ensure_started()
-        with requests_of(engine.store) as sent:
-            assert engine.run("key", lambda: "done", scope="s") == "done"
-        assert sent == ["PutItem", "PutItem"]
-        with requests_of(another.store) as sent:
-            assert another.run("key", lambda: "again", scope="s") == "done"
-        assert sent == ["PutItem"]
+class InFlight:
+    """Counts the requests that a store has in flight."""
+
+    def __init__(self, store: DynamoStore) -> None:
+        self.most = self._now = 0
+        self.threads: set[str] = set()
+        self._mutex = threading.Lock()
+        on(store, "before-send.dynamodb", self._enter)
+        on(store, "after-call.dynamodb", self._leave)
+
+    def _enter(self, **_: Any) -> None:
+        with self._mutex:
+            self.threads.add(threading.current_thread().name)
+            self._now += 1
+            self.most = max(self.most, self._now)
+
+    def _leave(self, **_: Any) -> None:
+        with self._mutex:
+            self._now -= 1
 
 
 def test_a_batch_is_sent_by_a_few_threads_and_a_single_swap_by_its_caller():
     """L1: as many at a time as the URL says, and no more."""
-    at_once, most = [0], [0]
-    threads: set[str] = set()
-    mutex = threading.Lock()
-
-    def enter(**_: Any) -> None:
-        with mutex:
-            threads.add(threading.current_thread().name)
-            at_once[0] += 1
-            most[0] = max(most[0], at_once[0])
-
-    def leave(**_: Any) -> None:
-        with mutex:
-            at_once[0] -= 1
-
     with closing(DynamoStore.from_url(fresh_url() + "&concurrency=3")) as store:
-        on(store, "before-send.dynamodb", enter)
-        on(store, "after-call.dynamodb", leave)
+        seen = InFlight(store)
         claimed(store)
-        assert threads == {threading.current_thread().name}
-        claims = [claim_of(number) for number in range(2, 32)]
-        assert store.swap([Swap(c.id, 0, c) for c in claims]) == [None] * 30
-    assert 2 <= most[0] <= 3
-    assert len(threads) == 4
+        assert seen.threads == {threading.current_thread().name}
+        assert store.swap(claims(2, 30)) == [None] * 30
+    assert 2 <= seen.most <= 3
+    assert len(seen.threads) == 4
 
 
 def test_swaps_that_got_a_thread_are_written_when_no_more_threads_start(store, monkeypatch):
@@ -221,9 +208,9 @@ def test_a_record_is_read_back_unchanged_from_its_item(people, progress, respons
     """D1: NUL, lone surrogates, None, empty values, large numbers."""
     record = claim_of(1)._replace(nonce=number, progress=progress, response=response)
     record = record._replace(label=people[0], scope=people[1], key=people[2])
-    assert items.record_of(items.item_of(record, compact=False)) == record
+    assert records.record_of(records.item_of(record, compact=False)) == record
     small = record._replace(scope=record.scope[:1], key="")
-    assert items.record_of(items.item_of(record, compact=True)) == small
+    assert records.record_of(records.item_of(record, compact=True)) == small
 
 
 def test_texts_that_are_not_valid_unicode_are_stored_and_found(store):
@@ -282,12 +269,8 @@ def test_a_response_over_400_kb_reaches_its_caller_and_executes_only_once():
     assert runs == [1]
 
 
-@pytest.mark.parametrize("estimated_bytes_max", [items.ITEM_BYTES_MAX, 10**9])
-def test_a_writer_recognises_its_own_record_without_the_response(
-    store, caplog, monkeypatch, estimated_bytes_max
-):
-    """L12: after a lost acknowledgement, and if DynamoDB counts the size other than we do."""
-    monkeypatch.setattr(items, "ITEM_BYTES_MAX", estimated_bytes_max)
+def test_a_writer_recognises_its_own_record_without_the_response(store, caplog):
+    """L12: after a lost acknowledgement."""
     answer = completed_with(store, os.urandom(LARGE))
     assert store.get([answer.id]) == [answer._replace(response=None)]
     assert "not kept" in caplog.text
@@ -318,8 +301,8 @@ def test_a_writer_recognises_its_own_record_although_it_is_encrypted_again(rest)
 
 def test_a_response_that_just_fits_is_kept(store):
     """L2: DynamoDB accepts what we estimate to fit."""
-    small = items.size_of(items.item_of(completed(claim_of(1), b"x"), compact=False))
-    answer = completed_with(store, os.urandom(items.ITEM_BYTES_MAX - small))
+    small = records.size_of(records.item_of(completed(claim_of(1), b"x"), compact=False))
+    answer = completed_with(store, os.urandom(records.ITEM_BYTES_MAX - small))
     assert store.get([answer.id]) == [answer]
 
 
@@ -619,26 +602,19 @@ def test_a_forked_child_has_its_own_client_and_threads(store):
 # ------------------------------------------------------------------------------------ event loops
 
 
-def hold_back(store: AsyncStore, number: int) -> threading.Event:
-    """Delay the request about claim *number* until the event is set."""
-    gate = threading.Event()
-    name = f"order-{number}".encode()
-
-    def hold(request: Any, **_: Any) -> None:
-        if name in request.body:
-            assert gate.wait(TIMEOUT_S)
-
-    assert isinstance(store.blocking, DynamoStore)
-    on(store.blocking, "before-send.dynamodb", hold)
-    return gate
-
-
 def test_the_slowest_request_of_an_event_loop_delays_no_other():
     """L1: there is no bulk write, so each swap is a request that ends on its own."""
 
     async def main() -> None:
         store = open_async_store(fresh_url())
-        gate = hold_back(store, 0)
+        gate = threading.Event()
+
+        def hold(request: Any, **_: Any) -> None:
+            if b"order-0" in request.body:
+                assert gate.wait(TIMEOUT_S)
+
+        assert isinstance(store.blocking, DynamoStore)
+        on(store.blocking, "before-send.dynamodb", hold)
         first, *others = [asyncio.ensure_future(store.swap([claim])) for claim in claims(0, 20)]
         try:
             async with asyncio.timeout(TIMEOUT_S / 2):
@@ -655,82 +631,15 @@ def test_the_slowest_request_of_an_event_loop_delays_no_other():
 
 def test_an_event_loop_has_no_more_requests_in_flight_than_the_url_allows():
     """L1: single swaps and those of one call."""
-    in_flight, most = [0], [0]
-    mutex = threading.Lock()
 
-    def enter(**_: Any) -> None:
-        with mutex:
-            in_flight[0] += 1
-            most[0] = max(most[0], in_flight[0])
-
-    def leave(**_: Any) -> None:
-        with mutex:
-            in_flight[0] -= 1
-
-    async def main() -> None:
+    async def main() -> int:
         store = open_async_store(fresh_url() + "&concurrency=3")
         assert isinstance(store.blocking, DynamoStore)
-        on(store.blocking, "before-send.dynamodb", enter)
-        on(store.blocking, "after-call.dynamodb", leave)
+        seen = InFlight(store.blocking)
         calls = [store.swap([claim]) for claim in claims(0, 30)]
         calls.append(store.swap(claims(30, 30)))
         assert await asyncio.gather(*calls) == [[None]] * 30 + [[None] * 30]
         await store.close()
+        return seen.most
 
-    asyncio.run(main())
-    assert 2 <= most[0] <= 3
-
-
-def test_a_response_over_400_kb_on_an_event_loop_executes_only_once():
-    """L12: its caller gets it, and a retry on another node gets ResultUnavailable."""
-    url, runs = fresh_url(), []
-    result = os.urandom(LARGE).hex()
-
-    async def work() -> str:
-        runs.append(1)
-        return result
-
-    async def main() -> None:
-        async with AsyncEngine(url) as engine, AsyncEngine(url) as another:
-            assert await engine.run("key", work, scope="s") == result
-            with pytest.raises(ResultUnavailable):
-                await another.run("key", work, scope="s")
-
-    asyncio.run(main())
-    assert runs == [1]
-
-
-def test_notes_that_do_not_fit_fail_alone_on_an_event_loop():
-    """L7: other callers, and the other swaps of the same call, are not affected."""
-    large = claim_of(0)._replace(progress=os.urandom(LARGE))
-    bad = Swap(large.id, 0, large)
-
-    async def main() -> None:
-        store = open_async_store(fresh_url())
-        calls = [store.swap([claim]) for claim in (bad, *claims(1, 8))]
-        outcomes = await asyncio.gather(*calls, return_exceptions=True)
-        assert isinstance(outcomes[0], ValueError)
-        assert outcomes[1:] == [[None]] * 8
-        with pytest.raises((ValueError, StoreUnavailable), match="400 kB"):
-            await store.swap([bad, *claims(10, 2)])
-        assert await store.get([large.id, claim_of(10).id]) == [None, claim_of(10)]
-        await store.close()
-
-    asyncio.run(main())
-
-
-def test_one_store_serves_many_event_loops_in_turn_and_at_the_same_time():
-    """L1: each loop gets its own results."""
-    store = open_async_store(fresh_url())
-
-    async def main(start: int) -> None:
-        for claim in claims(start, 5):
-            assert await store.swap([claim]) == [None]
-        assert await store.get([claim_of(start).id]) == [claim_of(start)]
-
-    for start in range(0, 20, 5):
-        asyncio.run(main(start))
-    with ThreadPoolExecutor(6) as threads:
-        for done in [threads.submit(asyncio.run, main(start)) for start in range(100, 130, 5)]:
-            done.result(TIMEOUT_S)
-    asyncio.run(store.close())
+    assert 2 <= asyncio.run(main()) <= 3

@@ -127,24 +127,6 @@ def test_a_server_that_stops_answering_is_an_outage_until_it_does(opened, own, o
         assert store.get([ID]) == [done]
 
 
-def test_a_blocked_event_loop_is_not_an_outage(url):
-    """D2: a handler may block the loop for longer than the server may take to answer."""
-
-    async def block(store):
-        asked = asyncio.ensure_future(store.swap([claim(MANY[1])]))
-        await asyncio.sleep(0)
-        threading.Event().wait(1)
-        return list(await asked)
-
-    async def story():
-        store = open_async_store(f"{url}&timeout=300ms")
-        await store.swap([claim()])
-        assert await block(store) == [None]
-        await store.close()
-
-    asyncio.run(story())
-
-
 def test_a_restart_of_the_server_needs_no_restart_of_ours(opened, own, own_url):
     """D2: an outage while it is down, and everything works as before afterwards."""
     with closing(opened(own_url)) as store:

@@ -129,19 +129,18 @@ def test_a_batch_of_any_size_is_one_command(store, sent, size):
     claims = [claim_of(id_of(number)) for number in range(size)]
     store.swap([claim(id_of(999))])
     sent.clear()
-    assert store.swap([Swap(r.id, 0, r) for r in claims[1:]]) == [None] * (size - 1)
-    assert sent.verbs == ["insert"]
-    sent.clear()
-    assert store.swap([Swap(r.id, 0, r) for r in claims]) == [None, *claims[1:]]
-    assert sent.verbs == ["insert", "select"]
-    sent.clear()
-    assert store.swap([complete(r) for r in claims]) == [None] * size
-    assert sent.verbs == ["update"]
+    assert store.swap([Swap(r.id, 0, r) for r in claims]) == [None] * size
+    assert sent.verbs == ["begin;"]
     sent.clear()
     more = [claim(id_of(number)) for number in range(1_000, 1_002)]
-    again = [Swap(r.id, r.version + 1, r._replace(version=r.version + 2)) for r in claims]
-    assert store.swap([*more, *again]) == [None] * (size + 2)
+    assert store.swap([*more, *(complete(r) for r in claims)]) == [None] * (size + 2)
     assert sent.verbs == ["begin;"]
+    sent.clear()
+    done = [completed(r, b"done") for r in claims]
+    ends = [Swap(r.id, r.version, None) for r in done]
+    assert store.swap([*more, *(complete(r) for r in claims)])[2:] == done
+    assert store.swap(ends) == [None] * size
+    assert sent.verbs == ["begin;", "select", "begin;"]
 
 
 @pytest.mark.parametrize("is_change", [False, True])
@@ -160,13 +159,11 @@ def test_a_batch_locks_its_rows_in_the_order_of_their_ids(store, sent, is_change
 def test_no_swap_and_no_sweep_ever_scans_the_table(store, url):
     """T3: their cost does not grow with the number of records."""
     store.swap([claim(id) for id in MANY])
-    changes = [complete(claim_of(id)) for id in MANY[:3]]
     search = STATEMENTS.search(Query(id_prefix=b"\0\0\0\1"), 60)
     plans = {
         next(STATEMENTS.select(MANY[:3])): "PRIMARY",
-        STATEMENTS.single(complete(claim_of()), 1): "PRIMARY",
-        STATEMENTS.single(Swap(ID, 5, None), 1): "PRIMARY",
-        STATEMENTS.batch(changes, 1): "PRIMARY",
+        STATEMENTS.swap(complete(claim_of())): "PRIMARY",
+        STATEMENTS.swap(Swap(ID, 5, None)): "PRIMARY",
         STATEMENTS.delete_expired(MANY[:50], OVER_MS): "PRIMARY",
         STATEMENTS.select_expired(OVER_MS, 10): "expires",
         search.partition(" for */ ")[2]: "PRIMARY",
@@ -243,7 +240,7 @@ def test_a_batch_of_applied_and_conflicting_swaps_is_answered_in_every_mixture(s
 
 
 def test_equal_claims_that_meet_in_batches_have_one_winner(url):
-    """L1: though only the stamp of the store tells them apart."""
+    """L1: though they leave the same values in all columns."""
     with closing(open_store(url)) as one, closing(open_store(url)) as other:
         start = threading.Barrier(2)
 
@@ -279,46 +276,43 @@ def test_a_failure_after_claims_were_committed_is_ambiguous(own_url, sent, is_la
         with pytest.raises(StoreUnavailable) as caught:
             store.swap(claims)
         assert caught.value.is_ambiguous
-        assert ("begin" in sent.verbs) == is_large
+        assert (sent.verbs.count("begin;") > 1) == is_large
         sent.before.clear()
         first, *others = store.get(MANY[:4])
         assert first.nonce == 7
         assert others == [swap.record for swap in claims[1:]]
 
 
-def test_a_conflicting_record_that_is_deleted_before_the_read_makes_the_batch_ambiguous(
-    store, url, sent
-):
-    """L1, D2: one of two was applied, and it is unknown which; never are both reported as applied."""
-    store.swap([claim(MANY[0], nonce=7)])
-
-    def delete():
-        with other_session(url) as other:
-            query(other, f"delete from coatcheck_records where id = x'{MANY[0].hex()}'")
-
-    sent.before["select"] = delete
-    with pytest.raises(StoreUnavailable, match="were changed or deleted") as caught:
-        store.swap([claim(MANY[0]), claim(MANY[1])])
-    assert caught.value.is_ambiguous
-    sent.before.clear()
-    assert store.swap([claim(MANY[0]), claim(MANY[1])]) == [None, claim_of(MANY[1])]
+def test_a_claim_whose_conflicting_record_is_deleted_before_the_read_is_repeated(store, url, sent):
+    """L1, D2: it could be applied now; an error after five times is ambiguous if others were."""
+    first, second = MANY[:2]
+    rival, removal = claim(first, nonce=7), Swap(first, claim_of().version, None)
+    store.swap([rival])
+    with other_session(url) as other:
+        sent.before["select"] = lambda: query(other, STATEMENTS.swap(removal))
+        assert store.swap([claim(first), claim(second)]) == [None, None]
+        sent.before["insert"] = lambda: query(other, STATEMENTS.swap(rival))
+        for swaps in ([claim(first)], [claim(first), complete(claim_of(second))]):
+            query(other, f"delete from coatcheck_records where id = x'{first.hex()}'")
+            query(other, STATEMENTS.swap(rival))
+            with pytest.raises(StoreUnavailable, match="gave up after 5 conflicts") as caught:
+                store.swap(swaps)
+            assert caught.value.is_ambiguous == (len(swaps) == 2)
 
 
 @pytest.mark.parametrize("code", [1142, 1213])
-def test_a_refusal_after_something_was_written_is_ambiguous(opened, url, code):
-    """L1, D2: the claim of the same batch is committed; also after a deadlock of the delete."""
+def test_a_batch_of_which_one_member_is_refused_writes_nothing(store, url, code):
+    """L1, D2: so the error is not ambiguous; also after deadlocks of the refused member."""
     delete = Swap(MANY[0], claim_of().version, None)
     refuse = f"signal sqlstate '45000' set mysql_errno = {code}, message_text = 'no'"
-    with closing(opened(url)) as store, other_session(url) as other:
+    with other_session(url) as other:
         store.swap([claim(MANY[0])])
         query(other, f"create trigger t before delete on coatcheck_records for each row {refuse}")
-        with pytest.raises(StoreUnavailable) as caught:
-            store.swap([claim(MANY[1]), delete])
-        assert caught.value.is_ambiguous
-        assert store.get(MANY[:2]) == [claim_of(MANY[0]), claim_of(MANY[1])]
-        with pytest.raises(StoreUnavailable) as caught:
-            store.swap([delete])
-        assert not caught.value.is_ambiguous
+        for swaps in ([claim(MANY[1]), delete], [delete]):
+            with pytest.raises(StoreUnavailable) as caught:
+                store.swap(swaps)
+            assert not caught.value.is_ambiguous
+        assert store.get(MANY[:2]) == [claim_of(MANY[0]), None]
 
 
 # --- concurrent writers ---------------------------------------------------------------------------
@@ -511,7 +505,7 @@ def test_a_writer_whose_response_did_not_fit_recognises_its_own_record(own_url, 
         assert (standing.nonce, standing.response) == (answer.nonce, None)
 
 
-@pytest.mark.parametrize("filler", [b"'", b"\\", b"\0", b"\xff"])
+@pytest.mark.parametrize("filler", [b"'", b"\xff"])
 def test_the_largest_response_fits_into_what_the_doctor_asks_for(own_url, filler):
     """L12, D3: whatever its bytes, alone, in a batch, and in a transaction."""
     body = filler * (8 * 1_024 * 1_024)

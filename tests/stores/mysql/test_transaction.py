@@ -4,6 +4,7 @@ import asyncio
 import signal
 import time
 from contextlib import closing, contextmanager
+from typing import Self
 
 import asyncmy
 import pymysql
@@ -130,38 +131,63 @@ def test_a_statement_of_an_async_handler_has_the_same_limit(own_url):
     asyncio.run(story())
 
 
+class LoopEngine:
+    """An engine for async code on an event loop of its own, used like one for threads."""
+
+    def __init__(self, url: str, policy: Policy | None = None) -> None:
+        self._runner = asyncio.Runner()
+        self._engine = AsyncEngine(url, policy) if policy else AsyncEngine(url)
+
+    def __enter__(self) -> Self:
+        self._runner.run(self._engine.__aenter__())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._runner.run(self._engine.__aexit__(*error))
+        self._runner.close()
+
+    def run(self, key, work, scope):
+        return self._call(self._engine.run, key, work, scope)
+
+    def transaction(self, key, work, scope):
+        return self._call(self._engine.transaction, key, work, scope)
+
+    def _call(self, method, key, work, scope):
+        async def handler():
+            return work()
+
+        async def call():
+            return await method(key, handler, scope=scope)
+
+        return self._runner.run(call())
+
+
+NO_ANSWER = "timed out|read timeout|no answer in time"
+
+
+@pytest.fixture(params=[Engine, LoopEngine], ids=["threads", "loop"])
+def engine_at(request):
+    """Opens an engine for sync or for async code."""
+    return request.param
+
+
 @pytest.mark.parametrize("is_at_the_end", [False, True])
-def test_a_transaction_does_not_wait_for_a_server_that_stops_answering(own, own_url, is_at_the_end):
+def test_a_transaction_does_not_wait_for_a_server_that_stops_answering(
+    engine_at, own, own_url, is_at_the_end
+):
     """D2, L9: neither its claim nor its commit."""
-    with Engine(own_url + LIMITS) as engine:
+    with engine_at(own_url + LIMITS) as engine:
         engine.transaction("a", lambda: 1, scope="s")
-        with stopped(own, own_url) as stop, pytest.raises(StoreUnavailable, match="timed out"):
+        with stopped(own, own_url) as stop, pytest.raises(StoreUnavailable, match=NO_ANSWER):
             engine.transaction("b", stop if is_at_the_end else stop() or int, scope="s")
 
 
-@pytest.mark.parametrize("is_at_the_end", [False, True])
-def test_an_async_transaction_does_not_wait_for_a_server_that_stops_answering(
-    own, own_url, is_at_the_end
-):
-    """D2, L9: the same with the driver for event loops."""
-
-    async def nothing():
-        return 1
-
-    async def story():
-        async def work():
-            if is_at_the_end:
-                stop()
-
-        async with AsyncEngine(own_url + LIMITS) as engine:
-            await engine.transaction("a", nothing, scope="s")
-            with stopped(own, own_url) as stop:
-                if not is_at_the_end:
-                    stop()
-                with pytest.raises(StoreUnavailable, match="read timeout"):
-                    await engine.transaction("b", work, scope="s")
-
-    asyncio.run(story())
+def test_a_new_connection_for_a_transaction_has_the_timeout_of_the_store(engine_at, own, own_url):
+    """D2: not `transaction_timeout`, which the handler's own statements need."""
+    with engine_at(own_url + "&timeout=300ms") as engine:
+        engine.run("a", int, scope="s")
+        with stopped(own, own_url) as stop, pytest.raises(StoreUnavailable, match=NO_ANSWER):
+            engine.transaction("b", stop() or int, scope="s")
 
 
 @contextmanager
@@ -174,74 +200,33 @@ def relay_to(url):
         assert time.monotonic() - started < 15
 
 
-def test_a_commit_without_an_answer_is_an_outage_and_is_replayed(own_url):
+def test_a_commit_without_an_answer_is_an_outage_and_is_replayed(engine_at, own_url):
     """D2, L9: it was applied, and a retry gets its result."""
 
     def work():
         relay.fall_silent_after(b"COMMIT")
         return "done"
 
-    with relay_to(own_url) as (relay, url), Engine(url) as engine:
-        with pytest.raises(StoreUnavailable, match="timed out") as caught:
+    with relay_to(own_url) as (relay, url), engine_at(url) as engine:
+        with pytest.raises(StoreUnavailable, match=NO_ANSWER) as caught:
             engine.transaction("a", work, scope="s")
         assert caught.value.is_ambiguous
-    with Engine(own_url) as engine:
+    with engine_at(own_url) as engine:
         assert engine.transaction("a", lambda: "again", scope="s") == "done"
 
 
-def test_an_async_commit_without_an_answer_is_an_outage_and_is_replayed(own_url):
-    """D2, L9: the same with the driver for event loops."""
-
-    async def again():
-        return "again"
-
-    async def story():
-        async def work():
-            relay.fall_silent_after(b"COMMIT")
-            return "done"
-
-        with relay_to(own_url) as (relay, url):
-            async with AsyncEngine(url) as engine:
-                with pytest.raises(StoreUnavailable, match="read timeout") as caught:
-                    await engine.transaction("a", work, scope="s")
-            assert caught.value.is_ambiguous
-        async with AsyncEngine(own_url) as engine:
-            assert await engine.transaction("a", again, scope="s") == "done"
-
-    asyncio.run(story())
-
-
-def test_a_handler_that_fails_together_with_its_server_ends_in_time(own, own_url):
+def test_a_handler_that_fails_together_with_its_server_ends_in_time(engine_at, own, own_url):
     """D2, L9: the rollback gets no answer, and the caller gets the handler's error."""
 
     def fail():
         stop()
         raise ZeroDivisionError
 
-    with Engine(own_url + LIMITS) as engine:
+    patient = Policy(mode="transaction", wait="30s")  # a rollback does not wait that long
+    with engine_at(own_url + LIMITS, patient) as engine:
         with stopped(own, own_url) as stop, pytest.raises(ZeroDivisionError):
             engine.transaction("a", fail, scope="s")
         assert engine.transaction("a", lambda: "done", scope="s") == "done"
-
-
-def test_an_async_handler_that_fails_together_with_its_server_ends_in_time(own, own_url):
-    """D2, L9."""
-
-    async def done():
-        return "done"
-
-    async def story():
-        async def fail():
-            stop()
-            raise ZeroDivisionError
-
-        patient = Policy(mode="transaction", wait="30s")  # a rollback does not wait that long
-        async with AsyncEngine(own_url + LIMITS, patient) as engine:
-            with stopped(own, own_url) as stop, pytest.raises(ZeroDivisionError):
-                await engine.transaction("a", fail, scope="s")
-            assert await engine.transaction("a", done, scope="s") == "done"
-
-    asyncio.run(story())
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import pytest
 
 from coatcheck import AsyncEngine, Engine, current_operation
 from coatcheck.errors import Misconfigured, StoreUnavailable
-from coatcheck.stores import open_store
+from coatcheck.stores import migrate_store, open_store
 from tests.stores.laws.records import claim_of
 from tests.stores.mysql.support import claim, in_every_mode, other_session, query
 from tests.support.servers import free_port
@@ -79,6 +79,17 @@ def test_an_unreachable_server_is_an_outage(url):
         pytest.raises(StoreUnavailable, match="no answer in time"),
     ):
         open_store(f"mysql://root@127.0.0.1:{silent.getsockname()[1]}/shop?timeout=100ms")
+
+
+@pytest.mark.parametrize("scheme", ["mysql+pymysql", "mariadb"])
+def test_the_schemes_of_other_libraries_name_the_same_store(url, scheme):
+    """D1: in every mode; the URL of SQLAlchemy can be used as it is."""
+    other = url.replace("mysql://", f"{scheme}://")
+    assert in_every_mode(url, "a") == ["a"] * 4
+    assert in_every_mode(other, "a", "again") == ["a"] * 4
+    assert migrate_store(other).found == 1
+    with pytest.raises(Misconfigured, match="must be mysql://user"):
+        open_store(f"{scheme}://shop")
 
 
 def test_names_and_passwords_may_hold_anything(url):

@@ -17,7 +17,7 @@ from coatcheck.core.record import Record, Swap
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores import open_store
 from coatcheck.stores.redis.async_backend import RedisBackend
-from coatcheck.stores.redis.store import SingleServerStore
+from coatcheck.stores.redis.store import RedisStore
 from tests.stores.laws.records import claim_of, id_of
 
 
@@ -42,7 +42,7 @@ class LoopStore:
 
     def __init__(self, url: str) -> None:
         store = open_store(url)
-        assert isinstance(store, SingleServerStore)
+        assert isinstance(store, RedisStore)
         self._store = store
         self._runner = asyncio.Runner()
         self._backend = self._runner.run(self._open())

@@ -20,8 +20,8 @@ from coatcheck.stores import open_store
 from coatcheck.stores.contract import HasAsyncBackend
 from coatcheck.stores.redis.async_backend import RedisBackend
 from tests.stores.laws.records import claim_of, id_of
-from tests.stores.redis.scenes import change, claim, claims, fake, sign_oneself
-from tests.support.servers import free_port, until
+from tests.stores.redis.scenes import change, claim, claims, fake
+from tests.support.servers import until
 from tests.support.servers.redis import Redis, redis_server
 
 # 30 s: nothing here takes a tenth of it, also on a busy machine.
@@ -92,20 +92,6 @@ def test_calls_at_the_same_time_get_their_own_answers(run, server: Redis):
             *conflicts, found = await asyncio.gather(*again, backend.get(ids))
             assert conflicts == [[record] for record in batches[3]]
             assert found == [record for batch in batches for record in batch]
-
-    run(story())
-
-
-def test_nothing_is_connected_before_the_first_call(run, server: Redis):
-    """L1: an application may open a store on a loop that it never uses."""
-
-    async def story() -> None:
-        async with backend_of(server.url) as backend:
-            before = connections(server)
-            await asyncio.sleep(0)
-            assert connections(server) == before
-            assert await backend.swap([claim(claim_of())]) == [None]
-            assert connections(server) == before + 1
 
     run(story())
 
@@ -211,48 +197,6 @@ def test_a_second_reply_to_one_command_is_not_taken_for_the_next(run):
 
     with fake(lambda: next(answers)) as url:
         run(story())
-
-
-@pytest.mark.parametrize("scheme", ["redis", "rediss"])
-def test_large_responses_arrive_whole(run, tmp_path, scheme):
-    """D1, X3: there and back, in plain and in TLS."""
-    sign_oneself(tmp_path)
-    files = {"tls_cert_file": f"{tmp_path}/cert.pem", "tls_key_file": f"{tmp_path}/key.pem"}
-    port = free_port()
-    server = Redis(tls_port=str(port), tls_auth_clients="no", **files)
-    url = f"rediss://localhost:{port}/0?tls_ca={tmp_path}/cert.pem"
-    records = [
-        completed(record, os.urandom(1_000_000 if number % 5 else 3))
-        for number, record in enumerate(claims(0, 30))
-    ]
-
-    async def story() -> None:
-        async with backend_of(url if scheme == "rediss" else server.url) as backend:
-            some, others = [claim(r) for r in records[:15]], [claim(r) for r in records[15:]]
-            both = await asyncio.gather(backend.swap(some), backend.swap(others))
-            assert both == [[None] * 15] * 2
-            assert await backend.get([record.id for record in records]) == records
-            assert await backend.swap(others) == records[15:]
-
-    try:
-        run(story())
-    finally:
-        server.remove()
-
-
-def test_a_closed_backend_refuses_calls(run):
-    """D2: and that is not ambiguous."""
-
-    async def story() -> None:
-        async with backend_of(redis_server().fresh_url()) as backend:
-            assert await backend.get([bytes(16)]) == [None]
-            await backend.close()
-            for call in (backend.swap([claim(claim_of())]), backend.get([bytes(16)])):
-                with pytest.raises(StoreUnavailable, match="the store is closed") as caught:
-                    await call
-                assert not caught.value.is_ambiguous
-
-    run(story())
 
 
 def test_one_store_serves_many_event_loops(new_loop, server: Redis):

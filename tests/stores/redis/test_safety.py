@@ -4,7 +4,6 @@ Operations that are running can still complete: a result on an unsafe server is 
 """
 
 import logging
-from collections.abc import Callable, Iterator
 from contextlib import closing
 
 import pytest
@@ -17,8 +16,8 @@ from coatcheck.stores import Batcher, open_store
 from coatcheck.stores.contract import Store
 from coatcheck.stores.redis import store as module
 from tests.stores.laws.records import claim_of, id_of
-from tests.stores.redis.scenes import LoopStore, change, claim, claims
-from tests.support.servers.redis import Cluster, Redis, SentinelSet, until
+from tests.stores.redis.scenes import change, claim, claims
+from tests.support.servers.redis import Cluster, SentinelSet, until
 
 EVICTING = ("CONFIG SET", "maxmemory-policy", "allkeys-lru")
 REPAIRED = ("CONFIG SET", "maxmemory-policy", "noeviction")
@@ -28,20 +27,6 @@ REPAIRED = ("CONFIG SET", "maxmemory-policy", "noeviction")
 def _impatient(monkeypatch):
     """Each reading of the clock checks for risks, too."""
     monkeypatch.setattr(module, "RECHECK_EVERY_MS", 0)
-
-
-@pytest.fixture(params=[open_store, LoopStore], ids=["threads", "loop"])
-def opened(request) -> Callable[[str], Store]:
-    """Open a store that is used by threads, or by an event loop."""
-    return request.param
-
-
-@pytest.fixture
-def server() -> Iterator[Redis]:
-    """A server of the test's own, whose settings it changes."""
-    server = Redis()
-    yield server
-    server.remove()
 
 
 def recheck(store: Store) -> None:

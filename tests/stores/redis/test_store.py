@@ -22,14 +22,14 @@ from coatcheck.cli import main
 from coatcheck.core.record import GONE, Record, Swap, completed, renewed
 from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.stores import Batcher, open_async_store, open_store
-from coatcheck.stores.contract import HasAsyncBackend, Query, Store
+from coatcheck.stores.contract import Query, Store
 from coatcheck.stores.redis.cluster import slot_of
 from coatcheck.stores.redis.records import Commands, Keys, decode, encode
 from coatcheck.stores.redis.safety import SafetyMonitor
 from coatcheck.stores.redis.swap import Flows
-from coatcheck.stores.redis.url import Address, target_and_options
+from coatcheck.stores.redis.url import Address, RedisConfig, parse_url
 from tests.stores.laws.records import claim_of, id_of
-from tests.stores.redis.scenes import LoopStore, change, claim, claims, fake, sign_oneself
+from tests.stores.redis.scenes import change, claim, claims, fake, sign_oneself
 from tests.support.batches import call_apart
 from tests.support.servers import free_port, until
 from tests.support.servers import redis as redis_servers
@@ -39,24 +39,10 @@ from tests.support.servers.redis import Cluster, Redis, Sentinel, SentinelSet, r
 TIMEOUT_S = 30
 
 
-@pytest.fixture(params=[open_store, LoopStore], ids=["threads", "loop"])
-def opened(request) -> Callable[[str], Store]:
-    """Open a store that is used by threads, or by an event loop."""
-    return request.param
-
-
 @pytest.fixture
 def store(opened) -> Iterator[Store]:
     with closing(opened(redis_server().fresh_url())) as store:
         yield store
-
-
-@pytest.fixture
-def server() -> Iterator[Redis]:
-    """A server of the test's own, to stop and to kill."""
-    server = Redis(appendfsync="always")  # a kill must not lose the last second
-    yield server
-    server.remove()
 
 
 def refused(store: Store, swaps: Sequence[Swap]) -> StoreUnavailable:
@@ -96,7 +82,7 @@ def until_written(store: Store, record: Record) -> None:
         ("redis+cluster://a?sentinel_username=x", "sentinel_username= is for redis.sentinel://"),
         ("redis://a?compakt=1", "compakt=… is no option; the options are prefix="),
         ("redis://a?compact=yes", "compact=yes"),
-        ("redis://a?prefix={x}", "a prefix must not contain braces"),
+        ("redis://a?prefix={x}", r"prefix=coatcheck: \(of all keys, without braces\)"),
         ("redis://a?timeout=soon", "timeout: 'soon' is not a duration"),
         ("redis://a?timeout=0s", "leaves no time"),
         ("redis://a?wait=-1", "wait=-1"),
@@ -111,27 +97,32 @@ def test_a_url_that_is_not_understood_is_refused_with_an_example(url, words):
 
 def test_a_url_names_the_servers_and_the_login():
     """D1: also where names and passwords hold what a URL has other uses for."""
-    target, options = target_and_options(
+    config = parse_url(
         "redis+sentinel://ann:p%40ss%3A@one,two:1,[::1]:2/records/5"
         "?prefix=a%3Ab&compact=1&timeout=250ms&wait=2&allow=replica,eviction&tls=1&tls_ca=/x.pem"
         "&sentinel_username=eve&sentinel_password=w%26x"
     )
-    assert target.addresses == (("one", 26379), ("two", 1), ("::1", 2))
-    assert (target.service, target.database) == ("records", 5)
-    assert (target.username, target.password) == ("ann", "p@ss:")
-    assert (target.sentinel_username, target.sentinel_password) == ("eve", "w&x")
-    assert (target.is_tls, target.tls_ca) == (True, "/x.pem")
-    assert target.name == "redis one:26379,two:1,[::1]:2"
-    assert options == {
-        "prefix": "a:b",
-        "compact": True,
-        "timeout_s": 0.25,
-        "wait": 2,
-        "allow": {"replica", "eviction"},
-    }
-    assert target_and_options("rediss://h")[0].is_tls
-    assert target_and_options("redis://")[0].addresses == (Address("localhost", 6379),)
-    assert target_and_options("redis+cluster://a,b:7")[0].addresses == (("a", 6379), ("b", 7))
+    assert config == RedisConfig(
+        shape="sentinel",
+        addresses=(Address("one", 26379), Address("two", 1), Address("::1", 2)),
+        service="records",
+        database=5,
+        username="ann",
+        password="p@ss:",
+        is_tls=True,
+        tls_ca="/x.pem",
+        sentinel_username="eve",
+        sentinel_password="w&x",
+        prefix="a:b",
+        compact=True,
+        timeout_s=0.25,
+        wait=2,
+        allow=frozenset({"replica", "eviction"}),
+    )
+    assert str(config) == "redis one:26379,two:1,[::1]:2"
+    assert parse_url("rediss://h").is_tls
+    assert parse_url("redis://").addresses == (("localhost", 6379),)
+    assert parse_url("redis+cluster://a,b:7").addresses == (("a", 6379), ("b", 7))
 
 
 def test_stores_with_different_prefixes_do_not_see_each_other():
@@ -236,13 +227,6 @@ def test_a_server_that_lost_the_script_gets_it_again(store: Store):
     assert store.swap([change(first, completed(first, b"201"))]) == [completed(first, b"201")]
 
 
-def ask_in(url: str, *words: bytes | str) -> object:
-    """Run one command in the database of *url*; return the reply."""
-    database = url.partition("?")[0].rpartition("/")[2]
-    script = f"redis.call('SELECT', {database}) return redis.call(unpack(ARGV))"
-    return redis_server().ask("EVAL", script, 0, *words)
-
-
 @pytest.mark.parametrize(
     ("spoil", "raised"),
     [
@@ -250,39 +234,39 @@ def ask_in(url: str, *words: bytes | str) -> object:
         (("SET", b"\x02from the future"), StoreUnavailable),  # with the outcome of each
     ],
 )
-def test_a_value_that_cannot_be_decoded_fails_alone(opened, spoil, raised):
+def test_a_value_that_cannot_be_decoded_fails_alone(opened, server: Redis, spoil, raised):
     """D2: the other members of its batch succeed."""
-    url = redis_server().fresh_url()
     bad, *good = claims(0, 6)
     command, *words = spoil
-    ask_in(url, command, Keys(url.rpartition("=")[2]).key_of(bad.id), *words)
-    with closing(opened(url)) as store:
-        error = refused(store, [claim(bad)])
-        assert not error.is_ambiguous
+    server.ask(command, Keys("coatcheck:").key_of(bad.id), *words)
+    with closing(opened(server.url)) as store:
+        assert not refused(store, [claim(bad)]).is_ambiguous
         with pytest.raises(raised, match=r"WRONGTYPE|not a record"):
             store.swap([claim(bad), *(claim(record) for record in good)])
         batcher = Batcher(store)
         for record in good:
             assert batcher.swap(claim(record)) in (None, record)
-        assert store.get([record.id for record in good]) == good
+        found, errors = call_apart(store.get, [bad.id, *(record.id for record in good)])
+        assert found[1:] == good
+        # MGET returns no value for a key of another type; a claim of it fails, as above.
+        assert errors[1:] == [None] * 5
         with pytest.raises(StoreUnavailable):
             batcher.swap(claim(bad))
         assert store.find(Query()).records == good
 
 
-def test_the_server_deletes_an_expired_record_by_itself():
+def test_the_server_deletes_an_expired_record_by_itself(server: Redis):
     """T3: without a request for it; a record under a lease, or in its retention, stays."""
-    url = redis_server().fresh_url()
-    store = open_store(url)
+    store = open_store(server.url)
     now_ms = store.now_ms()
     old = completed(claim_of(id_of(1), now_ms=now_ms - 10_000), b"x" * 100)
-    old = old._replace(expires_ms=now_ms + 100)
+    old = old._replace(expires_ms=now_ms + 100, lease_until_ms=now_ms)
     held = claim_of(id_of(2), now_ms=now_ms - 10_000)
     held = held._replace(expires_ms=now_ms + 100, lease_until_ms=now_ms + 60_000)
     kept = completed(claim_of(id_of(3), now_ms=now_ms), b"")
     ahead = old._replace(id=id_of(4), version=now_ms + 60_000)
     assert store.swap([claim(record) for record in (old, held, kept, ahead)]) == [None] * 4
-    until(lambda: ask_in(url, "DBSIZE") == 3)
+    until(lambda: server.ask("DBSIZE") == 3)
     assert store.swap([change(old, None)]) == [GONE]
     assert store.find(Query()).records == [held, kept, ahead]
     assert store.sweep(now_ms + 10**12) == 0
@@ -408,18 +392,6 @@ def test_a_request_is_503_if_the_server_does_not_know_the_command_time():
         server.remove()
 
 
-@pytest.mark.parametrize("rights", [("~*", "+@all", "-evalsha"), ("~other:*", "+@all")])
-def test_the_doctor_finds_a_user_that_may_not_write(rights):
-    """D3, O1: a user that may not run the script, or not use our keys."""
-    server = Redis()
-    try:
-        server.ask("ACL", "SETUSER", "bob", "on", ">pw", "&*", *rights)
-        with closing(open_store(f"redis://bob:pw@127.0.0.1:{server.port}/0")) as store:
-            assert [finding.level for finding in store.check()][-1] == "error"
-    finally:
-        server.remove()
-
-
 def test_a_wrong_password_is_refused_when_the_store_is_opened(opened):
     """D1: and no message shows the password."""
     server = Redis(requirepass="secret")
@@ -497,20 +469,6 @@ def test_acknowledged_records_survive_when_the_server_is_killed(opened, server: 
         assert len(errors) == 1
         server.start()
         assert list(store.get([record.id for record in acknowledged])) == acknowledged
-
-
-def test_a_foreign_value_under_one_key_fails_one_member_of_a_batch(opened, server: Redis):
-    """D2: the batcher sends the others alone."""
-    records = claims(0, 8)
-    ids = [record.id for record in records]
-    server.ask("LPUSH", b"coatcheck:{%b}" % ids[2].hex().encode(), "x")
-    server.ask("SET", b"coatcheck:{%b}" % ids[5].hex().encode(), "x")
-    with closing(opened(server.url)) as store:
-        _, errors = call_apart(store.swap, [claim(record) for record in records])
-        assert [place for place, error in enumerate(errors) if error] == [2, 5]
-        assert all(isinstance(errors[place], StoreUnavailable) for place in (2, 5))
-        found, _ = call_apart(store.get, ids)
-        assert [place for place, record in enumerate(found) if record is None] == [2, 5]
 
 
 def test_a_frozen_server_is_an_error_after_the_timeout(opened, server: Redis):
@@ -678,16 +636,9 @@ def test_a_missing_replica_fails_only_the_members_that_wrote(opened, server: Red
         results, errors = call_apart(store.swap, [claim(other), change(two, None)])
         assert (results[0], errors[0]) == (done, None)
         assert errors[1] is not None
-
-
-def test_a_repeated_write_fails_until_a_replica_has_it(opened, server: Redis):
-    """L1: finding the own record on the master does not mean that a replica has it."""
-    one = claim_of(id_of(1))
-    with closing(opened(f"{server.url}?wait=1&timeout=1s")) as store:
-        for _ in range(3):
-            assert refused(store, [claim(one)]).is_ambiguous
-        assert refused(store, [change(one, None)]).is_ambiguous
-        assert refused(store, [change(one, None)]).is_ambiguous
+        # Finding the own record on the master does not mean that a replica has it.
+        assert refused(store, [claim(three)]).is_ambiguous
+        assert refused(store, [change(two, None)]).is_ambiguous
 
 
 FORKED = """
@@ -819,8 +770,8 @@ def cluster() -> Cluster:
 def test_an_event_loop_uses_a_cluster_through_threads(cluster: Cluster):
     """L1: the store has no native backend then."""
     records = claims(0, 50)
-    with closing(open_store(cluster.url)) as blocking:
-        assert not isinstance(blocking, HasAsyncBackend)
+    with closing(open_store(cluster.url)) as blocking, pytest.raises(NotImplementedError):
+        blocking.async_backend()
 
     async def story() -> None:
         store = open_async_store(cluster.fresh_url())
@@ -943,13 +894,13 @@ def test_a_frozen_master_does_not_delay_records_of_other_masters_each_time():
             store.get([record.id for record in records])
             frozen.kill(signal.SIGSTOP)
             waited_s = 0.0
-            for one, other in zip(away[:8], elsewhere[:8], strict=True):
+            for one, other in zip(away[:4], elsewhere[:4], strict=True):
                 with pytest.raises(StoreUnavailable):
                     store.swap([claim(one)])
                 begun = time.monotonic()
                 assert store.swap([claim(other)]) == [None]
                 waited_s += time.monotonic() - begun
-            assert waited_s < 2
+            assert waited_s < 1
     finally:
         frozen.kill(signal.SIGCONT)
         cluster.remove()

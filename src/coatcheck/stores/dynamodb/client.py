@@ -25,12 +25,7 @@ from botocore.loaders import Loader, create_loader
 from botocore.session import Session
 
 from coatcheck.errors import Misconfigured, StoreUnavailable
-from coatcheck.stores.dynamodb.errors import (
-    TRANSACTION_CONFLICT,
-    code_of,
-    note_attempt,
-    store_errors,
-)
+from coatcheck.stores.dynamodb.errors import note_attempt, store_errors
 from coatcheck.stores.dynamodb.url import DynamoConfig
 from coatcheck.stores.fork import renew_after_fork
 
@@ -41,12 +36,11 @@ Answer: TypeAlias = dict[str, Any]
 # 2: a lost packet or a moment of throttling is not an outage. If it lasts longer it is one, and the
 # engine retries by itself where it must.
 _ATTEMPTS_MAX = 2
-# 5: botocore does not retry a transaction conflict, but the other transaction ends in milliseconds.
-CONFLICT_ATTEMPTS_MAX = 5
-# Up to 20 ms before the second attempt, twice as long before each further one.
-_CONFLICT_PAUSE_S = 0.02
 # Connections for callers that send from their own threads: lease renewals, reads, operators.
 _EXTRA_CONNECTIONS = 8
+
+# Not the global generator: an application may seed it.
+_JITTER = random.SystemRandom()
 
 
 class DynamoClient:
@@ -72,21 +66,7 @@ class DynamoClient:
         return self.send(operation, TableName=self.config.table, **parameters)
 
     def send(self, operation: str, **parameters: object) -> Answer:
-        """Send one request and return the answer; retry while another transaction is in the way."""
-        pause_s, is_ambiguous = _CONFLICT_PAUSE_S, False
-        for attempts_left in reversed(range(CONFLICT_ATTEMPTS_MAX)):
-            try:
-                return self._send_once(operation, parameters)
-            except StoreUnavailable as error:
-                # Ambiguous if any attempt was: the last one says nothing about those before it.
-                error.is_ambiguous = is_ambiguous = error.is_ambiguous or is_ambiguous
-                if code_of(error) != TRANSACTION_CONFLICT or not attempts_left:
-                    raise
-            pause(pause_s)
-            pause_s *= 2
-        raise AssertionError  # the last attempt has returned or raised
-
-    def _send_once(self, operation: str, parameters: dict[str, object]) -> Answer:
+        """Send one request and return the answer."""
         method = getattr(self.botocore_client(), operation)
         with store_errors(str(self.config)):
             answer: Answer = method(**parameters)
@@ -108,15 +88,9 @@ class DynamoClient:
         """
         if len(things) <= 1:
             return [function(thing) for thing in things]
-        futures: list[Future[R]] = []
-        not_started: list[StoreUnavailable] = []
+        threads = self._pool()
+        futures = [self._submit(threads, function, thing) for thing in things]
         try:
-            try:
-                threads = self._pool()
-                for thing in things:
-                    futures.append(threads.submit(function, thing))  # noqa: PERF401 - all of them are cancelled below
-            except RuntimeError as error:  # closed meanwhile, or no more threads can be started
-                not_started = [self._no_thread(error)] * (len(things) - len(futures))
             wait(futures)
         finally:
             for future in futures:
@@ -125,13 +99,20 @@ class DynamoClient:
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, Exception):
                 raise result
-        return [*cast("list[R | Exception]", results), *not_started]
+        return cast("list[R | Exception]", results)
 
-    def _no_thread(self, error: RuntimeError) -> StoreUnavailable:
-        """Ambiguous: the executor has queued the call, and a thread that exists may run it."""
-        outage = StoreUnavailable(f"{self.config}: {error}", is_ambiguous=True)
-        outage.__cause__ = error
-        return outage
+    def _submit(
+        self, threads: ThreadPoolExecutor, function: Callable[[T], R], thing: T
+    ) -> Future[R]:
+        try:
+            return threads.submit(function, thing)
+        except RuntimeError as error:  # closed meanwhile, or no more threads can be started
+            # Ambiguous: the executor has queued the call, and a thread that exists may run it.
+            outage = StoreUnavailable(f"{self.config}: {error}", is_ambiguous=True)
+            outage.__cause__ = error
+            failed: Future[R] = Future()
+            failed.set_exception(outage)
+            return failed
 
     def botocore_client(self) -> Any:  # noqa: ANN401 - botocore makes the class at run time
         """Return the low-level client; the first call creates it."""
@@ -169,7 +150,7 @@ class DynamoClient:
 
 def pause(pause_s_max: float) -> None:
     """Sleep for a random part of *pause_s_max*, so that two callers do not collide again."""
-    time.sleep(random.uniform(0, pause_s_max))  # noqa: S311 - not a secret
+    time.sleep(_JITTER.uniform(0, pause_s_max))
 
 
 def _create_client(config: DynamoConfig) -> Any:  # noqa: ANN401 - botocore makes the class at run time

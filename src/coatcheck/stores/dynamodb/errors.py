@@ -22,10 +22,9 @@ from botocore.exceptions import (
 from botocore.parsers import ResponseParserError
 
 from coatcheck.errors import StoreUnavailable
-from coatcheck.stores.dynamodb.items import Item
+from coatcheck.stores.dynamodb.records import Item
 
 CONDITION_FAILED = "ConditionalCheckFailedException"
-TRANSACTION_CONFLICT = "TransactionConflictException"
 TABLE_NOT_FOUND = "ResourceNotFoundException"
 
 _FAILURES = (BotoCoreError, ClientError, ResponseParserError)
@@ -38,7 +37,7 @@ _THROTTLED = {
 
 
 class _Attempts(threading.local):
-    """What the attempts of this thread's current request tell."""
+    """Whether an attempt of this thread's current request may have written."""
 
     may_have_written = False
 
@@ -79,8 +78,6 @@ def _explain(error: Exception) -> str:
     code = details.get("Code", "")
     if code in _THROTTLED:
         return f"throttled ({code}); raise the table's capacity, or use on-demand billing"
-    if code == TRANSACTION_CONFLICT:
-        return f"another transaction kept the item locked during every retry ({error})"
     if code == TABLE_NOT_FOUND:
         return "there is no such table; check its name, region and account"
     return f"{code}: {details.get('Message', '')}"
@@ -97,8 +94,3 @@ def conflicting_item(error: StoreUnavailable) -> Item:
     assert isinstance(error.__cause__, ClientError)
     item: Item = error.__cause__.response.get("Item", {})  # type: ignore[assignment]  # not in the stubs
     return item
-
-
-def is_too_large(error: StoreUnavailable) -> bool:
-    """Return whether DynamoDB refused the item because of its size."""
-    return code_of(error) == "ValidationException" and "Item size" in str(error.__cause__)

@@ -14,13 +14,12 @@ from coatcheck.core.key import reference_of
 from coatcheck.core.record import GONE, Record, Swap, is_same_write_cut
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.batch_errors import Outcome, UndecodableRecord
-from coatcheck.stores.dynamodb import items
+from coatcheck.stores.dynamodb import records
 from coatcheck.stores.dynamodb.client import DynamoClient, pause
 from coatcheck.stores.dynamodb.errors import (
     CONDITION_FAILED,
     code_of,
     conflicting_item,
-    is_too_large,
 )
 from coatcheck.stores.dynamodb.url import DynamoConfig
 
@@ -38,11 +37,11 @@ _CLAIM_ATTEMPTS_MAX = 8
 def swap(client: DynamoClient, swap: Swap) -> Record | None:
     """Write a record if its version is still the expected one; return None, or the current one."""
     for _ in range(_CLAIM_ATTEMPTS_MAX):
-        record = swap.record
-        current = _delete(client, swap) if record is None else _put(client, swap, record)
-        if current is None:
-            return None
-        if current.version or swap.expected:
+        if swap.record is None:
+            current = _write(client, "delete_item", swap, Key={"id": {"B": swap.id}})
+        else:
+            current = _put(client, swap, swap.record)
+        if current is None or current.version or swap.expected:
             return current
         # A claim conflicted with a record that has disappeared since: try again.
     raise StoreUnavailable(
@@ -51,45 +50,32 @@ def swap(client: DynamoClient, swap: Swap) -> Record | None:
     )
 
 
-def _delete(client: DynamoClient, swap: Swap) -> Record | None:
-    item = _write(client, "delete_item", swap, Key={"id": {"B": swap.id}})
-    return None if item is None else _current_record(client.config, item)
-
-
 def _put(client: DynamoClient, swap: Swap, record: Record) -> Record | None:
     """Write *record*, without its response if that does not fit."""
-    item = items.item_of(record, compact=client.config.compact)
-    try:
-        conflict = _write(client, "put_item", swap, Item=item)
-    except StoreUnavailable as error:
-        if not is_too_large(error) or not items.has_response(item):
-            raise
-        # DynamoDB counts other than `items.size_of`. That the work is done must be stored anyway.
-        item = items.without_response(item)
-        conflict = _write(client, "put_item", swap, Item=item)
-    is_complete = record.response is None or items.has_response(item)
-    if conflict is None:
-        if not is_complete:
-            _warn_not_kept(record)
-        return None
-    current = _current_record(client.config, conflict)
-    if not is_complete and is_same_write_cut(current, record):
+    item = records.item_of(record, compact=client.config.compact)
+    current = _write(client, "put_item", swap, Item=item)
+    if record.response is None or records.has_response(item):
+        return current
+    if current is None:
+        _warn_not_kept(record)
+    elif is_same_write_cut(current, record):
         return record  # our own write, whose acknowledgement was lost: let the caller recognise it
     return current
 
 
-def _write(
-    client: DynamoClient, operation: str, swap: Swap, **parameters: object
-) -> items.Item | None:
-    """Return None if the write was applied, otherwise the current item, empty if there is none."""
-    condition = items.condition_of(swap)
+def _write(client: DynamoClient, operation: str, swap: Swap, **parameters: object) -> Record | None:
+    """Return None if the write was applied, otherwise the current record; `GONE`: there is none."""
     parameters["ReturnValuesOnConditionCheckFailure"] = "ALL_OLD"
     try:
-        client.call(operation, **parameters, **condition)
+        client.call(operation, **parameters, **records.condition_of(swap))
     except StoreUnavailable as error:
-        if code_of(error) == CONDITION_FAILED:
-            return conflicting_item(error)
-        raise
+        if code_of(error) != CONDITION_FAILED:
+            raise
+        item = conflicting_item(error)
+        current = _decode(client.config, item) if item else GONE
+        if isinstance(current, UndecodableRecord):
+            raise current from error
+        return current
     return None
 
 
@@ -122,24 +108,17 @@ def read(client: DynamoClient, ids: Sequence[bytes]) -> dict[bytes, Outcome]:
         keys = left
 
 
-def _decode(config: DynamoConfig, item: items.Item) -> Record | UndecodableRecord:
+def _decode(config: DynamoConfig, item: records.Item) -> Record | UndecodableRecord:
     try:
-        return items.record_of(item)
-    except items.UnreadableItem as error:
+        return records.record_of(item)
+    except records.UnreadableItem as error:
         return UndecodableRecord(f"{config}: {error}")
-
-
-def _current_record(config: DynamoConfig, item: items.Item) -> Record:
-    record = _decode(config, item) if item else GONE
-    if isinstance(record, UndecodableRecord):
-        raise record
-    return record
 
 
 def _warn_not_kept(record: Record) -> None:
     logger.warning(
-        "%s: its response of %d bytes exceeds DynamoDB's limit and was not kept; a retry gets 409 "
-        "result-unavailable",
+        "operation %s: its response of %d bytes exceeds DynamoDB's limit and was not kept; a retry "
+        "gets 409 result-unavailable",
         reference_of(record.id),
         len(record.response or b""),
     )

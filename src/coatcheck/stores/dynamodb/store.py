@@ -18,12 +18,12 @@ from __future__ import annotations
 import heapq
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from email.utils import parsedate_to_datetime
 from functools import partial
 
-from coatcheck.core.identity import ID_BYTES
-from coatcheck.core.record import RUNNING, Record, Swap
+from coatcheck.core.record import Record, Swap
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.batch_errors import (
     Outcome,
@@ -32,7 +32,7 @@ from coatcheck.stores.batch_errors import (
     results_of,
 )
 from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, matches
-from coatcheck.stores.dynamodb import items, requests, table
+from coatcheck.stores.dynamodb import doctor, records, requests, schema
 from coatcheck.stores.dynamodb.client import DynamoClient
 from coatcheck.stores.dynamodb.url import DynamoConfig, parse_url
 from coatcheck.stores.migration import Migration
@@ -41,9 +41,6 @@ from coatcheck.stores.registry import DYNAMODB
 # A page of a scan is 1 MB of the table. 4 pages: half a thousand read units per sweep, which once a
 # minute costs a few dollars a month. Scanning a large table each time would cost hundreds a day.
 _SWEEP_PAGES = 4
-
-# No record has this id, so a conditional write for it fails its condition and changes nothing.
-_ABSENT = Record(bytes(ID_BYTES), 2, RUNNING, 1, b"", 1, 1, 1, 1, 1, "", "", "", None, None)
 
 
 class DynamoStore:
@@ -66,7 +63,7 @@ class DynamoStore:
         # A random start, so that the nodes do not sweep the same part; None: the table's beginning.
         self._sweep_from: bytes | None = os.urandom(16)
         try:
-            table.prepare(self._client, create=create)
+            schema.prepare(self._client, create=create)
         except BaseException:
             self._client.close()
             raise
@@ -85,7 +82,7 @@ class DynamoStore:
         """Create the table in *url*; an existing one is never altered."""
         config = parse_url(url)
         with closing(DynamoClient(config)) as client:
-            found = table.version_of(client)
+            found = schema.version_of(client)
         if not only_look:
             cls(config).close()
         is_done = not found and not only_look
@@ -133,13 +130,13 @@ class DynamoStore:
         self, query: Query, start: bytes | None, *, consistent: bool
     ) -> tuple[list[tuple[bytes, int]], bytes | None]:
         """Scan 1 MB of the table; return ids and versions that match, and the next start."""
-        scan = items.scan_of(query)
+        scan = records.scan_of(query)
         if start is not None:
             scan["ExclusiveStartKey"] = {"id": {"B": start}}
         answer = self._client.call("scan", ConsistentRead=consistent, **scan)
         found: list[tuple[bytes, int]] = []
         for item in answer["Items"]:
-            id, version = item["id"]["B"], items.version_of(item)
+            id, version = item["id"]["B"], records.version_of(item)
             if version:
                 found.append((id, version))
             else:
@@ -197,32 +194,18 @@ class DynamoStore:
     def check(self) -> Sequence[Finding]:
         """Check the table, its time to live and capacity, and our permissions."""
         try:
-            findings = list(table.inspect(self._client))
+            findings = list(doctor.table_findings(self._client))
         except StoreUnavailable as error:
             return [Finding("error", str(error))]
         if not any(finding.level == "error" for finding in findings):
-            findings += self._check_permissions()
+            findings += doctor.permission_findings(self, self._client)
         return findings
-
-    def _check_permissions(self) -> Iterator[Finding]:
-        """Try each operation that needs its own permission, without changing anything."""
-        attempts: dict[str, Callable[[], object]] = {
-            "PutItem": lambda: self.swap((Swap(_ABSENT.id, 1, _ABSENT),)),
-            "DeleteItem": lambda: self.swap((Swap(_ABSENT.id, 1, None),)),
-            "BatchGetItem": lambda: self.get((_ABSENT.id,)),
-            "Scan": lambda: self._client.call("scan", Limit=1),
-        }
-        for operation, attempt in attempts.items():
-            try:
-                attempt()
-            except StoreUnavailable as error:
-                yield Finding("error", f"{operation} does not work: {error}")
 
     def now_ms(self) -> int:
         """Return this machine's clock, within the second of DynamoDB's clock; see `clock_ms`."""
         sent_ms = _local_ms()
         answer = self._client.call("describe_table")
-        return table.clock_ms(sent_ms, _local_ms(), answer["ResponseMetadata"]["HTTPHeaders"])
+        return clock_ms(sent_ms, _local_ms(), answer["ResponseMetadata"]["HTTPHeaders"])
 
     def close(self) -> None:
         """Close connections and threads."""
@@ -231,3 +214,17 @@ class DynamoStore:
 
 def _local_ms() -> int:
     return time.time_ns() // 1_000_000
+
+
+def clock_ms(sent_ms: int, answered_ms: int, headers: Mapping[str, str]) -> int:
+    """
+    Return the server's clock as exactly as it is known.
+
+    The `Date` header of an answer has whole seconds. If this machine's clock agrees with it, as it
+    does with NTP, return that; otherwise the nearest time that the header allows.
+    """
+    if "date" not in headers:
+        return answered_ms
+    second_ms = round(parsedate_to_datetime(headers["date"]).timestamp()) * 1_000
+    latest_ms = second_ms + 999 + max(0, answered_ms - sent_ms)
+    return min(max(answered_ms, second_ms), latest_ms)

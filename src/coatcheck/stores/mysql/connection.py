@@ -46,8 +46,7 @@ _ATTEMPTS_MAX = 10
 # Up to 10 ms, a few commits long, so that the same two transactions do not meet again.
 _PAUSE_MS_MAX = 10
 
-# Values that do not fit are errors, and assignments in an `update` run from left to right, whatever
-# the server's own `sql_mode` is.
+# Values that do not fit are errors, whatever the server's own `sql_mode` is.
 SQL_MODE = "STRICT_ALL_TABLES,NO_ENGINE_SUBSTITUTION"
 _LIMITS = "select @@max_allowed_packet, @@read_only, @@innodb_read_only"
 # `read_only` on a primary: 0, or OFF on newer versions of MariaDB.
@@ -56,7 +55,7 @@ _WRITABLE = (0, "OFF")
 # The greatest limit there is, which means no limit.
 _ROWS_MAX = (1 << 64) - 1
 
-# What the protocol adds to a statement; a few bytes, counted generously.
+# What the protocol and a transaction add to the statements; a few bytes, counted generously.
 _ENVELOPE_BYTES = 1_024
 
 
@@ -159,15 +158,15 @@ class Session:
             _refuse_replica(rows[0][-1])
         return rows
 
-    def write(self, statement: str) -> int:
+    def write(self, command: str) -> list[int]:
         """
-        Execute *statement*, or several separated by semicolons; return how many rows they affected.
+        Execute *command*, statements separated by semicolons; return how many rows each affected.
 
-        Outside of `begin` and `commit` the changes are committed with it.
+        Outside of `begin` and `rollback` the changes are committed with it.
         """
         commits = not self._in_transaction
-        _, affected = self._execute(statement, commits=commits)
-        self.has_committed |= commits and affected > 0
+        _, affected = self._execute(command, commits=commits)
+        self.has_committed |= commits and any(affected)
         return affected
 
     def begin(self) -> None:
@@ -175,26 +174,20 @@ class Session:
         self._in_transaction = True
         self._execute("begin")
 
-    def commit(self) -> None:
-        """Commit the transaction."""
-        self._execute("commit", commits=True)
-        self._in_transaction = False
-        self.has_committed = True
-
     def rollback(self) -> None:
         """Roll back the transaction, if one is open."""
         self._execute("rollback")
         self._in_transaction = False
 
-    def _execute(self, statement: str, *, commits: bool = False) -> tuple[Sequence[Row], int]:
-        """Return the rows of the first statement and the number of rows that all affected."""
+    def _execute(self, command: str, *, commits: bool = False) -> tuple[Sequence[Row], list[int]]:
+        """Return the rows of the first statement, and how many rows each statement affected."""
         self._is_broken, self.is_committing = True, commits  # until it is answered
         try:
             with self._connection.cursor() as cursor:
-                affected = cursor.execute(statement)
+                affected = [cursor.execute(command)]
                 rows: Sequence[Row] = cursor.fetchall()
                 while cursor.nextset():
-                    affected += cursor.rowcount
+                    affected.append(cursor.rowcount)
         except pymysql.MySQLError:
             raise
         except Exception as error:
@@ -338,8 +331,8 @@ class Connection:
             with self._lock:
                 return self._run(work)
         finally:
-            if self._is_closed:  # while this call was running, and `close` has not waited for it
-                self.close(wait_s=0)
+            if self._is_closed:  # while this call was running
+                self.close()
 
     def _run(self, work: Callable[[Session], R]) -> R:
         server = self._server
@@ -394,38 +387,17 @@ class Connection:
         if session is not None:
             session.close()
 
-    def close(self, wait_s: float = -1) -> None:
-        """
-        Close it for good.
-
-        Waits for the thread that is using it, for *wait_s* at most (-1: without a limit). If that
-        is not enough, the thread closes it when it has finished.
-        """
+    def close(self) -> None:
+        """Close it for good; if a thread is using it, that thread does so when it has finished."""
         self._is_closed = True
         # In a forked child the session belongs to the parent.
-        if self._pid == os.getpid() and self._lock.acquire(timeout=wait_s):
+        if self._pid == os.getpid() and self._lock.acquire(blocking=False):
             try:
                 self._discard()
             finally:
                 self._lock.release()
 
 
-class Connections:
-    """
-    Several connections, for as many threads at a time.
-
-    A single thread always gets the first one, so the others are opened only under load.
-    """
-
-    def __init__(self, connections: Sequence[Connection]) -> None:
-        self._connections = connections
-
-    def run(self, work: Callable[[Session], R]) -> R:
-        """Run *work* on a free connection, or wait for the first; see `Connection.run`."""
-        free = (connection for connection in self._connections if not connection.is_busy())
-        return next(free, self._connections[0]).run(work)
-
-    def close(self) -> None:
-        """Close all of them for good."""
-        for connection in self._connections:
-            connection.close()
+def free_one(connections: Sequence[Connection]) -> Connection:
+    """Return the first that no thread is using; if all are in use, the first of all."""
+    return next((one for one in connections if not one.is_busy()), connections[0])

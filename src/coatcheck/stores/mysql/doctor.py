@@ -125,16 +125,16 @@ def trial_findings(session: Session, statements: Statements, table: str) -> list
     claim = Record(id, 1, RUNNING, 1, b"", 1, 0, 1, 1, 1, "", "", "", None, None)
     completed = claim._replace(version=2, state=COMPLETED)
     trials = {
-        "insert": statements.single(Swap(id, 0, claim), 1),
-        "update": statements.single(Swap(id, 1, completed), 1),
+        "insert": statements.swap(Swap(id, 0, claim)),
+        "update": statements.swap(Swap(id, 1, completed)),
         "select": next(statements.select((id,))),
-        "delete": statements.single(Swap(id, 2, None), 1),
+        "delete": statements.swap(Swap(id, 2, None)),
     }
     findings: list[Finding] = []
     session.begin()
     for verb, statement in trials.items():
         try:
-            rows = session.write(statement)  # for `select`: how many it finds
+            (rows,) = session.write(statement)  # for `select`: how many it finds
         except pymysql.MySQLError as error:
             if code_of(error) == NO_TABLE:  # is a finding of its own already
                 break

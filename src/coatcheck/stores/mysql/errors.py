@@ -58,7 +58,7 @@ _TEXTS = {
     1130: "the server does not allow connections from this machine",
     _ACCESS_DENIED: "the user may not do this; grant it, or create the tables as another user",
     NO_TABLE: "a table of coatcheck is gone, and all its records with it",
-    1176: "the table has lost an index; `coatcheck doctor` says which",
+    1176: "the table has lost an index; run `coatcheck doctor` to see which",
     _LOCK_TIMEOUT: "another transaction keeps the rows, or the table, locked",
     _DEADLOCK: "gave up after repeated deadlocks with other transactions",
     READ_ONLY: _READ_ONLY_TEXT,

@@ -4,22 +4,18 @@ Statements are complete texts, values included. Numbers are formatted as numbers
 are written in hexadecimal or, if they are long, in base 64. So nothing is ever escaped, and no
 `sql_mode` can read a value as anything else.
 
-The column `stamp` belongs to the store alone. A write marks its rows with the negative of a random
-number, so that one `select` shows which rows it has written. No other column can show that: an
-equal swap of another caller leaves the same values in all of them.
-
-Invariants: the record read from a row equals the record that was written; the
-server accepts every statement that `without_oversized_response` lets pass.
+Invariants: the record read from a row equals the record that was written; the server accepts every
+statement that `without_oversized_response` lets pass.
 """
 
 from __future__ import annotations
 
 import logging
-import secrets
 from binascii import b2a_base64
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from coatcheck.core.identity import ID_BYTES
 from coatcheck.core.key import reference_of
 from coatcheck.core.record import Record, Swap
 from coatcheck.stores.contract import Query, compact_record
@@ -28,7 +24,7 @@ from coatcheck.stores.mysql.connection import Row
 logger = logging.getLogger("coatcheck")
 
 # 500 ids in a statement: MariaDB makes a temporary table for more than a thousand.
-IDS_MAX = 500
+_IDS_MAX = 500
 
 # 1,024 bytes: hexadecimal doubles them. A response of megabytes is written in base 64, because the
 # server accepts no statement above its `max_allowed_packet`.
@@ -39,15 +35,16 @@ _FIXED_BYTES = 2_048
 # A character takes up to 4 bytes of UTF-8, and each of them 2 hexadecimal digits.
 _BYTES_PER_CHARACTER = 8
 
-COLUMNS = (*("`key`" if name == "key" else name for name in Record._fields), "stamp")
+COLUMNS = tuple("`key`" if name == "key" else name for name in Record._fields)
 _COLUMN_LIST = ", ".join(COLUMNS)
-_STAMP = COLUMNS.index("stamp")
 
 # How each column is written: numbers as numbers, digests in hexadecimal, and texts and blobs as the
 # literals that they are turned into.
-_FORMATS = ("x'%s'", *["%d"] * 3, "x'%s'", *["%d"] * 5, *["%s"] * 5, "%d")
-_ROW_FORMAT = f"({','.join(_FORMATS)})"
+_FORMATS = ("x'%s'", *["%d"] * 3, "x'%s'", *["%d"] * 5, *["%s"] * 5)
 _SET_FORMAT = ",".join(map("{}={}".format, COLUMNS[1:], _FORMATS[1:]))
+# Earlier releases wrote a number into the column `stamp`, which has no default value.
+INSERT = f"insert into `{{}}` ({_COLUMN_LIST}, stamp) values "
+_ROW_FORMAT = f"({','.join(_FORMATS)},0)"
 assert len(_FORMATS) == len(COLUMNS)
 
 _RETENTION_OVER = (
@@ -69,79 +66,36 @@ class Statements:
     def __init__(self, table: str, *, compact: bool) -> None:
         self._table = f"`{table}`"
         self._compact = compact
+        self._insert = INSERT.format(table)
         self._select = f"select {_COLUMN_LIST}, @@read_only from {self._table}"
         self._update = f"update {self._table} force index (primary) set "
         # Fails if the table has no primary key. Without one, every claim of a key would succeed.
         self.require_primary_key = f"select id from {self._table} force index (primary) limit 0"
 
-    def single(self, swap: Swap, stamp: int) -> str:
+    def swap(self, swap: Swap) -> str:
         """Return the statement for one swap. Atomic; it affects one row if the swap is applied."""
         record = swap.record
         if record is not None and swap.expected == 0:
-            return self._insert_all((record,), stamp)
+            return f"{self._insert}{_ROW_FORMAT % self._values(record)}{_UNLESS_EXISTS}"
         where = f"where id = {_hex(swap.id)} and version = {swap.expected:d}"
         if record is None:
             return f"delete from {self._table} {where}"
-        return f"{self._update}{_SET_FORMAT % self._values(record, stamp)[1:]} {where}"
+        return f"{self._update}{_SET_FORMAT % self._values(record)[1:]} {where}"
 
-    def batch(self, swaps: Sequence[Swap], stamp: int) -> str:
-        """
-        Return the command for many claims and changes. Atomic as a whole.
-
-        It affects as many rows as swaps are applied. Rows are locked in the order of *swaps*.
-        """
-        claims = [swap.record for swap in swaps if swap.record and not swap.expected]
-        changes = [swap for swap in swaps if swap.expected]
-        if not changes:
-            return self._insert_all(claims, stamp)
-        if not claims:
-            return self._update_all(changes, stamp)
-        both = f"{self._insert_all(claims, stamp)}; {self._update_all(changes, stamp)}"
-        return f"begin; {both}; commit"
-
-    def _insert_all(self, records: Iterable[Record], stamp: int) -> str:
-        rows = ",".join([_ROW_FORMAT % self._values(record, stamp) for record in records])
-        return f"insert into {self._table} ({_COLUMN_LIST}) values {rows}{_UNLESS_EXISTS}"
-
-    def _update_all(self, swaps: Sequence[Swap], stamp: int) -> str:
-        """
-        Return one `update` that gives each row its own values.
-
-        `field(id, …)` is the position of a row among *swaps*, and `elt(position, …)` picks its
-        value. Assignments run from left to right and see the earlier ones, so `stamp` holds the
-        position until it gets its final value. `elt` returns text, which MySQL compares with a
-        number as floating point and so without the last digits; hence the cast of the version.
-        """
-        values = [self._values(swap.record, stamp) for swap in swaps if swap.record]
-        columns = list(zip(*values, strict=True))
-        # Neither the id, which is not changed, nor the stamp, which is set around them.
-        assignments = [
-            f"{name}={_picked(format, column)}"
-            for name, format, column in zip(COLUMNS, _FORMATS, columns, strict=True)
-            if name not in ("id", "stamp")
-        ]
-        ids = _id_list(swap.id for swap in swaps)
-        position = f"field(id,{ids})"
-        expected = ",".join([f"{swap.expected:d}" for swap in swaps])
-        return (
-            f"{self._update}stamp={position},{','.join(assignments)},stamp={-stamp:d}"
-            f" where id in ({ids}) and version = cast(elt({position},{expected}) as signed)"
-        )
-
-    def _values(self, record: Record, stamp: int) -> tuple[Any, ...]:
+    def _values(self, record: Record) -> tuple[Any, ...]:
         """Return what `_FORMATS` takes for *record*, column by column."""
         if self._compact:
             record = compact_record(record)
         return (
             *(record.id.hex(), *record[1:4], record.fingerprint.hex(), *record[5:10]),
             *(_hex(bytes_of(text)) for text in record[10:13]),
-            *(_literal(record.progress), _literal(record.response), -stamp),
+            *(_literal(record.progress), _literal(record.response)),
         )
 
     def select(self, ids: Sequence[bytes]) -> Iterator[str]:
         """Yield the statements that read the records of *ids*."""
-        for start in range(0, len(ids), IDS_MAX):
-            yield f"{self._select} where id in ({_id_list(ids[start : start + IDS_MAX])})"
+        for start in range(0, len(ids), _IDS_MAX):
+            yield f"{self._select} where id in ({_id_list(ids[start : start + _IDS_MAX])})"
 
     def select_expired(self, now_ms: int, limit: int) -> str:
         """
@@ -179,34 +133,18 @@ class Statements:
         return f"{limited} where {where} order by id limit {query.limit + 1:d}"
 
 
-def new_stamp() -> int:
-    """Return a random number of 62 bits, not 0: no two writes share one."""
-    return secrets.randbits(62) + 1
-
-
 # --- rows -----------------------------------------------------------------------------------------
 
 
 def record_of(row: Row) -> Record:
     """Return the record that is stored in *row*."""
-    label, scope, key = map(text_of, row[10:13])
+    label, scope, key = (text.decode("utf-8", "surrogatepass") for text in row[10:13])
     return Record._make((*row[:10], label, scope, key, row[13], row[14]))
-
-
-def stamp_of(row: Row) -> int:
-    """Return the stamp of the write that wrote *row* last."""
-    stamp: int = row[_STAMP]
-    return -stamp
 
 
 def bytes_of(text: str) -> bytes:
     """Return *text* as it is stored; also invalid Unicode, because a path may hold any bytes."""
     return text.encode("utf-8", "surrogatepass")
-
-
-def text_of(stored: bytes) -> str:
-    """Return the text that was stored as *stored*."""
-    return stored.decode("utf-8", "surrogatepass")
 
 
 # --- responses that do not fit --------------------------------------------------------------------
@@ -248,8 +186,7 @@ def warn_response_dropped(record: Record) -> None:
 def _conditions(query: Query) -> Iterator[str]:
     yield f"id >= {_hex(query.id_prefix)}"
     yield f"id > {_hex(query.after_id)}"
-    if (end := _end_of_prefix(query.id_prefix)) is not None:
-        yield f"id < {_hex(end)}"
+    yield f"id <= {_hex(query.id_prefix.ljust(ID_BYTES, bytes([255])))}"
     if query.key is not None:
         yield f"`key` = {_hex(bytes_of(query.key))}"
     if query.label is not None:
@@ -260,19 +197,6 @@ def _conditions(query: Query) -> Iterator[str]:
         yield f"created_ms < {query.created_before_ms:d}"
     if query.expired_at_ms is not None:
         yield _RETENTION_OVER.format(query.expired_at_ms)
-
-
-def _end_of_prefix(prefix: bytes) -> bytes | None:
-    """Return the first bytes after all that begin with *prefix*; None if there are none."""
-    kept = prefix.rstrip(b"\xff")
-    return kept[:-1] + bytes([kept[-1] + 1]) if kept else None
-
-
-def _picked(format: str, column: Sequence[Any]) -> str:
-    """Return the expression for one column of an `update`, given the new value of each row."""
-    if column.count(column[0]) == len(column):
-        return str(format % column[0])
-    return f"elt(stamp,{','.join([format % value for value in column])})"
 
 
 def _id_list(ids: Iterable[bytes]) -> str:

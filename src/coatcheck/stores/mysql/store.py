@@ -18,7 +18,7 @@ from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query
 from coatcheck.stores.migration import Migration
 from coatcheck.stores.mysql import doctor, schema
 from coatcheck.stores.mysql import swap as operations
-from coatcheck.stores.mysql.connection import Connection, Connections, Server, Session
+from coatcheck.stores.mysql.connection import Connection, Server, Session, free_one
 from coatcheck.stores.mysql.statements import Statements
 from coatcheck.stores.mysql.transaction import transaction_statements
 from coatcheck.stores.mysql.url import TABLE, parse_url
@@ -60,9 +60,7 @@ class MysqlStore:
             is_encrypted=is_encrypted,
         )
         key = self._statements.require_primary_key
-        self._writers = Connections(
-            [Connection(server, on_connect=key) for _ in range(self.in_flight)]
-        )
+        self._writers = [Connection(server, on_connect=key) for _ in range(self.in_flight)]
         self._reader = Connection(server)
         self._maintenance = Connection(server)
         self._search_limit_s = search_limit_s(server.timeout_s)
@@ -118,7 +116,7 @@ class MysqlStore:
         """Write each record if its version is still the expected one."""
         if not swaps:
             return []
-        return self._writers.run(lambda s: operations.swap(s, self._statements, swaps))
+        return free_one(self._writers).run(lambda s: operations.swap(s, self._statements, swaps))
 
     def get(self, ids: Sequence[bytes]) -> Sequence[Record | None]:
         """Return the records in the order of *ids*; never waits for a lock."""
@@ -166,8 +164,6 @@ class MysqlStore:
         return self._reader.run(doctor.now_ms)
 
     def close(self) -> None:
-        """Close the connections."""
-        self._reader.close()
-        self._maintenance.close()
-        self._writers.close()
-        self._search.close(wait_s=0)  # an operator's search may go on for a minute
+        """Close the connections; one that is in use is closed by the thread that uses it."""
+        for connection in (*self._writers, self._reader, self._maintenance, self._search):
+            connection.close()

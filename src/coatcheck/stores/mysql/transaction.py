@@ -12,8 +12,10 @@ duplicate key update` depend on a flag that the application sets in its driver.
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -22,12 +24,12 @@ import pymysql
 from coatcheck.core.record import Swap
 from coatcheck.errors import MissingExtra
 from coatcheck.stores.contract import compact_record
-from coatcheck.stores.mysql.connection import SQL_MODE, Server
+from coatcheck.stores.mysql.connection import SQL_MODE, Connection, Server
 from coatcheck.stores.mysql.statements import (
     COLUMNS,
+    INSERT,
     base64_of,
     bytes_of,
-    new_stamp,
     warn_response_dropped,
     without_oversized_response,
 )
@@ -61,7 +63,7 @@ class _Writer:
     def __init__(self, table: str, statement_bytes_max: int, *, compact: bool) -> None:
         self._compact = compact
         self._statement_bytes_max = statement_bytes_max
-        self._insert = f"insert into `{table}` ({', '.join(COLUMNS)}) values "
+        self._insert = INSERT.format(table)
         # Fails without a primary key. A claim in this transaction would then always have succeeded.
         self._update = f"update `{table}` force index (primary) set "
 
@@ -80,7 +82,8 @@ class _Writer:
 
     def _inserted(self, swap: Swap) -> Statement:
         row = self._row(swap)
-        return Statement(f"{self._insert}({', '.join(map(_placeholder, row))})", _parameters(row))
+        values = ", ".join(map(_placeholder, row))
+        return Statement(f"{self._insert}({values}, 0)", _parameters(row))
 
     def _updated(self, swap: Swap) -> Statement:
         row = self._row(swap)[1:]
@@ -94,7 +97,7 @@ class _Writer:
         assert record is not None
         if self._compact:
             record = compact_record(record)
-        return (*record[:10], *map(bytes_of, record[10:13]), *record[13:], -new_stamp())
+        return (*record[:10], *map(bytes_of, record[10:13]), *record[13:])
 
 
 def _placeholder(value: int | bytes | None) -> str:
@@ -131,7 +134,18 @@ def _options(server: Server) -> dict[str, Any]:
     }
 
 
+def _require_answer(server: Server) -> None:
+    """
+    Log in once with the timeout of the store; raise if the server does not answer.
+
+    The drivers have one timeout for the login and all statements, and the handler's may take long.
+    """
+    with closing(Connection(server)) as connection:
+        connection.run(lambda _: None)
+
+
 def _connect(server: Server) -> pymysql.Connection[pymysql.cursors.Cursor]:
+    _require_answer(server)
     return pymysql.connect(
         **_options(server), **server.tls_options, write_timeout=server.transaction_timeout_s
     )
@@ -144,6 +158,7 @@ async def _connect_async(server: Server, *, is_encrypted: bool) -> Any:  # noqa:
         if error.name != "asyncmy":
             raise
         raise MissingExtra("asyncmy", "asyncmy") from error
+    await asyncio.to_thread(_require_answer, server)
     context = server.tls if isinstance(server.tls, ssl.SSLContext) else None
     if context is None and is_encrypted:
         context = _unverified()

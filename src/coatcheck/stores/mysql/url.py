@@ -18,9 +18,9 @@ from coatcheck.stores.url import no_option, seconds_of
 PORT = 3306
 TABLE = "coatcheck_records"
 # 5 s: hundreds of commits. A caller that has waited that long is better off with an error.
-TIMEOUT_S = 5.0
+TIMEOUT = "5s"
 # 60 s: the handler's own statements may take long, and MySQL lets them wait 50 s for a lock.
-TRANSACTION_TIMEOUT_S = 60.0
+TRANSACTION_TIMEOUT = "60s"
 
 # 64 characters is what a name may have; these need no escaping anywhere.
 _TABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
@@ -47,7 +47,10 @@ class ParsedUrl(NamedTuple):
 def parse_url(url: str) -> ParsedUrl:
     """Return the parts of *url*; raise `Misconfigured` if a part or an option makes no sense."""
     parts = urlsplit(url)
-    options = _options(parts.query)
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    for name, value in options.items():
+        if name not in _NAMES:
+            raise Misconfigured(f"{no_option('mysql', name, value, _NAMES)}; there are {_OPTIONS}")
     table = options.get("table", TABLE)
     if not _TABLE_NAME.fullmatch(table) or table == META_TABLE:
         raise Misconfigured(
@@ -59,13 +62,11 @@ def parse_url(url: str) -> ParsedUrl:
         user=None if parts.username is None else unquote(parts.username),
         password=unquote(parts.password or ""),
         database=_database(parts),
-        timeout_s=_seconds(options, "timeout", default=TIMEOUT_S),
-        transaction_timeout_s=_seconds(
-            options, "transaction_timeout", default=TRANSACTION_TIMEOUT_S
-        ),
+        timeout_s=_seconds(options, "timeout", TIMEOUT),
+        transaction_timeout_s=_seconds(options, "transaction_timeout", TRANSACTION_TIMEOUT),
         tls=_tls(options),
     )
-    return ParsedUrl(server, table, _flag(options, "compact", default=False))
+    return ParsedUrl(server, table, _flag(options, "compact", "0"))
 
 
 def _database(parts: SplitResult) -> str:
@@ -83,27 +84,15 @@ def _port(parts: SplitResult) -> int:
         raise Misconfigured(_MALFORMED) from None
 
 
-def _options(query: str) -> dict[str, str]:
-    """Return the options after the question mark."""
-    options: dict[str, str] = {}
-    for name, value in parse_qsl(query, keep_blank_values=True):
-        if name not in _NAMES:
-            raise Misconfigured(f"{no_option('mysql', name, value, _NAMES)}; there are {_OPTIONS}")
-        options[name] = value
-    return options
-
-
-def _flag(options: dict[str, str], name: str, *, default: bool) -> bool:
-    value = options.get(name, "1" if default else "0")
+def _flag(options: dict[str, str], name: str, default: str) -> bool:
+    value = options.get(name, default)
     if value not in ("0", "1"):
         raise Misconfigured(f"mysql: {name}={value} is no option; there are {_OPTIONS}")
     return value == "1"
 
 
-def _seconds(options: dict[str, str], name: str, *, default: float) -> float:
-    value = options.get(name)
-    if value is None:
-        return default
+def _seconds(options: dict[str, str], name: str, default: str) -> float:
+    value = options.get(name, default)
     seconds = seconds_of(f"mysql: {name}", value)
     if seconds <= 0:
         raise Misconfigured(f"mysql: {name}={value} must be longer than 0")
@@ -115,7 +104,7 @@ def _tls(options: dict[str, str]) -> ssl.SSLContext | bool | None:
     ca = options.get("ssl_ca")
     if ca is None and "ssl" not in options:
         return None
-    if not _flag(options, "ssl", default=True):
+    if not _flag(options, "ssl", "1"):
         return False
     try:
         return ssl.create_default_context(cafile=ca)

@@ -1,1 +1,6 @@
-"""The Redis store: `store` is the entry, the other modules are its parts."""
+"""
+The Redis store: each record under a key of its own.
+
+In reading order: `store` (the entry), `url`, `swap` (flows), `records`, `client` (threads),
+`async_backend` (event loops), `cluster`, `errors`, `safety` and `doctor`.
+"""

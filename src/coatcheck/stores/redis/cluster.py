@@ -1,7 +1,7 @@
 """Redis Cluster: one `Server` for each master, and the map of which master owns which slot.
 
 The slot of a record is computed from its id, so a batch is split into one pipeline for each
-master. The map is read again when a server says that it is wrong, or does not answer.
+master. The map is read again when a server redirects a command, or does not answer.
 
 redis-py's own `RedisCluster` is not used. It follows a redirection on another connection, where
 WAIT would not see the write; it asks random nodes for the map, so that a frozen master delays
@@ -13,8 +13,8 @@ from __future__ import annotations
 import os
 import threading
 from binascii import hexlify
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from redis.exceptions import AskError, ClusterDownError, MovedError, ResponseError
@@ -23,34 +23,14 @@ from coatcheck.core.identity import ID_BYTES
 from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.stores.fork import renew_after_fork
 from coatcheck.stores.redis.client import Server
+from coatcheck.stores.redis.errors import Reply, message_of
 from coatcheck.stores.redis.records import Command
 from coatcheck.stores.redis.safety import SafetyMonitor
-from coatcheck.stores.redis.swap import Reply, Wait, message_of
-from coatcheck.stores.redis.url import SENTINEL_EXAMPLE, Address, Target
+from coatcheck.stores.redis.url import SENTINEL_EXAMPLE, Address, RedisConfig
 
-# 3: once by an old map, once by the new one, and once to where a slot is moving at the moment.
+# 3: a server may know an old map when it is asked for one, so the second may be wrong, too.
 _ROUNDS_MAX = 3
 _ASKING = Command(("ASKING",))
-
-
-class _Share(NamedTuple):
-    """The commands of a batch that go to one server."""
-
-    server: Server
-    address: Address
-    numbers: list[int]  # their positions in the batch
-    is_asking: bool  # the server is importing the slot of some of them
-
-    def send(self, commands: Sequence[Command], *, is_write: bool) -> list[Reply]:
-        """Send this share of *commands*; return a reply for each, errors included."""
-        own = [commands[number] for number in self.numbers]
-        if self.is_asking:  # before each: it is valid for one command, and does no harm to others
-            own = [sent for command in own for sent in (_ASKING, command)]
-        try:
-            replies = self.server.write(own) if is_write else self.server.read(own)
-        except StoreUnavailable as error:
-            return [error] * len(self.numbers)
-        return replies[1::2] if self.is_asking else replies
 
 
 class Cluster:
@@ -58,9 +38,8 @@ class Cluster:
 
     is_cluster = True
 
-    def __init__(self, target: Target, wait: Wait, monitor: SafetyMonitor) -> None:
-        self._target = target
-        self._wait = wait
+    def __init__(self, config: RedisConfig, monitor: SafetyMonitor) -> None:
+        self._config = config
         self._monitor = monitor
         self._servers: dict[Address, Server] = {}
         self._owners: list[Address | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
@@ -84,83 +63,64 @@ class Cluster:
 
     def _send(self, commands: Sequence[Command], *, is_write: bool) -> list[Reply]:
         replies: list[Reply] = [None] * len(commands)
-        left = list(range(len(commands)))
-        importing: dict[int, Address] = {}  # where to ask for a command whose slot is moving
+        left: Sequence[int] = range(len(commands))  # the positions of those without a final reply
         for _ in range(_ROUNDS_MAX):
             try:
                 self._read_map_if_outdated()
-                shares = self._shares(commands, left, importing, replies)
             except StoreUnavailable as error:  # nothing of this round was sent
                 for number in left:
                     replies[number] = error
                 break
-            asked: dict[int, Address] = {}
-            for share in shares:
-                answers = share.send(commands, is_write=is_write)
-                for number, answer in zip(share.numbers, answers, strict=True):
+            for owner, numbers in self._by_owner(commands, left).items():
+                some = [commands[number] for number in numbers]
+                answers = self._send_to(owner, some, is_write=is_write)
+                for number, answer in zip(numbers, answers, strict=True):
                     replies[number] = answer
-                    asked[number] = share.address
-            left, importing = self._redirected(replies, asked)
+            left = [number for number in left if type(replies[number]) is MovedError]
             if not left:
                 break
         return replies
 
-    def _shares(
-        self,
-        commands: Sequence[Command],
-        numbers: Sequence[int],
-        importing: dict[int, Address],
-        replies: list[Reply],
-    ) -> list[_Share]:
-        """Split *numbers* by server; put an error into *replies* where no server owns the slot."""
-        numbers_of: dict[Address, list[int]] = {}
+    def _by_owner(
+        self, commands: Sequence[Command], numbers: Iterable[int]
+    ) -> dict[Address | None, list[int]]:
+        """Return which of *numbers* go to which server; None: no server owns their slots."""
+        found: dict[Address | None, list[int]] = {}
         for number in numbers:
-            slot = slot_of(commands[number].id)
-            address = importing.get(number) or self._owners[slot]
-            if address is None:
-                self._is_outdated = True
-                message = f"{self._target.name}: no server of the cluster serves slot {slot}"
-                replies[number] = StoreUnavailable(message)
-            else:
-                numbers_of.setdefault(address, []).append(number)
-        return [
-            _Share(self._server(address), address, some, not importing.keys().isdisjoint(some))
-            for address, some in numbers_of.items()
-        ]
+            found.setdefault(self._owners[slot_of(commands[number].id)], []).append(number)
+        return found
 
-    def _redirected(
-        self, replies: Sequence[Reply], asked: Mapping[int, Address]
-    ) -> tuple[list[int], dict[int, Address]]:
-        """Return which commands to send again, and where to if their slot is moving."""
-        left: list[int] = []
-        importing: dict[int, Address] = {}
-        for number, address in asked.items():
-            reply = replies[number]
-            if isinstance(reply, StoreUnavailable):
-                self._is_outdated = True  # a replica may be the master now
-                self._unreachable.add(address)
-            elif isinstance(reply, MovedError):  # before AskError, which it is a subclass of
+    def _send_to(
+        self, owner: Address | None, commands: Sequence[Command], *, is_write: bool
+    ) -> list[Reply]:
+        """Send *commands* to one server; return a reply for each, errors included."""
+        if owner is None:
+            self._is_outdated = True
+            name, slot = self._config, slot_of(commands[0].id)
+            error = StoreUnavailable(f"{name}: no server of the cluster serves slot {slot}")
+            return [error] * len(commands)
+        try:
+            server = self._server(owner)
+            replies = server.write(commands) if is_write else server.read(commands)
+        except StoreUnavailable as error:
+            self._is_outdated = True  # a replica may be the master now
+            self._unreachable.add(owner)
+            return [error] * len(commands)
+        for number, (command, reply) in enumerate(zip(commands, replies, strict=True)):
+            if type(reply) is AskError:  # the slot is moving, and its record has moved already
+                importing = _named_by(owner, reply.host, reply.port)
+                both = (_ASKING, command)
+                replies[number] = self._send_to(importing, both, is_write=is_write)[-1]
+            elif isinstance(reply, MovedError | ClusterDownError):
                 self._is_outdated = True
-                left.append(number)
-            elif isinstance(reply, AskError):
-                left.append(number)
-                importing[number] = _named_by(address, reply.host, reply.port)
-            elif isinstance(reply, ClusterDownError):
-                self._is_outdated = True
-        return left, importing
+        return replies
 
     def _server(self, address: Address) -> Server:
         with self._mutex:
             self.check_open()
             server = self._servers.get(address)
             if server is None:
-                server = Server(
-                    self._target,
-                    address,
-                    name=f"redis {address}",
-                    wait=self._wait,
-                    monitor=self._monitor,
-                )
+                server = Server(self._config, address, f"redis {address}", self._monitor)
                 self._servers[address] = server
             return server
 
@@ -180,7 +140,7 @@ class Cluster:
         requests for other records read it again. So those servers come last that did not answer.
         """
         errors: list[StoreUnavailable] = []
-        known = dict.fromkeys([*self._masters, *self._target.addresses])
+        known = dict.fromkeys([*self._masters, *self._config.addresses])
         for address in sorted(known, key=self._unreachable.__contains__):
             try:
                 reply = self._server(address).operators.ask("CLUSTER", "SLOTS")
@@ -232,7 +192,7 @@ class Cluster:
     def check_open(self) -> None:
         """Raise if the store was closed."""
         if self._closed:
-            raise StoreUnavailable(f"{self._target.name}: the store is closed")
+            raise StoreUnavailable(f"{self._config}: the store is closed")
 
     def close(self) -> None:
         """Close all connections."""

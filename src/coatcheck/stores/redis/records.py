@@ -25,8 +25,6 @@ _SCRIPT_SHA = hashlib.sha1(_SCRIPT, usedforsecurity=False).hexdigest()
 
 # 64: the server runs a script alone, and this many keys take it about half a millisecond.
 KEYS_MAX = 64
-# 1 MiB: with large responses fewer records share a script call, for the same reason.
-_CALL_BYTES_MAX = 1 << 20
 # 256: as many ids as a batch has; MGET is much cheaper than the script.
 READ_MAX = 256
 
@@ -112,7 +110,6 @@ class Keys:
     """
 
     def __init__(self, prefix: str) -> None:
-        assert "{" not in prefix  # Redis Cluster would take it for the brace before the id
         self._head = prefix.encode() + b"{"
 
     def key_of(self, id: bytes) -> bytes:
@@ -121,10 +118,9 @@ class Keys:
 
     def id_of(self, key: bytes) -> bytes | None:
         """Return the id of the record under *key*; None if the key is not one of ours."""
-        if not (key.startswith(self._head) and key.endswith(b"}")):
-            return None
+        digits = key.removeprefix(self._head).removesuffix(b"}")
         try:
-            id = bytes.fromhex(key[len(self._head) : -1].decode("ascii"))
+            id = bytes.fromhex(digits.decode("ascii"))
         except ValueError:
             return None
         return id if len(id) == ID_BYTES and self.key_of(id) == key else None
@@ -173,15 +169,8 @@ class Commands:
 
     def swap(self, swaps: Sequence[Swap]) -> list[Command]:
         """Return the script calls that perform *swaps*."""
-        calls: list[Command] = []
-        start = call_bytes = 0
-        for number, swap in enumerate(swaps):
-            if number - start >= self._keys_max or call_bytes > _CALL_BYTES_MAX:
-                calls.append(self._call(start, swaps[start:number]))
-                start, call_bytes = number, 0
-            if swap.record is not None:
-                call_bytes += len(swap.record.response or b"") + len(swap.record.progress or b"")
-        return [*calls, self._call(start, swaps[start:])]
+        starts = range(0, len(swaps), self._keys_max)
+        return [self._call(start, swaps[start : start + self._keys_max]) for start in starts]
 
     def _call(self, start: int, swaps: Sequence[Swap]) -> Command:
         keys = [self.keys.key_of(swap.id) for swap in swaps]

@@ -19,7 +19,7 @@ from redis.exceptions import ResponseError
 
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.contract import Finding
-from coatcheck.stores.redis.records import Command
+from coatcheck.stores.redis.records import Words
 from coatcheck.stores.redis.url import SENTINEL_EXAMPLE, Shape
 
 logger = logging.getLogger("coatcheck")
@@ -30,10 +30,10 @@ _VERSION_MIN = (6, 2)
 _MEMORY_SHARE_MAX = 0.9
 
 # What every server is asked, in one round trip.
-QUESTIONS = (
-    Command(("INFO",)),
-    Command(("CONFIG", "GET", "save")),
-    Command(("CONFIG", "GET", "appendfsync")),
+QUESTIONS: tuple[Words, ...] = (
+    ("INFO",),
+    ("CONFIG", "GET", "save"),
+    ("CONFIG", "GET", "appendfsync"),
 )
 
 
@@ -81,19 +81,37 @@ class SafetyMonitor:
 
     def health_of(self, name: str, replies: Sequence[Any]) -> Health:
         """Interpret the *replies* of the server *name* to the `QUESTIONS`."""
-        return health_of(name, replies, is_cluster=self.is_cluster)
+        about, save, fsync = replies
+        if isinstance(about, ResponseError):
+            message = f"{name}: refuses INFO, so whether it could lose records is unknown: {about}"
+            return Health((), (Finding("warning", message),))
+        info = dict(line.split(":", 1) for line in about.decode().splitlines() if ":" in line)
+        found = [
+            item._replace(message=f"{name}: {item.message}")
+            for item in (
+                *_about_kind(info, is_cluster=self.is_cluster),
+                *_about_memory(info),
+                *_about_role(info),
+                *_about_disk(info, _setting(save), _setting(fsync)),
+            )
+        ]
+        return Health(
+            tuple(item for item in found if isinstance(item, Risk)),
+            tuple(item for item in found if isinstance(item, Finding)),
+        )
 
     def refusal_of(self, health: Health, *, ignore: str = "") -> str:
         """Return why such a server is refused, empty if it is not; *ignore* the risk named so."""
         allowed = {*self.allow, ignore} - {""}
         return next((risk.advice for risk in health.risks if risk.name not in allowed), "")
 
-    def on_connect(self, name: str, health: Health) -> None:
+    def on_connect(self, name: str, replies: Sequence[Any]) -> None:
         """
         Check a new connection; raise if it leads to a replica or to a risk that was not known.
 
         The caller passed the check for claims before this risk was found; the next one will not.
         """
+        health = self.health_of(name, replies)
         for risk in health.risks:
             if risk.name == "replica" and risk.name not in self.allow and not self.is_cluster:
                 raise StoreUnavailable(risk.advice)
@@ -115,30 +133,6 @@ class SafetyMonitor:
                 logger.error("new requests get 503 until this is repaired: %s", why)
         if before and not self._refusals:
             logger.warning("%s is safe again; new requests are accepted", ", ".join(before))
-
-
-def health_of(name: str, replies: Sequence[Any], *, is_cluster: bool) -> Health:
-    """Interpret the *replies* to the `QUESTIONS` of the server called *name*."""
-    about, save, fsync = replies
-    if isinstance(about, ResponseError):
-        message = (
-            f"{name}: cannot check whether it could lose records, because it refuses INFO: {about}"
-        )
-        return Health((), (Finding("warning", message),))
-    info = dict(line.split(":", 1) for line in about.decode().splitlines() if ":" in line)
-    risks: list[Risk] = []
-    findings: list[Finding] = []
-    for found in (
-        *_about_kind(info, is_cluster=is_cluster),
-        *_about_memory(info),
-        *_about_role(info),
-        *_about_disk(info, _setting(save), _setting(fsync)),
-    ):
-        if isinstance(found, Risk):
-            risks.append(found._replace(message=f"{name}: {found.message}"))
-        else:
-            findings.append(found._replace(message=f"{name}: {found.message}"))
-    return Health(tuple(risks), tuple(findings))
 
 
 def _setting(reply: object) -> str | None:

@@ -7,9 +7,6 @@ refuses a server that evicts records, keeps nothing on disk, or is a replica (`s
 
 A batch is one round trip: a script compares and writes (`swap.lua`), and returns records only for
 conflicts. The server deletes records itself when they expire, so a sweep has nothing to do.
-
-Read in this order: `url`, `store`, `swap` (flows), `records`, `client` (threads), `async_backend`
-(event loops), `cluster`, `safety`, `doctor`.
 """
 
 from __future__ import annotations
@@ -24,18 +21,16 @@ from coatcheck.stores.batch_errors import SkipUndecodable
 from coatcheck.stores.contract import SWEEP_BATCH, AsyncBackend, Finding, Page, Query, matches
 from coatcheck.stores.migration import Migration
 from coatcheck.stores.redis.async_backend import RedisBackend
-from coatcheck.stores.redis.client import LoginRefused, Server
+from coatcheck.stores.redis.client import Server
 from coatcheck.stores.redis.cluster import Cluster, Topology
 from coatcheck.stores.redis.doctor import findings_by_trying
+from coatcheck.stores.redis.errors import LoginRefused, Reply, raise_error
 from coatcheck.stores.redis.records import READ_MAX, Commands, Keys, UnreadableValue
 from coatcheck.stores.redis.safety import QUESTIONS, Health, SafetyMonitor
-from coatcheck.stores.redis.swap import Flows, Reply, Send, Wait, raise_error
-from coatcheck.stores.redis.url import Target, target_and_options
+from coatcheck.stores.redis.swap import Flows, Send
+from coatcheck.stores.redis.url import RedisConfig, parse_url
 from coatcheck.stores.registry import REDIS
 
-PREFIX = "coatcheck:"
-# 5 s: thousands of times what an answer takes. After that an error serves the caller better.
-TIMEOUT_S = 5.0
 # 60 s: a check is three short commands, and a server evicts little in a minute.
 RECHECK_EVERY_MS = 60_000
 # 1000: one step of a scan takes the server less than a millisecond, and others run between.
@@ -43,39 +38,23 @@ _SCAN_COUNT = 1_000
 
 
 class RedisStore:
-    """
-    Records in Redis, each under a key of its own.
-
-    Args:
-        target: which servers; see `from_url`.
-        prefix: what all keys begin with; stores with different prefixes do not see each other.
-        compact: keep the label, but neither scope nor key; see `compact_record`.
-        timeout_s: how long to wait for a connection, and for each answer.
-        wait: how many replicas must acknowledge a write.
-        allow: the risks that are accepted: eviction, no-persistence, replica.
-    """
+    """Records in Redis, each under a key of its own."""
 
     info = REDIS
 
-    def __init__(
-        self,
-        target: Target,
-        *,
-        prefix: str = PREFIX,
-        compact: bool = False,
-        timeout_s: float = TIMEOUT_S,
-        wait: int = 0,
-        allow: frozenset[str] = frozenset(),
-    ) -> None:
-        self.name = target.name
-        self._target = target
+    def __init__(self, config: RedisConfig) -> None:
+        self.name = str(config)
+        self._config = config
         self._checked_ms: int | None = None  # when `now_ms` last checked for risks
         self._undecodable = SkipUndecodable()
-        self._wait = Wait(wait, timeout_s)
-        self._monitor = SafetyMonitor(allow, target.shape)
-        self._topology = self._open_topology()
+        self._monitor = SafetyMonitor(config.allow, config.shape)
+        self._topology: Topology
+        if config.shape == "cluster":
+            self._topology = Cluster(config, self._monitor)
+        else:
+            self._topology = Server(config, config.addresses[0], self.name, self._monitor)
         self._commands = Commands(
-            Keys(prefix), compact=compact, is_cluster=self._topology.is_cluster
+            Keys(config.prefix), compact=config.compact, is_cluster=self._topology.is_cluster
         )
         self._flows = Flows(self.name, self._commands, self._monitor)
         try:
@@ -99,9 +78,7 @@ class RedisStore:
         `?allow=eviction,no-persistence,replica`.
         """
         del create  # there is nothing to create: a prefix without records is an empty store
-        target, options = target_and_options(url)
-        kind = RedisStore if target.shape == "cluster" else SingleServerStore
-        return kind(target, **options)
+        return cls(parse_url(url))
 
     @classmethod
     def migrate(cls, url: str, *, only_look: bool = False) -> Migration:
@@ -110,12 +87,6 @@ class RedisStore:
         store = cls.from_url(url)
         store.close()
         return Migration(store.name, 0, 0)
-
-    def _open_topology(self) -> Topology:
-        if self._target.shape == "cluster":
-            return Cluster(self._target, self._wait, self._monitor)
-        address = self._target.addresses[0]
-        return Server(self._target, address, name=self.name, wait=self._wait, monitor=self._monitor)
 
     def _refuse_risks(self) -> None:
         """Raise if a server could lose records, unless the URL allows that risk."""
@@ -128,12 +99,17 @@ class RedisStore:
         return {server.name: self._health(server) for server in self._topology.servers()}
 
     def _health(self, server: Server) -> Health:
-        questions = [question.words for question in QUESTIONS]
-        health = self._monitor.health_of(server.name, server.operators.send(questions))
+        health = self._monitor.health_of(server.name, server.operators.send(QUESTIONS))
         if health.is_replica:  # it was the master when we connected; a new connection finds it
             server.operators.disconnect_idle()
-            health = self._monitor.health_of(server.name, server.operators.send(questions))
+            health = self._monitor.health_of(server.name, server.operators.send(QUESTIONS))
         return health
+
+    def async_backend(self) -> AsyncBackend:
+        """Return access for the running event loop, which uses a cluster through threads."""
+        if self._topology.is_cluster:
+            raise NotImplementedError
+        return RedisBackend(self._config, self._flows)
 
     def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
         """Write each record if its version is still the expected one."""
@@ -174,13 +150,13 @@ class RedisStore:
         keys = self._commands.keys
         pattern = keys.pattern_of(id_prefix)
         for server in self._topology.servers():
-            cursor = 0
+            cursor = b"0"
             while True:
                 reply = server.operators.ask("SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT)
                 raise_error(self.name, reply)
                 cursor, found = reply
                 yield from (id for key in found if (id := keys.id_of(key)) is not None)
-                if not cursor:
+                if cursor == b"0":
                     break
 
     def sweep(self, now_ms: int, limit: int = SWEEP_BATCH) -> int:
@@ -230,11 +206,3 @@ class RedisStore:
     def close(self) -> None:
         """Close all connections."""
         self._topology.close()
-
-
-class SingleServerStore(RedisStore):
-    """Records on one server, or on the master that Sentinels name; event loops connect natively."""
-
-    def async_backend(self) -> AsyncBackend:
-        """Return access for the running event loop; nothing is connected yet."""
-        return RedisBackend(self._target, self._flows, self._wait)

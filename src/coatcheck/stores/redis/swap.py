@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from redis import exceptions
 
@@ -18,28 +18,9 @@ from coatcheck.core.flow import Effect, Flow
 from coatcheck.core.record import GONE, RUNNING, Record, Swap
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.batch_errors import Outcome, UndecodableRecord, results_of
+from coatcheck.stores.redis.errors import Reply, is_server_error, message_of
 from coatcheck.stores.redis.records import Command, Commands, UnreadableValue, Words, decode
 from coatcheck.stores.redis.safety import QUESTIONS, SafetyMonitor
-
-# What the server answered to one command: bytes, int, None, a list of them, or a `ResponseError`.
-# If one of several servers fails, its `StoreUnavailable`. With `wait=`, perhaps `NotReplicated`.
-Reply: TypeAlias = Any
-
-# redis-py removes the code from the message of the errors that it has a class for. All of these
-# are about the server, not about one record: each member of a batch gets the same error.
-_CODES: dict[type[Exception], str] = {
-    exceptions.AskError: "ASK",
-    exceptions.ClusterDownError: "CLUSTERDOWN",
-    exceptions.MasterDownError: "MASTERDOWN",
-    exceptions.MovedError: "MOVED",
-    exceptions.NoPermissionError: "NOPERM",
-    exceptions.NoScriptError: "NOSCRIPT",
-    exceptions.OutOfMemoryError: "OOM",
-    exceptions.ReadOnlyError: "READONLY",
-    exceptions.TryAgainError: "TRYAGAIN",
-}
-# The same for errors without a class of their own.
-_SERVER_ERRORS = ("BUSY ", "MISCONF ", "NOREPLICAS ")
 
 # Half of the timeout: the server checks ten times a second whose WAIT is over, and must answer
 # before we give up on it.
@@ -81,12 +62,13 @@ class Flows:
             yield from self._send_script(calls, replies)
         outcomes: list[Outcome] = [None] * len(swaps)
         for call, reply in zip(calls, replies, strict=True):
-            current = self._values_of(without_wait(reply), len(call.swaps))
+            is_missing = type(reply) is NotReplicated
+            current = self._values_of(reply.reply if is_missing else reply, len(call.swaps))
             for place, value in enumerate(current, call.start):
                 if value is not None:
                     outcomes[place] = self._outcome(swaps[place].id, value) if value else GONE
-            if type(reply) is NotReplicated:
-                _refuse_written(call, reply, outcomes)
+                if is_missing and _is_written(swaps[place], outcomes[place]):
+                    outcomes[place] = reply.error  # but a replay is answered
         return results_of(outcomes)
 
     def _send_script(self, calls: Sequence[Command], replies: list[Reply]) -> Flow[None]:
@@ -108,7 +90,7 @@ class Flows:
         if not claims:
             return
         if not self.monitor.is_cluster:  # the store has asked all servers of a cluster already
-            replies = yield from Send(QUESTIONS)
+            replies = yield from Send([Command(question) for question in QUESTIONS])
             self.monitor.update({self.name: self.monitor.health_of(self.name, replies)})
         if self.monitor.refusal:
             # ValueError: the batcher then sends each member alone, and completions succeed.
@@ -160,13 +142,6 @@ def _is_claim(swap: Swap) -> bool:
     return record is not None and record.state == RUNNING and record.version > swap.expected + 1
 
 
-def _refuse_written(call: Command, reply: NotReplicated, outcomes: list[Outcome]) -> None:
-    """Set the error of the swaps of *call* that wrote something; replays are not affected."""
-    for place, swap in enumerate(call.swaps, call.start):
-        if _is_written(swap, outcomes[place]):
-            outcomes[place] = reply.error
-
-
 def _is_written(swap: Swap, outcome: Outcome) -> bool:
     """Return whether *swap* was applied, now or by an earlier try of the same writer."""
     if not isinstance(outcome, Record):
@@ -177,41 +152,11 @@ def _is_written(swap: Swap, outcome: Outcome) -> bool:
     return (outcome.version, outcome.nonce) == (swap.record.version, swap.record.nonce)
 
 
-def is_server_error(error: exceptions.ResponseError) -> bool:
-    """Return whether *error* is about the server, so that nothing in this call was applied."""
-    text = str(error)
-    # An unknown command has no code: it was renamed, or a proxy does not pass it on.
-    is_unknown = "unknown " in text.lower()
-    return type(error) in _CODES or text.startswith(_SERVER_ERRORS) or is_unknown
-
-
-def message_of(error: exceptions.ResponseError) -> str:
-    """Return the server's message, with its code."""
-    code = _CODES.get(type(error))
-    return f"{code} {error}" if code else str(error)
-
-
-def raise_error(name: str, reply: Reply) -> None:
-    """Raise `StoreUnavailable` if the server *name* refused a command that writes nothing."""
-    if isinstance(reply, exceptions.ResponseError):
-        raise StoreUnavailable(f"{name}: {message_of(reply)}") from reply
-
-
-def is_demoted(replies: Sequence[Reply]) -> bool:
-    """Return whether the server is a replica now; a new connection finds the master."""
-    return any(type(reply) is exceptions.ReadOnlyError for reply in replies)
-
-
 class NotReplicated(NamedTuple):
-    """The *reply* to a write that too few replicas acknowledged, and the *error* that says so."""
+    """The *reply* to a write that too few replicas acknowledged, and the *error* of its callers."""
 
     reply: Reply
     error: StoreUnavailable
-
-
-def without_wait(reply: Reply) -> Reply:
-    """Return the reply itself, whether or not replicas acknowledged the write."""
-    return reply.reply if type(reply) is NotReplicated else reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +180,7 @@ class Wait:
         if acknowledged >= self.replicas:
             return replies
         error = StoreUnavailable(
-            f"{name}: the write reached {acknowledged} replicas, but the URL says "
+            f"{name}: the write reached {acknowledged} replicas, but the URL has "
             f"wait={self.replicas}; check the replicas, or lower wait=",
             is_ambiguous=True,
         )

@@ -5,7 +5,10 @@ Anything that is not understood is refused here, with a message that shows what 
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypeAlias, TypedDict
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeAlias
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from coatcheck.errors import Misconfigured
@@ -30,13 +33,11 @@ _EXAMPLES = (
     "or redis+cluster://host1:6379,host2:6379"
 )
 _KNOWN_OPTIONS = (
-    "the options are prefix=coatcheck: (of all keys), compact=0 or 1 (keep neither scopes nor "
-    "keys), timeout=5s, wait=1 (replicas that must acknowledge a write), tls=0 or 1, "
+    "the options are prefix=coatcheck: (of all keys, without braces), compact=0 or 1 (keep neither "
+    "scopes nor keys), timeout=5s, wait=1 (replicas that must acknowledge a write), tls=0 or 1, "
     "tls_ca=/path/to/ca.pem, sentinel_username=NAME and sentinel_password=WORD (of the Sentinels) "
     f"and allow=NAME,NAME of {', '.join(RISKS)}"
 )
-# The options that say how to connect and log in, not how to use the store.
-_CONNECT_OPTIONS = frozenset({"tls", "tls_ca", "sentinel_username", "sentinel_password"})
 
 
 class Address(NamedTuple):
@@ -49,49 +50,46 @@ class Address(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-class Target(NamedTuple):
-    """Which servers, and how to connect and log in."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedisConfig:
+    """Which servers to use, and how."""
 
     shape: Shape
-    addresses: tuple[Address, ...]
+    addresses: tuple[Address, ...]  # the server; or some Sentinels, or some nodes of the cluster
     service: str = ""  # Sentinel: the name of the master's service
     database: int = 0
     username: str | None = None
-    password: str | None = None
+    password: str | None = field(default=None, repr=False)
     is_tls: bool = False
     tls_ca: str = ""  # file of trusted certificates; empty: those of the system
     sentinel_username: str | None = None  # the Sentinels' own login, if they have one
-    sentinel_password: str | None = None
+    sentinel_password: str | None = field(default=None, repr=False)
+    prefix: str = "coatcheck:"  # of all keys
+    compact: bool = False  # keep only digests; label, scope and key are stored empty
+    # 5 s, for connecting and for each answer: thousands of times what an answer takes. After that
+    # an error serves the caller better.
+    timeout_s: float = 5.0
+    wait: int = 0  # how many replicas must acknowledge a write
+    allow: frozenset[str] = frozenset()  # the `RISKS` that are accepted
 
-    @property
-    def name(self) -> str:
-        """The addresses, for logs and error messages; no password."""
+    def __str__(self) -> str:
         return f"redis {','.join(str(address) for address in self.addresses)}"
 
 
-class Options(TypedDict, total=False):
-    """How to use the store; see `RedisStore`."""
-
-    prefix: str
-    compact: bool
-    timeout_s: float
-    wait: int
-    allow: frozenset[str]
-
-
-def target_and_options(url: str) -> tuple[Target, Options]:
-    """Return the servers that *url* names, and its options."""
+def parse_url(url: str) -> RedisConfig:
+    """Return the servers and the options in *url*."""
     parts = urlsplit(url)
     shape = _SHAPES[parts.scheme]
-    options: Options = {}
-    connect: dict[str, str] = {"tls": "1" if parts.scheme == "rediss" else "0"}
+    options: dict[str, Any] = {"is_tls": parts.scheme == "rediss"}
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
-        if name.startswith("sentinel_") and name in _CONNECT_OPTIONS and shape != "sentinel":
+        if name.startswith("sentinel_") and name in _OPTIONS and shape != "sentinel":
             raise Misconfigured(f"redis: {name}= is for redis+sentinel:// only")
-        if name in _CONNECT_OPTIONS and (name != "tls" or value in ("0", "1")):
-            connect[name] = value
-        else:
-            _set_option(options, name, value)
+        try:
+            option, parse = _OPTIONS[name]
+            options[option] = parse(value)
+        except (KeyError, ValueError) as error:
+            refusal = no_option("redis", name, value[:40], _OPTIONS)
+            raise Misconfigured(f"{refusal}; {_KNOWN_OPTIONS}") from error
     login, _, hosts = parts.netloc.rpartition("@")
     username, _, password = login.partition(":")
     service, database = _path(parts, shape)
@@ -99,19 +97,15 @@ def target_and_options(url: str) -> tuple[Target, Options]:
     addresses = tuple(_address(host, default_port) for host in hosts.split(","))
     if shape == "single" and len(addresses) > 1:
         raise Misconfigured(f"{parts.scheme}:// names one server; write {_EXAMPLES}")
-    target = Target(
+    return RedisConfig(
         shape=shape,
         addresses=addresses,
         service=service,
         database=database,
         username=unquote(username) or None,
         password=unquote(password) or None,
-        is_tls=connect["tls"] == "1",
-        tls_ca=connect.get("tls_ca", ""),
-        sentinel_username=connect.get("sentinel_username") or None,
-        sentinel_password=connect.get("sentinel_password") or None,
+        **options,
     )
-    return target, options
 
 
 def _address(text: str, default_port: int) -> Address:
@@ -138,25 +132,44 @@ def _path(parts: SplitResult, shape: str) -> tuple[str, int]:
     return service, number
 
 
-def _set_option(options: Options, name: str, value: str) -> None:
-    if name == "compact" and value in ("0", "1"):
-        options["compact"] = value == "1"
-    elif name == "prefix" and not set("{}") & set(value):
-        options["prefix"] = value
-    elif name == "timeout":
-        options["timeout_s"] = _seconds(name, value)
-    elif name == "wait" and value.isdecimal():
-        options["wait"] = int(value)
-    elif name == "allow" and set(value.split(",")) <= set(RISKS):
-        options["allow"] = frozenset(value.split(","))
-    else:
-        hint = "a prefix must not contain braces; " if name == "prefix" else ""
-        refusal = no_option("redis", name, value, ("compact", "prefix", "wait", "allow", "tls"))
-        raise Misconfigured(f"{refusal}; {hint}{_KNOWN_OPTIONS}")
+def _prefix(value: str) -> str:
+    if set("{}") & set(value):  # Redis Cluster would take one for the brace before the id
+        raise ValueError("the prefix has braces")
+    return value
 
 
-def _seconds(name: str, value: str) -> float:
-    seconds = seconds_of(f"redis: {name}", value)
+def _flag(value: str) -> bool:
+    return bool(("0", "1").index(value))
+
+
+def _seconds(value: str) -> float:
+    seconds = seconds_of("redis: timeout", value)
     if seconds <= 0:
-        raise Misconfigured(f"redis: {name}={value} leaves no time to answer; write timeout=5s")
+        raise Misconfigured(f"redis: timeout={value} leaves no time to answer; write timeout=5s")
     return seconds
+
+
+def _replicas(value: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,3}", value):
+        raise ValueError("not a number of replicas")
+    return int(value)
+
+
+def _risks(value: str) -> frozenset[str]:
+    risks = frozenset(value.split(","))
+    if not risks <= set(RISKS):
+        raise ValueError("not a known risk")
+    return risks
+
+
+_OPTIONS: dict[str, tuple[str, Callable[[str], object]]] = {
+    "prefix": ("prefix", _prefix),
+    "compact": ("compact", _flag),
+    "timeout": ("timeout_s", _seconds),
+    "wait": ("wait", _replicas),
+    "tls": ("is_tls", _flag),
+    "tls_ca": ("tls_ca", str),
+    "sentinel_username": ("sentinel_username", str),
+    "sentinel_password": ("sentinel_password", str),
+    "allow": ("allow", _risks),
+}

@@ -1,4 +1,4 @@
-"""The DynamoDB table: creating it, checking its key, and the checks of `coatcheck doctor`.
+"""The DynamoDB table: creating it, and checking its key and its time to live.
 
 Any number of nodes may create it at the same time: one succeeds, all wait until it is active.
 """
@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
-from email.utils import parsedate_to_datetime
+from collections.abc import Mapping
 from typing import Any
 
 from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.stores.contract import Finding
 from coatcheck.stores.dynamodb.client import DynamoClient
 from coatcheck.stores.dynamodb.errors import TABLE_NOT_FOUND, code_of
-from coatcheck.stores.dynamodb.items import EXPIRY_ATTRIBUTE
+from coatcheck.stores.dynamodb.records import EXPIRY_ATTRIBUTE
 from coatcheck.stores.migration import HOW
 
 logger = logging.getLogger("coatcheck")
@@ -27,13 +26,13 @@ _POLL_S = 0.5
 _KEYS = [{"AttributeName": "id", "KeyType": "HASH"}]
 _ATTRIBUTES = [{"AttributeName": "id", "AttributeType": "B"}]
 # A table whose settings are being changed stays usable.
-_USABLE = ("ACTIVE", "UPDATING")
+USABLE = ("ACTIVE", "UPDATING")
 
 
 def prepare(client: DynamoClient, *, create: bool) -> None:
     """Create the table if it is missing and *create* allows it; refuse one with another key."""
     table = client.config.table
-    description = _describe(client)
+    description = describe(client)
     is_new = description is None or description["TableStatus"] == "CREATING"
     if description is None:
         if not create:
@@ -47,21 +46,22 @@ def prepare(client: DynamoClient, *, create: bool) -> None:
     _refuse_foreign(table, description)
     if is_new and create:
         _enable_expiry(client)
-    finding = _check_expiry(client)
+    finding = expiry_finding(client)
     if finding.level != "ok":
         logger.warning(finding.message)
 
 
 def version_of(client: DynamoClient) -> int:
     """Return 1 if the table exists, 0 if not; there is only one schema so far."""
-    description = _describe(client)
+    description = describe(client)
     if description is None:
         return 0
     _refuse_foreign(client.config.table, description)
     return 1
 
 
-def _describe(client: DynamoClient) -> dict[str, Any] | None:
+def describe(client: DynamoClient) -> dict[str, Any] | None:
+    """Return DynamoDB's description of the table; None if there is no such table."""
     try:
         description = client.call("describe_table")["Table"]
     except StoreUnavailable as error:
@@ -87,8 +87,8 @@ def _create(client: DynamoClient) -> None:
 def _wait_until_usable(client: DynamoClient) -> dict[str, Any]:
     deadline_s = time.monotonic() + _CREATION_S_MAX
     while True:
-        description = _describe(client)
-        if description is not None and description["TableStatus"] in _USABLE:
+        description = describe(client)
+        if description is not None and description["TableStatus"] in USABLE:
             return description
         if time.monotonic() > deadline_s:
             status = "missing" if description is None else description["TableStatus"]
@@ -98,13 +98,13 @@ def _wait_until_usable(client: DynamoClient) -> dict[str, Any]:
 
 
 def _refuse_foreign(table: str, description: Mapping[str, Any]) -> None:
-    if reason := _why_foreign(description):
+    if reason := why_foreign(description):
         raise Misconfigured(
             f"dynamodb: table {table} was not created by coatcheck: {reason}; use another table"
         )
 
 
-def _why_foreign(description: Mapping[str, Any]) -> str:
+def why_foreign(description: Mapping[str, Any]) -> str:
     """Return what is wrong with the table's key; "" if nothing is."""
     keys = [(key["AttributeName"], key["KeyType"]) for key in description["KeySchema"]]
     types = {a["AttributeName"]: a["AttributeType"] for a in description["AttributeDefinitions"]}
@@ -119,29 +119,13 @@ def _enable_expiry(client: DynamoClient) -> None:
     try:
         client.call("update_time_to_live", TimeToLiveSpecification=wanted)
     except StoreUnavailable as error:
-        # Another node was faster. Any other problem is reported by `_check_expiry`.
+        # Another node was faster. Any other problem is reported by `expiry_finding`.
         if code_of(error) != "ValidationException":
             raise
 
 
-def inspect(client: DynamoClient) -> Iterator[Finding]:
-    """Yield what `coatcheck doctor` reports about the table."""
-    description = _describe(client)
-    table = client.config.table
-    if description is None:
-        yield Finding("error", f"table {table} does not exist")
-        return
-    status = description["TableStatus"]
-    yield Finding("ok" if status in _USABLE else "error", f"table {table} is {status}")
-    if reason := _why_foreign(description):
-        yield Finding("error", f"table {table} was not created by coatcheck: {reason}")
-    yield _check_expiry(client)
-    yield _check_billing(description)
-    yield from _check_replicas(description)
-    yield _check_backups(client)
-
-
-def _check_expiry(client: DynamoClient) -> Finding:
+def expiry_finding(client: DynamoClient) -> Finding:
+    """Check whether DynamoDB deletes expired records by itself."""
     table = client.config.table
     try:
         answer = client.call("describe_time_to_live")
@@ -155,48 +139,3 @@ def _check_expiry(client: DynamoClient) -> Finding:
         )
     message = f"table {table} has no time to live on {EXPIRY_ATTRIBUTE}: enable it, otherwise only"
     return Finding("warning", f"{message} sweeps delete expired records, and they scan the table")
-
-
-def _check_billing(description: Mapping[str, Any]) -> Finding:
-    mode = description.get("BillingModeSummary", {}).get("BillingMode", "PROVISIONED")
-    if mode == "PAY_PER_REQUEST":
-        return Finding("ok", "billed on demand")
-    units = description.get("ProvisionedThroughput", {}).get("WriteCapacityUnits", 0)
-    message = f"provisioned for {units} write units a second: about {units // 2} new keys a second"
-    return Finding("warning", f"{message}; beyond that DynamoDB throttles, and requests get 503")
-
-
-def _check_replicas(description: Mapping[str, Any]) -> Iterator[Finding]:
-    is_strong = description.get("MultiRegionConsistency") == "STRONG"
-    if description.get("Replicas") and not is_strong:
-        yield Finding(
-            "warning",
-            "a global table with eventual consistency: two regions can claim one key at the same "
-            "time, and both execute; send all retries of a caller to one region",
-        )
-
-
-def _check_backups(client: DynamoClient) -> Finding:
-    """Never a warning: the records would have expired in a day or so."""
-    try:
-        answer = client.call("describe_continuous_backups")
-    except StoreUnavailable as error:
-        return Finding("ok", f"cannot tell whether there are backups: {error}")
-    backups = answer["ContinuousBackupsDescription"].get("PointInTimeRecoveryDescription", {})
-    if backups.get("PointInTimeRecoveryStatus") == "ENABLED":
-        return Finding("ok", "point-in-time recovery is on")
-    return Finding("ok", "point-in-time recovery is off: a deleted table cannot be restored")
-
-
-def clock_ms(sent_ms: int, answered_ms: int, headers: Mapping[str, str]) -> int:
-    """
-    Return the server's clock as exactly as it is known.
-
-    The `Date` header of an answer has whole seconds. If this machine's clock agrees with it, as it
-    does with NTP, return that; otherwise the nearest time that the header allows.
-    """
-    if "date" not in headers:
-        return answered_ms
-    second_ms = round(parsedate_to_datetime(headers["date"]).timestamp()) * 1_000
-    latest_ms = second_ms + 999 + max(0, answered_ms - sent_ms)
-    return min(max(answered_ms, second_ms), latest_ms)

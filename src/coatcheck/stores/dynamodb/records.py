@@ -44,7 +44,11 @@ _NAMES = re.compile(r"#(\w+)")
 
 
 def item_of(record: Record, *, compact: bool) -> Item:
-    """Return the item for *record*, without its response if that does not fit."""
+    """
+    Return the item for *record*, without its response if that does not fit.
+
+    Raises `ValueError` if it is too large even then.
+    """
     if compact:
         record = compact_record(record)
     item: Item = {name: {"N": str(getattr(record, name))} for name in _NUMBERS}
@@ -55,22 +59,15 @@ def item_of(record: Record, *, compact: bool) -> Item:
     item.update({name: _encode_text(text) for name in _TEXTS if (text := getattr(record, name))})
     for name in _BLOBS:
         _put_blob(item, name, getattr(record, name))
-    if size_of(item) <= ITEM_BYTES_MAX:
-        return item
-    return without_response(item)
-
-
-def without_response(item: Item) -> Item:
-    """Return *item* without its response; raise `ValueError` if it is too large even then."""
-    small = {name: value for name, value in item.items() if name.partition("_")[0] != "response"}
-    if small == item or (size := size_of(small)) > ITEM_BYTES_MAX:
-        reference = reference_of(item["id"]["B"])
-        raise ValueError(
-            f"{reference} takes {size_of(small):,} bytes without a response, and DynamoDB's limit "
-            "is 400 kB; note less in its steps"
-        )
-    assert size <= ITEM_BYTES_MAX
-    return small
+    if size_of(item) > ITEM_BYTES_MAX:
+        for name in ("response", "response" + _COMPRESSED):
+            item.pop(name, None)
+        if (size := size_of(item)) > ITEM_BYTES_MAX:
+            raise ValueError(
+                f"operation {reference_of(record.id)} takes {size:,} bytes without a response, and "
+                "DynamoDB's limit is 400 kB; note less in its steps"
+            )
+    return item
 
 
 def has_response(item: Item) -> bool:
@@ -136,24 +133,12 @@ def version_of(item: Item) -> int:
 
 
 def _record_of(item: Item) -> Record:
-    numbers = {name: int(item[name]["N"]) for name in _NUMBERS}
-    return Record(
-        id=item["id"]["B"],
-        version=numbers["version"],
-        state=State(numbers["state"]),
-        attempt=numbers["attempt"],
-        fingerprint=item["fingerprint"]["B"] if "fingerprint" in item else b"",
-        created_ms=numbers["created_ms"],
-        lease_until_ms=numbers["lease_until_ms"],
-        window_until_ms=numbers["window_until_ms"],
-        expires_ms=numbers["expires_ms"],
-        nonce=numbers["nonce"],
-        label=_text(item, "label"),
-        scope=_text(item, "scope"),
-        key=_text(item, "key"),
-        progress=_blob(item, "progress"),
-        response=_blob(item, "response"),
-    )
+    fields: dict[str, Any] = {name: int(item[name]["N"]) for name in _NUMBERS}
+    fields["state"] = State(fields["state"])
+    fields |= {name: _text(item, name) for name in _TEXTS}
+    fields |= {name: _blob(item, name) for name in _BLOBS}
+    fingerprint = item["fingerprint"]["B"] if "fingerprint" in item else b""
+    return Record(id=item["id"]["B"], fingerprint=fingerprint, **fields)
 
 
 def _text(item: Item, name: str) -> str:
