@@ -10,9 +10,9 @@ from coatcheck.stores import ThreadedStore
 from coatcheck.stores.encryption import EncryptedStore
 from coatcheck.stores.memory import MemoryStore
 from coatcheck.stores.registry import STORES
-from tests.support.engines import NOW_MS
 from tests.support.servers.dynamodb import dynamodb
 from tests.support.servers.redis import redis_server
+from tests.support.times import NOW_MS
 
 RING = KeyRing({"one": b"k" * 32})
 

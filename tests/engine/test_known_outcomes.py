@@ -10,8 +10,9 @@ import pytest
 
 from coatcheck import DidNotHappen, Happened, Policy, Resumable, Unknown, open_store
 from coatcheck.core.record import FAILED, IN_DOUBT
-from tests.server.laws.api import ADAPTERS, Api, Clock, Workers
+from tests.server.laws.api import ADAPTERS, Api, Workers
 from tests.server.laws.shop import Call, Said, Shop, in_turn, raises, says
+from tests.support.times import Clock
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,8 @@ import pytest
 from coatcheck import KeyReused, Policy
 from coatcheck.core.record import COMPLETED, GONE
 from coatcheck.engine.replay_cache import RECORD_BYTES_MAX, ReplayCache
-from tests.support.engines import WAIT_S_MAX, Clock, Handler, WatchedStore
+from tests.support.engines import Handler
+from tests.support.times import WAIT_S_MAX, Clock
 
 
 def record(number, size=100):
@@ -122,11 +123,6 @@ def test_threads_may_use_it_at_once():
 # --- in an engine -----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def store():
-    return WatchedStore()
-
-
 def test_a_replay_from_memory_does_not_touch_the_store(guards, store):
     """L2."""
     engine = guards.engine(store, sweep_every_s=None)
@@ -144,9 +140,9 @@ def test_a_replay_from_memory_respects_the_window(guards, store):
     clock = Clock()
     engine = guards.engine(store, Policy(window="1h"), clock=clock, sweep_every_s=None)
     guards.run(engine, "k", Handler("old"))
-    clock.pass_s(3_599.999)
+    clock.advance(3_599.999)
     assert guards.run(engine, "k", Handler("new")) == "old"
-    clock.pass_s(0.001)
+    clock.advance(0.001)
     assert guards.run(engine, "k", Handler("new")) == "new"
     assert guards.run(engine, "k", Handler("newer")) == "new"
 

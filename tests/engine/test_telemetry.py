@@ -29,24 +29,13 @@ from coatcheck.telemetry import (
     Waited,
     log_decision,
 )
-from tests.support.engines import Clock, Handler, WatchedStore, eventually, held_up, wait_for
-
-LEASE_S = 60
-
-
-@pytest.fixture
-def store():
-    return WatchedStore()
+from tests.support.engines import LEASE_S, Handler, held_up
+from tests.support.times import Clock, eventually, wait_for
 
 
 @pytest.fixture
 def seen():
     return []
-
-
-@pytest.fixture
-def clock():
-    return Clock()
 
 
 @pytest.fixture
@@ -115,7 +104,7 @@ def test_the_duration_is_that_of_the_whole_request(guards, store, seen):
     handler = held_up()
     call = guards.beside(engine, "k", handler)
     wait_for(handler.is_running)
-    clock.pass_s(1.5)
+    clock.advance(1.5)
     handler.may_end.set()
     call.result()
     assert seen[0].duration_ms == 1_500
@@ -206,10 +195,10 @@ def everything_that_can_happen(guards, engine, clock):
         guards.run(engine, key + "c", Handler(SystemExit()), argument)
     with pytest.raises(KeyBusy):
         guards.run(engine, key + "c", Handler(), argument, policy=Policy(in_flight="409"))
-    clock.pass_s(LEASE_S)
+    clock.advance(LEASE_S)
     with pytest.raises(OutcomeUnknown):
         guards.run(engine, key + "c", Handler(), argument, policy=Policy(recovery="manual"))
-    clock.pass_s(90_000)
+    clock.advance(90_000)
     guards.run(engine, key, Handler(result), argument)
     engine.attempts.heartbeat.store.troubles = ["down"]
     with pytest.raises(StoreUnavailable):
@@ -306,7 +295,7 @@ def test_a_duplicate_that_waits_is_an_event_with_its_duration(guards, heard, eve
     wait_for(handler.is_running)
     calls.append(guards.beside(heard, "k", handler, scope="orders"))
     eventually(lambda: heard.attempts.waiters.count(store.record.id) == 1)
-    clock.pass_s(1.5)
+    clock.advance(1.5)
     handler.may_end.set()
     assert [call.result() for call in calls] == ["done", "done"]
     (waited,) = [event for event in events if isinstance(event, Waited)]
@@ -320,7 +309,7 @@ def test_a_renewal_is_an_event(guards, heard, events, clock):
     call = guards.beside(heard, "k", handler)
     wait_for(handler.is_running)
     heard.attempts.heartbeat.tick()  # none is due yet
-    clock.pass_s(LEASE_S / 2)
+    clock.advance(LEASE_S / 2)
     heard.attempts.heartbeat.tick()
     handler.may_end.set()
     call.result()
@@ -332,7 +321,7 @@ def test_a_claim_that_was_taken_over_is_an_event(guards, heard, events, store, c
     handler = held_up()
     call = guards.beside(heard, "k", handler, scope="orders")
     wait_for(handler.is_running)
-    clock.pass_s(LEASE_S + 1)
+    clock.advance(LEASE_S + 1)
     other = guards.engine(store, clock=clock, sweep_every_s=None)
     assert guards.run(other, "k", Handler("theirs"), scope="orders") == "theirs"
     for _ in range(2):
@@ -357,7 +346,7 @@ def test_a_recovery_is_an_event_with_its_outcome(guards, heard, events, clock, o
     policy = Policy(recovery="reconcile", reconcile=lambda _: answer)
     with pytest.raises(SystemExit):
         guards.run(heard, "k", Handler(SystemExit()), scope="orders", policy=policy)
-    clock.pass_s(LEASE_S + 1)
+    clock.advance(LEASE_S + 1)
     heard.recovery.round()
     assert kinds(events) == [Claimed, ends, Recovered]
     assert events[-1] == Recovered(events[0].reference, "orders", "", 1, outcome)
@@ -369,7 +358,7 @@ def test_a_registered_function_that_runs_again_is_an_event(guards, heard, events
     registered = heard.register("ship", guards.flavoured(handler))
     with pytest.raises(SystemExit):
         guards.done(registered.run("k", {"order": 1}))
-    clock.pass_s(LEASE_S + 1)
+    clock.advance(LEASE_S + 1)
     handler.result = "done"
     heard.recovery.round()
     assert kinds(events) == [Claimed, Claimed, Completed, Recovered]
@@ -384,7 +373,7 @@ def test_a_sweep_is_an_event_with_the_number_of_its_records(guards, store, clock
         guards.run(engine, f"k{number}", Handler())
     events.clear()
     for _ in range(3):
-        clock.pass_s(3_600)
+        clock.advance(3_600)
         engine.attempts.heartbeat.tick()
         eventually(lambda: not engine.sweeper.is_sweeping())
     assert events == [Swept(3)]

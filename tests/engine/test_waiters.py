@@ -12,14 +12,10 @@ from coatcheck.core.policy import duration_ms
 from coatcheck.core.record import GONE, RUNNING
 from coatcheck.engine.waiters import POLL_FIRST_S, POLL_LAST_S, Waiters, poll_pauses_s
 from coatcheck.stores.memory import AsyncMemoryStore
-from tests.support.engines import Handler, WatchedStore, eventually, held_up, wait_for
+from tests.support.engines import Handler, WatchedStore, held_up
+from tests.support.times import eventually, wait_for
 
 PATIENT = Policy(wait="20s")
-
-
-@pytest.fixture
-def store():
-    return WatchedStore()
 
 
 def until_waiting(engine, count, store):

@@ -27,8 +27,8 @@ from coatcheck.server.asgi import IdempotencyMiddleware
 from coatcheck.server.asgi_exchange import RUNNING_EXCHANGES
 from coatcheck.stores import ThreadedStore
 from coatcheck.stores.memory import AsyncMemoryStore, MemoryStore
-from tests.server.laws.api import ORDER, AsgiExchange, Response, with_key
-from tests.server.laws.shop import WAIT_S_MAX
+from tests.support.http import ORDER, AsgiExchange, Response, with_key
+from tests.support.times import WAIT_S_MAX
 
 PLAIN = b"".join(b"line %d\n" % n for n in range(500))
 

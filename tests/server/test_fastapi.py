@@ -18,7 +18,7 @@ from starlette.routing import Host, Mount, Route, Router
 from coatcheck import AsyncEngine, DidNotHappen, Misconfigured, Operation, Policy
 from coatcheck.server import starlette as on_starlette
 from coatcheck.server.fastapi import CurrentOperation, IdempotencyMiddleware, idempotent
-from tests.server.laws.api import ORDER, AsgiExchange, Response, with_key
+from tests.support.http import ORDER, AsgiExchange, Response, with_key
 
 
 class Charge(BaseModel):

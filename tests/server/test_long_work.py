@@ -30,21 +30,11 @@ from coatcheck.server.asgi_exchange import RUNNING_EXCHANGES
 from coatcheck.server.polling import wait_left_s
 from coatcheck.server.wsgi import IdempotencyMiddleware as WsgiMiddleware
 from coatcheck.stores import open_store
-from tests.server.laws.api import (
-    ADAPTERS,
-    ORDER,
-    Api,
-    AsgiExchange,
-    Clock,
-    Response,
-    Workers,
-    environ_of,
-    exchange_wsgi,
-    until,
-    with_key,
-)
-from tests.server.laws.shop import WAIT_S_MAX, Call, Gate, Said, Shop, in_turn, raises, says
+from tests.server.laws.api import ADAPTERS, Api, Workers
+from tests.server.laws.shop import Call, Gate, Said, Shop, in_turn, raises, says
 from tests.support.engines import Guards
+from tests.support.http import ORDER, AsgiExchange, Response, environ_of, exchange_wsgi, with_key
+from tests.support.times import WAIT_S_MAX, Clock, eventually
 
 ASYNC = [("Prefer", "respond-async")]
 
@@ -121,7 +111,7 @@ def address_of(response: Response) -> str:
 
 def poll(api: Api, address: str) -> Response:
     """Ask until it is finished, as a client does."""
-    until(lambda: api.send("GET", address).status != 202)
+    eventually(lambda: api.send("GET", address).status != 202)
     return api.send("GET", address)
 
 
@@ -258,7 +248,7 @@ def test_work_that_raises_is_logged_and_can_be_asked_for_again(api: Api, caplog)
         assert first.status == 202
         gate.open()
         assert members_of(poll(api, address_of(first)))["status"] == "failed"
-        until(lambda: "whose client does not wait any more" in caplog.text)
+        eventually(lambda: "whose client does not wait any more" in caplog.text)
     assert api.post().status == 202
     assert poll(api, address_of(first)).body == b"done"
 
@@ -432,7 +422,7 @@ def test_a_duplicate_that_has_waited_as_long_as_it_said_is_told_to_ask_later(
     api.start_post()
     gate.wait_until_entered()
     duplicate = api.start_post(headers=[("Prefer", "respond-async, wait=1")])
-    until(lambda: api.waiters() == 1)
+    eventually(lambda: api.waiters() == 1)
     assert not duplicate.done()
     clock.advance(1)
     told = duplicate.result(WAIT_S_MAX)
@@ -449,7 +439,7 @@ def test_who_has_waited_as_a_duplicate_does_not_wait_as_long_again(api: Api, clo
     first = api.start_post()
     before.wait_until_entered()
     second = api.start_post(headers=[("Prefer", "respond-async, wait=50")])
-    until(lambda: api.waiters() == 1)
+    eventually(lambda: api.waiters() == 1)
     clock.advance(49.9)
     before.open()
     assert first.result(WAIT_S_MAX).status == 503
@@ -505,7 +495,7 @@ class Queue:
         self.texts: list[str] = []
 
     def take(self) -> str:
-        until(lambda: bool(self.texts))
+        eventually(lambda: bool(self.texts))
         return self.texts.pop(0)
 
 
@@ -591,7 +581,7 @@ def test_however_often_it_is_delivered_it_is_done_once(api: Api, queue: Queue, g
     waiting = Policy(in_flight="409")
     with ThreadPoolExecutor(8) as threads:
         deliveries = [threads.submit(deliver, number) for number in range(8)]
-        until(lambda: sum(delivery.done() for delivery in deliveries) == 7)
+        eventually(lambda: sum(delivery.done() for delivery in deliveries) == 7)
         assert all(isinstance(d.result(), KeyBusy) for d in deliveries if d.done())
         go_on.set()
     assert sum(not isinstance(d.result(), KeyBusy) for d in deliveries) == 1
@@ -904,7 +894,7 @@ def test_the_lease_of_resumed_work_is_renewed(api: Api, queue: Queue, guards):
             versions.add(record.version)
             return len(versions) > 3
 
-        until(is_renewed)
+        eventually(is_renewed)
         return "made"
 
     response = guards.done(engine.run_deferred(queue.take(), guards.flavoured(work)))
@@ -1312,11 +1302,11 @@ class Server:
     def progress(self, first: httpx.Response) -> object:
         """What the work has reported, as soon as it has."""
         address = first.headers["Location"]
-        until(lambda: "progress" in self.client.get(address).json())
+        eventually(lambda: "progress" in self.client.get(address).json())
         return self.client.get(address).json()["progress"]
 
     def poll(self, address: str) -> httpx.Response:
-        until(lambda: self.client.get(address).status_code != 202)
+        eventually(lambda: self.client.get(address).status_code != 202)
         return self.client.get(address)
 
     def effects(self) -> list[str]:

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from tests.server.laws.api import Response
-from tests.server.laws.shop import WAIT_S_MAX
 from tests.support import web_servers
+from tests.support.http import Response
+from tests.support.times import WAIT_S_MAX
 from tests.support.web_servers import KINDS, Kind, in_two_processes, request_of
 
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.laws.api import Response
 from tests.server.traps_app import BINARY, KEPT_PARTS, PART, STREAMED_PARTS, TAG, TEXT
 from tests.support import web_servers
+from tests.support.http import Response
 from tests.support.servers import until
 from tests.support.web_servers import KINDS, Connection, Kind, in_two_processes, request_of
 

@@ -15,8 +15,8 @@ from coatcheck import Engine, Policy, current_operation
 from coatcheck.core.record import FAILED, IN_DOUBT
 from coatcheck.server.wsgi import IdempotencyMiddleware
 from coatcheck.stores import Query
-from tests.server.laws.api import NEXT_REQUEST, ORDER, Response, environ_of, exchange_wsgi, with_key
-from tests.server.laws.shop import WAIT_S_MAX
+from tests.support.http import NEXT_REQUEST, ORDER, Response, environ_of, exchange_wsgi, with_key
+from tests.support.times import WAIT_S_MAX
 
 TEXT = [("Content-Type", "text/plain")]
 

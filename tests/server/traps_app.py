@@ -31,7 +31,7 @@ from starlette.responses import Response, StreamingResponse
 from coatcheck import AsyncEngine, Engine, Policy
 from coatcheck.server.asgi import IdempotencyMiddleware as AsgiMiddleware
 from coatcheck.server.wsgi import IdempotencyMiddleware as WsgiMiddleware
-from tests.server.laws.shop import WAIT_S_MAX
+from tests.support.times import WAIT_S_MAX
 
 DIRECTORY = Path(os.environ.get("SHOP_DIRECTORY", ""))
 STORE = f"sqlite:///{DIRECTORY}/records.db"

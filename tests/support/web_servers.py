@@ -16,8 +16,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.server.laws.api import Response
-from tests.server.laws.shop import WAIT_S_MAX
+from tests.support.http import Response
+from tests.support.times import WAIT_S_MAX
 
 ROOT = Path(__file__).resolve().parents[2]
 UVICORN = [sys.executable, "-m", "uvicorn", "{app}:asgi_app", "--no-access-log"]

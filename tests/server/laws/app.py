@@ -18,8 +18,9 @@ from pathlib import Path
 
 from coatcheck.server.asgi import IdempotencyMiddleware as AsgiMiddleware
 from coatcheck.server.wsgi import IdempotencyMiddleware as WsgiMiddleware
+from tests.support.times import WAIT_S_MAX
 
-from .shop import JSON, WAIT_S_MAX, Call, Said, Shop, says
+from .shop import JSON, Call, Said, Shop, says
 
 DIRECTORY = Path(os.environ["SHOP_DIRECTORY"])
 STORE = f"sqlite:///{DIRECTORY}/orders.db"

@@ -12,10 +12,11 @@ from coatcheck import open_store
 from coatcheck.core.identity import caller_digest, digested, operation_id
 from coatcheck.core.record import Record
 from coatcheck.server.polling import token_of
+from tests.support.failing_stores import Faulty
+from tests.support.http import ORDER, Headers, Response
+from tests.support.times import eventually
 
-from .api import ORDER, Api, Headers, Response, until
-from .conftest import OpenApi
-from .doubles import Faulty
+from .api import Api, OpenApi
 from .shop import Call, Gate, Said, in_turn, says
 
 ASYNC = ("Prefer", "respond-async")
@@ -55,7 +56,7 @@ def finished(api: Api, headers: Headers = ()) -> str:
     """The same where it has finished."""
     address, gate = told(api, headers)
     gate.open()
-    until(lambda: asked(api, address, headers).status == 201)
+    eventually(lambda: asked(api, address, headers).status == 201)
     return address
 
 
@@ -111,7 +112,7 @@ def test_the_address_needs_the_cookie_of_its_request(open_api: OpenApi):
     for is_finished in (False, True):
         if is_finished:
             gate.open()
-            until(lambda: asked(api, address, ADA).status != 202)
+            eventually(lambda: asked(api, address, ADA).status != 202)
         assert asked(api, address, ADA).status == (201 if is_finished else 202)
         for headers in (
             EVE,
@@ -251,7 +252,7 @@ def test_head_is_told_the_same_without_the_body(open_api: OpenApi):
         assert (head.status, head.headers, head.body) == (got.status, got.headers, b"")
         assert head.header("content-length") == str(len(got.body))
         gate.open()
-        until(lambda: asked(api, address).status != 202)
+        eventually(lambda: asked(api, address).status != 202)
 
 
 def test_what_the_address_tells_is_for_no_cache(open_api: OpenApi):
@@ -268,7 +269,7 @@ def test_what_the_address_tells_is_for_no_cache(open_api: OpenApi):
     gate.wait_until_entered()
     address = api.post(headers=[ASYNC]).header("location")
     gate.open()
-    until(lambda: asked(api, address).status == 201)
+    eventually(lambda: asked(api, address).status == 201)
     response = asked(api, address)
     assert response.body == b"Ada's order"
     assert response.all("cache-control") == ["no-store"]

@@ -2,8 +2,10 @@
 
 import pytest
 
-from .api import Api, until, with_key
-from .conftest import OpenApi
+from tests.support.http import with_key
+from tests.support.times import eventually
+
+from .api import Api, OpenApi
 from .shop import Gate
 
 
@@ -47,7 +49,7 @@ def test_a_waiter_is_checked_again_when_it_wakes(open_api: OpenApi):
     api = open_api(wait="10s", lease="60s")
     claim = api.claim("k-1", "/orders")
     waiting = api.start_post("k-1")
-    until(lambda: api.waiters() == 1)
+    eventually(lambda: api.waiters() == 1)
     other = claim._replace(version=claim.version + 1, fingerprint=b"?" * 16, nonce=7)
     api.store.swap([swap_of(claim, other)])
     assert waiting.result(20).code == "key-reused"

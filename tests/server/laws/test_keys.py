@@ -5,8 +5,9 @@ import re
 
 import pytest
 
-from .api import Api, with_key
-from .conftest import OpenApi
+from tests.support.http import with_key
+
+from .api import Api, OpenApi
 
 
 def test_a_first_request_is_answered_as_without_a_key(api: Api):
@@ -56,6 +57,7 @@ def test_both_spellings_of_a_key_are_one_key(api: Api, one: str, other: str):
     assert second.reference == first.reference
 
 
+@pytest.mark.persists
 @pytest.mark.parametrize(
     ("one", "other"), [("abc", "ABC"), ('"k"', '"k "'), ("k", "k."), ("1", "01")]
 )
@@ -65,6 +67,7 @@ def test_keys_are_opaque_and_compared_exactly(api: Api, one: str, other: str):
     assert api.effects() == 2
 
 
+@pytest.mark.persists
 @pytest.mark.parametrize("key", ["'OR'1=1--", "*", "%00", "../../x", "{{7*7}}", "%0d%0aX:1", "<b>"])
 def test_keys_that_look_like_something_mean_nothing(api: Api, key: str):
     """K1: the server never reads meaning into a key."""
@@ -80,6 +83,7 @@ def test_the_name_of_the_header_has_no_case(api: Api):
     assert api.send("POST", "/orders", [("IDEMPOTENCY-KEY", "k-1")]).is_replay
 
 
+@pytest.mark.persists
 def test_a_key_may_have_255_characters_and_not_one_more(api: Api):
     """K1, K3, X2: and two long keys with the same beginning are never one."""
     longest = "k" * 255
@@ -201,7 +205,9 @@ def test_a_request_without_a_natural_key_runs_unguarded_or_is_refused(open_api: 
 
 
 @pytest.mark.parametrize("required", [False, True])
-def test_a_large_request_without_a_natural_key_is_given_on_whole(open_api: OpenApi, required: bool):
+def test_a_large_request_without_a_natural_key_reaches_the_handler_whole(
+    open_api: OpenApi, required: bool
+):
     """K4: also where the body had to be spooled to look for the key."""
     api = open_api(key=lambda request: request.json()["number"], required=required)
     body = json.dumps({"number": "", "filling": "x" * 2_000_000}).encode()
@@ -219,7 +225,7 @@ def test_a_natural_key_that_cannot_be_found_is_the_clients_mistake(open_api: Ope
     assert api.shop.effects == []
 
 
-def test_what_is_told_of_a_natural_key_that_cannot_be_found_is_short(open_api: OpenApi):
+def test_the_problem_about_a_natural_key_that_cannot_be_found_is_short(open_api: OpenApi):
     """K3, K4, X2: whatever was sent is not sent back."""
     api = open_api(key=order_number, required=True)
     refused = api.post(None, body=b"\xff" * 100_000)
@@ -251,6 +257,7 @@ def test_a_natural_key_has_the_limits_of_any_other(open_api: OpenApi):
 # --- references -----------------------------------------------------------------------------
 
 
+@pytest.mark.persists
 def test_the_reference_finds_the_operation(api: Api):
     """K5: what the response says is enough for support."""
     first = api.post("k-1")

@@ -3,9 +3,9 @@
 import pytest
 
 from coatcheck.server import callers
+from tests.support.http import ORDER, with_key
 
-from .api import ORDER, Api, with_key
-from .conftest import OpenApi
+from .api import Api, OpenApi
 
 METHODS = ("GET", "HEAD", "OPTIONS")
 

@@ -4,10 +4,9 @@ import pytest
 
 from coatcheck import Decision
 from coatcheck.core.record import RUNNING, Swap
+from tests.support.failing_stores import Faulty, unavailable
 
-from .api import Api
-from .conftest import OpenApi
-from .doubles import Faulty, unavailable
+from .api import Api, OpenApi
 from .shop import Call, Said, in_turn, says
 
 

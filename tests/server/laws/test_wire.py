@@ -8,10 +8,10 @@ from urllib.parse import urlsplit
 import pytest
 
 from coatcheck.core.problem import KINDS
+from tests.support.failing_stores import Faulty
+from tests.support.http import Response
 
-from .api import Response
-from .conftest import OpenApi
-from .doubles import Faulty
+from .api import OpenApi
 from .shop import Gate, says
 
 

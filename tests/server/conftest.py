@@ -1,8 +1,8 @@
-"""An `api` for every adapter on every store."""
+"""A guarded application for each adapter, in memory; what is marked `persists` on SQLite as well."""
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +10,20 @@ import pytest
 
 from coatcheck import Policy, open_store
 from coatcheck.stores import Store
-
-from .api import ADAPTERS, Api, Clock, Workers
-from .shop import Shop
-
-OpenApi = Callable[..., Api]
+from tests.server.laws.api import ADAPTERS, Api, OpenApi, Workers
+from tests.server.laws.shop import Shop
+from tests.support.times import Clock
 
 MIDDLEWARE_SETTINGS = ("caller", "key")
-STORES = ("memory", "sqlite")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a law in memory, and on SQLite if its promise depends on what a store keeps."""
+    chosen = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    if "new_store" in metafunc.fixturenames and "new_store" not in chosen:
+        persists = metafunc.definition.get_closest_marker("persists") is not None
+        stores = ("memory", "sqlite") if persists else ("memory",)
+        metafunc.parametrize("new_store", stores, indirect=True)
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +49,7 @@ class NewStore:
         return open_store(f"sqlite:///{self.path}{options}") if self.path else self._memory
 
 
-@pytest.fixture(params=STORES)
+@pytest.fixture
 def new_store(request: pytest.FixtureRequest) -> Iterator[NewStore]:
     if request.param == "memory":
         yield NewStore(None)
