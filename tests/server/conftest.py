@@ -1,6 +1,8 @@
 """A guarded application for each adapter, in memory; what is marked `persists` on SQLite as well."""
 
+import re
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ from coatcheck.stores import Store
 from tests.server.laws.api import ADAPTERS, Api, OpenApi, Workers
 from tests.server.laws.shop import Shop
 from tests.support.times import Clock
+from tests.support.web_servers import KINDS, Server
 
 MIDDLEWARE_SETTINGS = ("caller", "key")
 
@@ -105,3 +108,18 @@ def open_api(
 def api(open_api: OpenApi) -> Api:
     """The default policy."""
     return open_api()
+
+
+@pytest.fixture(scope="session", params=KINDS, ids=lambda kind: kind.name)
+def web_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """A real server of each kind, once for all tests; each test uses keys of its own."""
+    server = Server(request.param, tmp_path_factory.mktemp("web"), "tests.server.web_app")
+    yield server
+    server.close()
+    assert server.process.returncode in (0, -signal.SIGTERM), server.log()
+    raised = re.findall(
+        r"^(?:\s*\| )?([\w.]+(?:Error|Exception|Boom))\b", server.log(), re.MULTILINE
+    )
+    # wsgiref, when `close` has failed, wants to respond to a client that it has let go of already.
+    quirks = {"TypeError"} if request.param.name == "wsgiref" else set()
+    assert set(raised) <= {"tests.server.web_app.Boom", *quirks}, server.log()

@@ -78,7 +78,7 @@ def test_an_api_key_can_be_in_any_header():
 
 
 @pytest.mark.parametrize("caller", [callers.credential, callers.api_key(), callers.api_key("X-T")])
-def test_who_sends_none_is_not_one_caller_with_all_others_who_do_not(caller):
+def test_a_request_without_a_credential_has_no_caller_of_its_own(caller):
     """S1, S2: then the default decides."""
     assert caller(request(accept="*/*")) is None
 
@@ -145,7 +145,7 @@ NOBODY = [{}, {"user": UnauthenticatedUser()}, {"REMOTE_USER": ""}, {"user": Mod
 
 
 @pytest.mark.parametrize("native", NOBODY)
-def test_of_who_is_not_logged_in_the_default_decides(native):
+def test_without_a_logged_in_user_the_default_decides(native):
     """S2: two strangers are not one, and neither are two sessions."""
     assert callers.user(request(native, authorization="a")) is None
 

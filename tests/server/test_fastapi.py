@@ -326,7 +326,7 @@ def test_a_mounted_application_can_have_a_middleware_of_its_own(engine: AsyncEng
     assert shop.seen == [1]
 
 
-def test_hosts_are_told_apart(engine: AsyncEngine):
+def test_two_hosts_have_two_policies(engine: AsyncEngine):
     """S3: one path, two hosts, two policies."""
     calls: list[str] = []
 
@@ -441,7 +441,7 @@ def test_a_nonsensical_policy_is_refused_where_it_is_written(changes: dict[str, 
         idempotent(**changes)
 
 
-def test_a_route_cannot_have_a_status_path_that_nobody_serves():
+def test_a_route_cannot_have_a_status_path_of_its_own():
     """S3, L3: its clients would be sent to an address that does not exist."""
     with pytest.raises(Misconfigured, match=r"status_path .*=Policy\(status_path='/how-far/'\)"):
         idempotent(in_flight="202", status_path="/how-far/")
@@ -580,7 +580,7 @@ def test_routes_that_were_replaced_are_looked_through_again(engine: AsyncEngine)
     assert shop.post("/charges", None).code == "key-missing"
 
 
-def test_a_mark_above_the_route_is_told_of(shop: Shop):
+def test_a_mark_above_the_route_does_not_run_unguarded(shop: Shop):
     """K3, S3: the framework has the function without it, so nothing of it would be guarded."""
 
     @idempotent(required=True)

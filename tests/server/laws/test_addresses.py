@@ -1,7 +1,7 @@
-"""X3: the address of an operation is for whoever sent its request, and nobody else finds it.
+"""X3: only the client that sent a request can use the address of its operation.
 
 The stranger of these laws is well informed: she runs a copy of the service, with the same clock,
-and has it tell her the address that her idea of somebody's request would be given.
+and computes the address that a guessed request would be given.
 """
 
 import json
@@ -40,7 +40,7 @@ def is_unknown(api: Api, address: str, headers: Headers = ()) -> bool:
     return (response.status, response.body) == (404, b"no such page")
 
 
-def told(api: Api, headers: Headers = (), body: bytes = ORDER) -> tuple[str, Gate]:
+def address_and_gate(api: Api, headers: Headers = (), body: bytes = ORDER) -> tuple[str, Gate]:
     """The address that a duplicate is given; its operation has finished when the gate is open."""
     gate = api.shop.answers["/orders"] = Gate(says(201, b"Ada's order"))
     api.start_post(headers=headers, body=body)
@@ -54,7 +54,7 @@ def told(api: Api, headers: Headers = (), body: bytes = ORDER) -> tuple[str, Gat
 
 def finished(api: Api, headers: Headers = ()) -> str:
     """The same where it has finished."""
-    address, gate = told(api, headers)
+    address, gate = address_and_gate(api, headers)
     gate.open()
     eventually(lambda: asked(api, address, headers).status == 201)
     return address
@@ -67,7 +67,7 @@ def guess(open_api: OpenApi):
     def guessed(headers: Headers = (), body: bytes = ORDER, secret: str = "") -> str:
         settings = {"secret": secret}
         copy = open_api(in_flight="202", store=open_store("memory://"), settings=settings)
-        address, gate = told(copy, headers, body)
+        address, gate = address_and_gate(copy, headers, body)
         gate.open()
         return address
 
@@ -75,7 +75,7 @@ def guess(open_api: OpenApi):
 
 
 @pytest.mark.parametrize("in_flight", ["wait", "202"])
-def test_a_stranger_who_knows_all_but_the_cookie_works_nothing_out(
+def test_a_stranger_without_the_cookie_cannot_compute_the_address(
     open_api: OpenApi, guess, in_flight: str
 ):
     """X3, S1: neither before nor after it has finished; her POST is refused, and so is her GET."""
@@ -108,7 +108,7 @@ def test_route_and_key_alone_give_no_address(api: Api):
 def test_the_address_needs_the_cookie_of_its_request(open_api: OpenApi):
     """X3: whoever has seen the address in a log has seen a dead end."""
     api = open_api(in_flight="202")
-    address, gate = told(api, ADA)
+    address, gate = address_and_gate(api, ADA)
     for is_finished in (False, True):
         if is_finished:
             gate.open()
@@ -134,10 +134,10 @@ def test_the_address_needs_the_credential_of_its_request_and_no_cookie(open_api:
         assert is_unknown(api, guess(headers), headers)
 
 
-def test_where_nothing_names_the_caller_the_request_does(open_api: OpenApi, guess):
+def test_without_a_caller_the_request_identifies_the_address(open_api: OpenApi, guess):
     """X3: who could not send the same request again does not find its address either."""
     api = open_api(in_flight="202")
-    address, gate = told(api, body=b'{"item": 7}')
+    address, gate = address_and_gate(api, body=b'{"item": 7}')
     assert asked(api, address).status == 202
     assert is_unknown(api, guess(body=b'{"item": 8}'))
     assert is_unknown(api, address, EVE)
@@ -154,9 +154,7 @@ def test_an_address_is_of_one_moment(open_api: OpenApi, guess, clock):
 
 
 @pytest.mark.parametrize("headers", [ADA, ADAS_BEARER, []], ids=["cookie", "bearer", "nothing"])
-def test_with_a_secret_not_even_who_knows_everything_works_it_out(
-    open_api: OpenApi, guess, headers: Headers
-):
+def test_with_a_secret_the_address_cannot_be_computed(open_api: OpenApi, guess, headers: Headers):
     """X3: nor another service, which has a secret of its own."""
     api = open_api(in_flight="202", settings={"secret": "ours"})
     address = finished(api, headers)
@@ -173,7 +171,7 @@ def sealed_for(record: Record, caller: str) -> str:
     return PATH + token_of(record, caller_digest("own", caller).encode(), b"")
 
 
-def test_who_knows_the_record_of_another_caller_makes_no_address_of_it(open_api: OpenApi):
+def test_the_record_of_another_caller_gives_no_address(open_api: OpenApi):
     """X3: names may be easy to guess; the record says whose it is."""
     api = open_api(caller=lambda request: request.header(b"x-user").decode())
     assert api.post(headers=[("X-User", "ada")]).status == 201
@@ -243,10 +241,10 @@ def test_only_get_and_head_ask(open_api: OpenApi, method: str):
     assert asked(api, finished(api), method=method).body == b"no such page"
 
 
-def test_head_is_told_the_same_without_the_body(open_api: OpenApi):
+def test_head_gets_the_same_without_the_body(open_api: OpenApi):
     """L3: RFC 9110 §9.3.2; a server may send whatever it is given."""
     api = open_api(in_flight="202")
-    address, gate = told(api)
+    address, gate = address_and_gate(api)
     for _ in range(2):
         got, head = asked(api, address), asked(api, address, method="HEAD")
         assert (head.status, head.headers, head.body) == (got.status, got.headers, b"")
@@ -255,7 +253,7 @@ def test_head_is_told_the_same_without_the_body(open_api: OpenApi):
         eventually(lambda: asked(api, address).status != 202)
 
 
-def test_what_the_address_tells_is_for_no_cache(open_api: OpenApi):
+def test_the_response_at_the_address_is_not_cached(open_api: OpenApi):
     """X3: what the handler allowed for its POST is no word about a GET that asks for it."""
     lines = [
         *(("Cache-Control", "public, max-age=600"), ("Expires", "Tue, 17 Nov 2099 11:12:48 GMT")),
@@ -279,7 +277,7 @@ def test_what_the_address_tells_is_for_no_cache(open_api: OpenApi):
     assert api.post().header("cache-control") == "public, max-age=600"  # a POST, as it was
 
 
-def test_an_address_shows_nothing_of_the_next_life(open_api: OpenApi, clock):
+def test_an_address_shows_nothing_of_the_next_generation(open_api: OpenApi, clock):
     """W1, X3: after its window the key is another operation's, which has an address of its own."""
     api = open_api(in_flight="202", window="1h", lease="60s")
     address = finished(api, ADA)
@@ -290,7 +288,7 @@ def test_an_address_shows_nothing_of_the_next_life(open_api: OpenApi, clock):
     assert is_unknown(api, address, ADA)
 
 
-def test_a_request_that_was_refused_at_the_door_has_no_address(open_api: OpenApi):
+def test_a_request_that_was_refused_before_the_handler_has_no_address(open_api: OpenApi):
     """L4, X3: whoever comes next with the key may be somebody else."""
     api = open_api(in_flight="202")
     gate = api.shop.answers["/orders"] = Gate(in_turn(says(401, b"who are you?"), says(201, b"ok")))
@@ -306,7 +304,7 @@ def test_a_request_that_was_refused_at_the_door_has_no_address(open_api: OpenApi
 
 
 @over_asgi
-def test_who_is_given_an_address_is_told_how_far_it_is(open_api: OpenApi):
+def test_every_client_with_an_address_gets_the_progress(open_api: OpenApi):
     """L3, L10: the first client, a duplicate and whoever asks there are told the same."""
     api = open_api(in_flight="202")
     gate = api.shop.answers["/orders"] = Gate()
@@ -322,7 +320,7 @@ def test_who_is_given_an_address_is_told_how_far_it_is(open_api: OpenApi):
 def test_the_application_chooses_where_addresses_are(open_api: OpenApi):
     """L3."""
     api = open_api(in_flight="202", status_path="/how-far/")
-    address, gate = told(api)
+    address, gate = address_and_gate(api)
     token = address.removeprefix("/how-far/")
     assert len(token) == 64
     assert asked(api, address).status == 202
@@ -345,7 +343,7 @@ def test_a_transaction_has_no_address(open_api: OpenApi, tmp_path):
 
 
 @over_asgi
-def test_who_is_told_to_ask_later_has_something_to_ask_for(open_api: OpenApi, new_store):
+def test_a_client_that_gets_202_has_an_operation_to_poll(open_api: OpenApi, new_store):
     """L10: also where it is told so in the moment in which a refusal at the door is forgotten."""
     store = Faulty(new_store())
     api = open_api(store=store, in_flight="202")

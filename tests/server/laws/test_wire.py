@@ -106,7 +106,7 @@ def store_down_at_the_end(open_api, clock, store) -> Response:
         store.is_down = True
 
     store.after = fall
-    return open_api(store=store).post()
+    return open_api(store=store, patience=0).post()
 
 
 ROWS = (
@@ -244,7 +244,7 @@ def test_the_address_is_closed_while_the_store_is_down(open_api: OpenApi, new_st
     assert api.send("GET", address).code == "store-unavailable"
 
 
-def test_many_who_ask_have_one_address(open_api: OpenApi):
+def test_all_duplicates_get_one_address(open_api: OpenApi):
     """L3."""
     api = open_api(in_flight="202")
     api.claim("k-1", "/orders")
@@ -267,7 +267,7 @@ def test_the_address_says_that_an_executor_is_gone_and_what_to_do(open_api: Open
     assert api.send("GET", address).status == 404
 
 
-def test_the_address_is_for_reading(open_api: OpenApi):
+def test_the_address_is_only_for_reading(open_api: OpenApi):
     """L3: whatever would change something there is the application's."""
     api = open_api(in_flight="202", methods={"PATCH", "POST"})
     api.claim("k-1", "/orders")
