@@ -17,7 +17,6 @@ from coatcheck import (
     Engine,
     Happened,
     KeyBusy,
-    KeyExpired,
     KeyRejected,
     KeyReused,
     Misconfigured,
@@ -583,20 +582,6 @@ def test_an_executor_that_was_marked_in_doubt_but_lives_completes(guards, store,
 
 
 # --- time -------------------------------------------------------------------------------------
-
-
-def test_a_late_retry_is_refused_until_the_margin_is_over(guards, store, clock):
-    """T2: also where the answer is still in memory, and whether or not a sweep came."""
-    policy = Policy(on_expired="refuse", window="1h", margin="10m")
-    engine = guards.engine(store, policy, clock=clock, sweep_every_s=None)
-    handler = Handler()
-    guards.run(engine, "k", handler)
-    clock.advance(3_600)
-    with pytest.raises(KeyExpired):
-        guards.run(engine, "k", handler)
-    clock.advance(600)
-    guards.run(engine, "k", handler)
-    assert handler.calls == 2
 
 
 def test_a_refusal_of_late_retries_is_not_remembered(guards, store, clock):

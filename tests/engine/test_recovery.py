@@ -207,25 +207,16 @@ def test_a_waiter_is_woken_when_the_operation_is_recovered(guards, clock):
 # --- what is left alone -----------------------------------------------------------------------
 
 
-def test_the_store_is_not_searched_if_no_policy_needs_it(guards, clock):
-    """L6: an application that retries pays nothing."""
+@pytest.mark.parametrize(("policy", "every_s"), [(Policy(), 60), (MANUAL, None)])
+def test_the_store_is_not_searched_if_no_policy_needs_it(guards, clock, policy, every_s):
+    """L6: nor by an engine without recovery."""
     store = FindingStore()
-    engine = restarted(guards, store, clock, Policy())
-    guards.run(engine, "k", Handler())
+    engine = guards.engine(store, policy, clock=clock, recover_every_s=every_s)
+    guards.abandon(engine)
     for _ in range(3):
         clock.advance(ROUND_S)
         engine.attempts.heartbeat.tick()
-    assert (store.finds, engine.recovery._thread) == ([], None)
-
-
-def test_an_engine_without_recovery_never_searches(guards, clock):
-    store = FindingStore()
-    engine = guards.engine(store, MANUAL, clock=clock, recover_every_s=None)
-    guards.abandon(engine, scope="charges")
-    for _ in range(3):
-        clock.advance(ROUND_S)
-        engine.attempts.heartbeat.tick()
-    assert (store.finds, store.record.state) == ([], RUNNING)
+    assert (store.finds, store.record.state, engine.recovery._thread) == ([], RUNNING, None)
 
 
 def test_only_reconcile_policies_search_for_operations_in_doubt(guards, clock):
@@ -351,18 +342,21 @@ def test_a_store_that_is_slow_to_search_is_searched_less_often(guards, clock, mo
     recovery_round(engine)
 
 
-@pytest.mark.parametrize("trouble", ["find", "swap"])
-def test_an_outage_is_retried_in_the_next_round(guards, clock, caplog, trouble):
-    """D2."""
+@pytest.mark.parametrize("trouble", ["find", "swap", "bug"])
+def test_a_round_that_fails_is_repeated(guards, clock, caplog, trouble):
+    """D2: an outage, or a bug."""
     store, ask = FindingStore(), Asked(Happened(value="found"))
     engine = crashed(guards, store, clock, ask.policy)
     if trouble == "find":
         store.is_away = True
-    else:
+    elif trouble == "swap":
         store.troubles = ["down"]
+    else:
+        store.find = lambda _query: 1 / 0
     recovery_round(engine, clock)
     assert "a round of recovery failed" in caplog.text
     store.is_away = False
+    vars(store).pop("find", None)
     recovery_round(engine, clock)
     assert store.record.state == COMPLETED
 
@@ -375,15 +369,6 @@ def test_a_lost_acknowledgement_does_no_harm(guards, clock):
     recovery_round(engine, clock)
     assert (store.record.state, store.record.attempt) == (COMPLETED, 2)
     assert len(ask.operations) == 1
-
-
-def test_a_bug_in_a_round_does_not_end_the_rounds(guards, clock, caplog):
-    store = FindingStore()
-    engine = restarted(guards, store, clock, MANUAL)
-    store.find = lambda query: 1 / 0
-    recovery_round(engine, clock)
-    assert "a round of recovery failed" in caplog.text
-    recovery_round(engine, clock)
 
 
 # --- who asks ---------------------------------------------------------------------------------

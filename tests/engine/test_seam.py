@@ -354,20 +354,6 @@ def test_a_block_that_runs_elsewhere_is_refused(guards, store, clock, decisions)
     assert outcomes(decisions) == [("refused", "in-progress"), ("executed", "")]
 
 
-def test_a_block_that_dies_is_recovered_like_anything_else(guards, engine, store, clock):
-    """L6: its lease expires, and the next attempt takes over."""
-
-    def die(_attempt):
-        raise Killed
-
-    with pytest.raises(Killed):
-        attempted(guards, engine, die)
-    assert store.record.state == RUNNING
-    clock.advance(LEASE_S)
-    attempt = attempted(guards, engine, completing("done"))
-    assert (attempt.result, store.record.attempt) == ("done", 2)
-
-
 def test_a_block_has_no_transaction(guards, engine):
     with pytest.raises(Misconfigured, match=r"use engine\.transaction"):
         attempted(guards, engine, completing(1), policy=Policy(mode="transaction"))
@@ -389,13 +375,6 @@ def test_a_key_belongs_to_the_fingerprint_that_it_was_given_with(
             attempted(guards, engine, completing("other"), fingerprint=other)
         assert (refused.value.problem.code, refused.value.problem.status) == ("key-reused", 422)
     assert (store.record.fingerprint == fingerprint) == (fingerprint == b"d" * 16)
-
-
-def test_a_fingerprint_does_not_depend_on_the_order_of_its_members(guards, engine):
-    """K2."""
-    given = [{"amount": 1, "to": "ada"}, {"to": "ada", "amount": 1}]
-    attempts = [attempted(guards, engine, completing(1), fingerprint=one) for one in given]
-    assert [attempt.is_replay for attempt in attempts] == [False, True]
 
 
 # --- renewals ------------------------------------------------------------------------------------
@@ -425,11 +404,6 @@ def test_a_callback_is_called_at_each_renewal_although_another_fails(guards, eng
     clock.advance(LEASE_S)
     engine.attempts.heartbeat.tick()
     assert len(calls) == 2  # it has ended
-
-
-def test_a_callback_that_cannot_be_called_is_refused(guards, engine):
-    with pytest.raises(Misconfigured, match="on_renewed"):
-        guards.run(engine, "k", lambda: current_operation().on_renewed("not a function"), scope="s")
 
 
 # --- how many attempts ---------------------------------------------------------------------------
@@ -510,17 +484,6 @@ def test_a_reconcile_function_is_called_after_uncertain(guards, store, clock):
     assert guards.run(engine, "k", Handler(), scope="s") == "charged"
 
 
-def test_a_block_that_raises_uncertain_leaves_it_in_doubt(guards, engine, store):
-    """L6."""
-
-    def block(_attempt):
-        raise Uncertain
-
-    with pytest.raises(Uncertain):
-        attempted(guards, engine, block)
-    assert store.record.state == IN_DOUBT
-
-
 # --- registered functions --------------------------------------------------------------------------
 
 
@@ -591,19 +554,6 @@ def test_an_encrypted_input_is_run_again_where_it_can_be_read(guards, store, clo
     engine, _ = another_node(guards, store, clock, work, **options)
     recovery_round(engine, clock)
     assert (work.inputs, store.record.state) == ([given], COMPLETED)
-
-
-def test_a_registered_function_may_have_a_long_name(guards, store, clock):
-    """L6, X2: of two that begin alike, each runs its own."""
-    names = ["s" * 300 + end for end in ("one", "other")]
-    dead(guards, store, clock, 7, names[0])
-    engine = guards.engine(store, clock=clock, recover_every_s=60)
-    works = [Work(), Work()]
-    for name, work in zip(names, works, strict=True):
-        registered(guards, engine, work, name)
-    engine.attempts.heartbeat.tick()
-    recovery_round(engine, clock)
-    assert [work.inputs for work in works] == [[7], []]
 
 
 def test_a_function_that_is_not_registered_here_is_not_run(guards, store, clock):

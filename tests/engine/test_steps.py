@@ -82,17 +82,19 @@ def shop():
     return Shop()
 
 
-def test_an_async_on_lost_callback_is_refused(guards, engine):
-    """L5: it would never be awaited."""
+@pytest.mark.parametrize("register", ["on_lost", "on_renewed"])
+def test_a_callback_that_could_never_be_called_is_refused(guards, engine, register):
+    """L5: an async one would never be awaited."""
 
     async def stop():
         raise AssertionError
 
-    def work():
-        current_operation().on_lost(stop)
+    def work(callback):
+        getattr(current_operation(), register)(callback)
 
-    with pytest.raises(Misconfigured, match=r"on_lost.*async"):
-        guards.run(engine, "k", work)
+    for key, callback in (("a", stop), ("b", "not a function")):
+        with pytest.raises(Misconfigured, match=register):
+            guards.run(engine, key, work, callback, scope="s")
 
 
 # --- what is done stays done ------------------------------------------------------------------

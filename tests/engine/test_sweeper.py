@@ -89,11 +89,6 @@ def test_records_can_be_archived_before_they_are_swept():
     assert store.records == []
 
 
-def test_nothing_to_archive_is_not_archived():
-    """T3."""
-    assert sweep(expired(3, at_ms=NOW_MS + 1), NOW_MS, pytest.fail) == 0
-
-
 def test_an_archive_that_fails_deletes_nothing():
     """T3."""
     store = expired(5)

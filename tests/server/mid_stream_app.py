@@ -30,7 +30,6 @@ PARTS = {"/kept": KEPT_PARTS, "/committed": KEPT_PARTS, "/streamed": 4 * KEPT_PA
 def began() -> None:
     """Have the effect."""
     operation = coatcheck.current_operation()
-    assert operation is not None
     with (DIRECTORY / "effects").open("a") as effects:
         effects.write(f"{operation.key} {operation.attempt}\n")
 

@@ -54,6 +54,11 @@ async def post(app, path: str = "/", body: bytes = ORDER, *, key: str | None = "
     return await AsgiExchange("POST", path, with_key(key, headers), body).run(app)
 
 
+def send(app, *args: Any, **kwargs: Any) -> Response:
+    """The same on an event loop of its own."""
+    return run(post(app, *args, **kwargs))
+
+
 def starlette(endpoint, *middleware: Middleware) -> Starlette:
     routes = [Route("/", endpoint, methods=["GET", "HEAD", "POST"])]
     return Starlette(routes=routes, middleware=list(middleware))
@@ -96,15 +101,12 @@ def test_a_base_http_middleware_beside_ours_changes_nothing(guard, engine, where
     order = {"inside": (ours, theirs), "outside": (theirs, ours), "both": (theirs, ours, theirs)}
     app = starlette(endpoint.route(), *order[where])
 
-    async def story() -> None:
-        first, again = await post(app), await post(app)
-        assert first.body == again.body == b'{"n":1}'
-        assert again.is_replay
-        assert first.header("content-length") == "7"
-        assert set(again.all("x-seen")) == {"1"}
-        assert endpoint.calls == 1
-
-    run(story())
+    first, again = send(app), send(app)
+    assert first.body == again.body == b'{"n":1}'
+    assert again.is_replay
+    assert first.header("content-length") == "7"
+    assert set(again.all("x-seen")) == {"1"}
+    assert endpoint.calls == 1
 
 
 def test_what_a_middleware_in_front_adds_to_one_replay_is_not_in_the_next(guard):
@@ -119,14 +121,11 @@ def test_what_a_middleware_in_front_adds_to_one_replay_is_not_in_the_next(guard)
 
         await inner(asgi_scope, receive, add)
 
-    async def story() -> None:
-        await post(in_front)
-        for _ in range(3):
-            again = await post(in_front)
-            assert again.is_replay
-            assert again.all("x-added") == ["1"]
-
-    run(story())
+    send(in_front)
+    for _ in range(3):
+        again = send(in_front)
+        assert again.is_replay
+        assert again.all("x-added") == ["1"]
 
 
 @pytest.mark.parametrize("path", ["/", "/below"])
@@ -194,13 +193,10 @@ def test_every_kind_of_response_is_kept_and_given_whole(guard, tmp_path, kind: s
     endpoint = Endpoint(makes[kind])
     app = guard(starlette(endpoint.route()))
 
-    async def story() -> None:
-        first, again = await post(app), await post(app)
-        assert first.body == again.body == PLAIN
-        assert again.is_replay
-        assert endpoint.calls == 1
-
-    run(story())
+    first, again = send(app), send(app)
+    assert first.body == again.body == PLAIN
+    assert again.is_replay
+    assert endpoint.calls == 1
 
 
 def test_an_answer_that_is_too_large_at_once_is_not_kept(engine):
@@ -208,11 +204,8 @@ def test_an_answer_that_is_too_large_at_once_is_not_kept(engine):
     engine.policy = Policy(response_bytes_max=1_000)
     app = IdempotencyMiddleware(raw(START, {**REST, "body": b"x" * 1_001}), engine=engine)
 
-    async def story() -> None:
-        assert (await post(app)).body == b"x" * 1_001
-        assert (await post(app)).code == "result-unavailable"
-
-    run(story())
+    assert send(app).body == b"x" * 1_001
+    assert send(app).code == "result-unavailable"
 
 
 @pytest.mark.parametrize("path", ["/ws", "/idempotency/operations/00"])
@@ -332,13 +325,10 @@ def test_an_exception_before_the_response_is_whole_gives_the_key_back(guard, mes
     """L4: nothing has left yet, so the server can still say 500."""
     app = raw(*messages, error=ValueError("a bug"))
 
-    async def story() -> None:
-        guarded = guard(app)
-        for _ in range(2):
-            assert isinstance((await post(guarded)).error, ValueError)
-        assert app.calls == 2
-
-    run(story())
+    guarded = guard(app)
+    for _ in range(2):
+        assert isinstance(send(guarded).error, ValueError)
+    assert app.calls == 2
 
 
 @pytest.mark.parametrize("messages", [[], [START], [START, HALF]], ids=["none", "start", "half"])
@@ -346,34 +336,25 @@ def test_an_application_that_never_ends_its_response_has_failed(guard, messages)
     """L4."""
     app = raw(*messages)
 
-    async def story() -> None:
-        assert isinstance((await post(guard(app))).error, RuntimeError)
-        await post(guard(app))
-        assert app.calls == 2
-
-    run(story())
+    assert isinstance(send(guard(app)).error, RuntimeError)
+    send(guard(app))
+    assert app.calls == 2
 
 
 def test_messages_after_the_last_one_are_dropped(guard):
     """L2."""
     app = raw(START, REST, REST)
 
-    async def story() -> None:
-        assert (await post(guard(app))).body == b"whole"
-        assert (await post(guard(app))).body == b"whole"
-
-    run(story())
+    assert send(guard(app)).body == b"whole"
+    assert send(guard(app)).body == b"whole"
 
 
 def test_names_of_headers_in_any_case_are_kept(guard):
     """L2: not all applications keep to lower case."""
     app = raw(START, REST)
 
-    async def story() -> None:
-        await post(guard(app))
-        assert (await post(guard(app))).all("x-case") == ["1"]
-
-    run(story())
+    send(guard(app))
+    assert send(guard(app)).all("x-case") == ["1"]
 
 
 def test_an_error_page_from_inside_is_an_error_all_the_same(guard):
@@ -600,11 +581,8 @@ def test_the_handler_reads_the_body_as_it_was_sent(guard, size: int, way: str):
 
     app = guard(starlette(endpoint))
 
-    async def story() -> None:
-        assert (await post(app, body=body)).status == 200
-        assert seen == [body]
-
-    run(story())
+    assert send(app, body=body).status == 200
+    assert seen == [body]
 
 
 def test_a_body_without_a_declared_length_has_the_same_limit(engine):
@@ -612,13 +590,10 @@ def test_a_body_without_a_declared_length_has_the_same_limit(engine):
     engine.policy = Policy(body_bytes_max=1_000)
     app = raw(START, REST)
 
-    async def story() -> None:
-        guarded = IdempotencyMiddleware(app, engine=engine)
-        refused = await post(guarded, body=b"x" * 1_001)
-        assert (refused.status, refused.code) == (413, "body-too-large")
-        assert app.calls == 0
-
-    run(story())
+    guarded = IdempotencyMiddleware(app, engine=engine)
+    refused = send(guarded, body=b"x" * 1_001)
+    assert (refused.status, refused.code) == (413, "body-too-large")
+    assert app.calls == 0
 
 
 def test_a_declared_length_over_the_limit_is_refused_unread(engine):
@@ -693,13 +668,10 @@ def test_the_handler_runs_in_the_context_of_its_request(guard):
         await send(START)
         await send(REST)
 
-    async def story() -> None:
-        tenant.set("alice")
-        await post(guard(app))
-        assert seen == [("alice", "k-1")]
-        assert current_operation() is None
-
-    run(story())
+    tenant.set("alice")
+    send(guard(app))
+    assert seen == [("alice", "k-1")]
+    assert current_operation() is None
 
 
 def test_a_guarded_request_is_freed_when_it_ends(guard):
@@ -803,15 +775,12 @@ def test_a_path_that_a_server_has_unescaped_is_escaped_again(guard, engine, capl
         del asgi_scope["raw_path"]
         await guarded(asgi_scope, receive, send)
 
-    async def story():
-        with caplog.at_level("INFO", "coatcheck"):
-            for key in ("k-1", "not a key"):
-                await post(unescaped, "/a:b%0Aexecuted%C3%BC", key=key)
-        labels = [record.getMessage().splitlines() for record in caplog.records]
-        assert [len(lines) for lines in labels] == [1, 1]
-        assert all("POST /a:b%0Aexecuted%C3%BC attempt" in lines[0] for lines in labels)
-
-    run(story())
+    with caplog.at_level("INFO", "coatcheck"):
+        for key in ("k-1", "not a key"):
+            send(unescaped, "/a:b%0Aexecuted%C3%BC", key=key)
+    labels = [record.getMessage().splitlines() for record in caplog.records]
+    assert [len(lines) for lines in labels] == [1, 1]
+    assert all("POST /a:b%0Aexecuted%C3%BC attempt" in lines[0] for lines in labels)
 
 
 @pytest.mark.parametrize("caller", [None, callers.cookie("session")])
@@ -826,11 +795,8 @@ def test_a_cookie_that_came_in_crumbs_is_the_same_cookie(engine, caller):
 
     guarded = IdempotencyMiddleware(answer, engine=engine, caller=caller)
 
-    async def story():
-        await post(guarded, headers=[("Cookie", "theme=dark"), ("Cookie", "session=ada")])
-        again = await post(guarded, headers=[("Cookie", "theme=dark; session=ada")])
-        assert (again.is_replay, len(served)) == (True, 1)
-        await post(guarded, headers=[("Cookie", "theme=dark"), ("Cookie", "session=eve")])
-        assert len(served) == (1 if caller is None else 2)
-
-    run(story())
+    send(guarded, headers=[("Cookie", "theme=dark"), ("Cookie", "session=ada")])
+    again = send(guarded, headers=[("Cookie", "theme=dark; session=ada")])
+    assert (again.is_replay, len(served)) == (True, 1)
+    send(guarded, headers=[("Cookie", "theme=dark"), ("Cookie", "session=eve")])
+    assert len(served) == (1 if caller is None else 2)

@@ -60,7 +60,6 @@ class Accepting(Gate):
         self._accept = accept
 
     def __call__(self, call: Call) -> Said:
-        assert call.operation is not None
         self._accept(call.operation)
         return super().__call__(call)
 
@@ -128,7 +127,6 @@ def test_accepting_twice_changes_nothing(api: Api):
     """L10."""
 
     def handler(call: Call) -> Said:
-        assert call.operation is not None
         call.operation.accept()
         call.operation.accept()
         return says(201, b"done")(call)
@@ -146,7 +144,6 @@ def test_a_client_that_asks_sees_how_far_it_is(api: Api):
 
     def handler(call: Call) -> Said:
         operation = call.operation
-        assert operation is not None
         for fraction, words in ((0.25, "a quarter"), (None, "nearly")):
             operation.progress(fraction, words)
             reached.release()
@@ -290,15 +287,14 @@ def test_over_wsgi_a_handler_cannot_accept(open_api, in_flight: str):
     assert api.post().body == b"done"
 
 
-def test_a_function_cannot_accept(api: Api):
-    """L10."""
+@pytest.mark.parametrize(("method", "message"), [("accept", "no client"), ("defer", r"defer\(\)")])
+def test_a_function_can_neither_accept_nor_defer(api: Api, method: str, message: str):
+    """L10: it has no client."""
 
     def function() -> None:
-        operation = coatcheck.current_operation()
-        assert operation is not None
-        operation.accept()
+        getattr(coatcheck.current_operation(), method)()
 
-    with pytest.raises(Misconfigured, match="no client"):
+    with pytest.raises(Misconfigured, match=message):
         api.run("key", function)
 
 
@@ -457,7 +453,6 @@ def deferring(api: Api, queue: Queue, handler=None, **options: Any) -> None:
     """Let the shop defer every order."""
 
     def defer_order(call: Call) -> Said:
-        assert call.operation is not None
         queue.texts.append(call.operation.defer(**options))
         return (handler or says(200, b"never seen"))(call)
 
@@ -488,7 +483,6 @@ def test_deferred_work_is_done_elsewhere(api: Api, queue: Queue, resume, caplog)
 
     def work(item: int) -> Happened:
         operation = coatcheck.current_operation()
-        assert operation is not None
         assert (operation.reference, operation.attempt) == (first.reference, 1)
         return Happened(201, [("Content-Type", "text/plain"), ("X-Item", str(item))], b"made")
 
@@ -544,63 +538,17 @@ def test_however_often_it_is_delivered_it_is_done_once(api: Api, queue: Queue, g
     assert api.send("GET", address).body == b'"made"'
 
 
-def test_a_second_worker_may_wait_for_the_first(api: Api, queue: Queue, guards):
-    """L3, L10: where its policy says so."""
-    deferring(api, queue)
-    api.post()
-    text, entered, go_on, calls = queue.take(), threading.Event(), threading.Event(), []
-
-    def work() -> str:
-        calls.append(1)
-        entered.set()
-        assert go_on.wait(WAIT_S_MAX)
-        return "made"
-
-    engine = guards.engine(api.store, Policy(wait="20s"), sweep_every_s=None, clock=api.clock)
-    with ThreadPoolExecutor(2) as threads:
-
-        def deliver() -> coatcheck.Response:
-            return guards.done(engine.run_deferred(text, guards.flavoured(work)))
-
-        first = threads.submit(deliver)
-        assert entered.wait(WAIT_S_MAX)
-        second = threads.submit(deliver)
-        go_on.set()
-        assert first.result(WAIT_S_MAX).body == second.result(WAIT_S_MAX).body == b'"made"'
-    assert calls == [1]
-
-
-def test_a_worker_reports_its_progress_and_takes_steps(api: Api, queue: Queue, resume):
-    """L7, L10."""
-    deferring(api, queue)
-    address = address_of(api.post())
-    seen: list[dict[str, Any]] = []
-
-    def work() -> str:
-        operation = coatcheck.current_operation()
-        assert operation is not None
-        made = in_a_thread(lambda: operation.step("make", lambda: "made"))
-        in_a_thread(lambda: operation.progress(0.5, "half"))
-        seen.append(members_of(api.send("GET", address)))
-        return made
-
-    assert resume(queue.take(), work).body == b'"made"'
-    assert seen[0]["progress"] == {"fraction": 0.5, "words": "half"}
-
-
 def test_a_worker_takes_its_own_steps_after_those_of_the_handler(api: Api, queue: Queue, resume):
     """L7, L10: also where a worker has failed between two of them."""
     deferring(api, queue)
     defer_order, fails, taken = api.shop.answers["/orders"], [True], []
 
     def reserve(call: Call) -> Said:
-        assert call.operation is not None
         call.operation.step("reserve", lambda: taken.append("reserve"))
         return defer_order(call)
 
     def work() -> str:
         operation = coatcheck.current_operation()
-        assert operation is not None
         in_a_thread(lambda: operation.step("charge", lambda: taken.append("charge")))
         if fails.pop():
             raise ZeroDivisionError
@@ -626,7 +574,6 @@ def stepping_worker(*names: str, fails: bool = False, ends: Any = "made", **opti
 
     def work() -> Any:
         operation = coatcheck.current_operation()
-        assert operation is not None
         for name in names:
             in_a_thread(lambda name=name: operation.step(name, run, name, **options))
         return ends
@@ -661,7 +608,6 @@ def test_a_step_that_a_worker_has_finished_is_asked_for_by_the_next(
     defer_order = api.shop.answers["/orders"]
 
     def reserve(call: Call) -> Said:
-        assert call.operation is not None
         call.operation.step("reserve", lambda: None)
         return defer_order(call)
 
@@ -697,7 +643,6 @@ def test_a_worker_that_fails_lets_the_next_delivery_try_again(api: Api, queue: Q
 
     def work() -> str:
         operation = coatcheck.current_operation()
-        assert operation is not None
         attempts.append(operation.attempt)
         if len(attempts) == 1:
             raise ZeroDivisionError
@@ -805,7 +750,6 @@ def test_a_handler_may_accept_and_then_defer(api: Api, queue: Queue, resume):
     """L10: the client is answered once."""
 
     def handler(call: Call) -> Said:
-        assert call.operation is not None
         call.operation.accept()
         queue.texts.append(call.operation.defer())
         return says(200)(call)
@@ -834,44 +778,11 @@ def test_only_tokens_with_the_same_secret_are_resumed(api: Api, queue: Queue, gu
         guards.done(other.run_deferred(queue.take(), guards.flavoured(print)))
 
 
-def test_the_lease_of_resumed_work_is_renewed(api: Api, queue: Queue, guards):
-    """L5, L10: the worker's heartbeat renews it, as long as it works."""
-    deferring(api, queue)
-    api.post()
-    engine = guards.engine(api.store, Policy(lease="0.3s"), sweep_every_s=None, clock=api.clock)
-    versions: set[int] = set()
-
-    def work() -> str:
-        def is_renewed() -> bool:
-            api.clock.advance(0.1)
-            (record,) = api.store.find(coatcheck.stores.Query(state=RUNNING)).records
-            versions.add(record.version)
-            return len(versions) > 3
-
-        eventually(is_renewed)
-        return "made"
-
-    response = guards.done(engine.run_deferred(queue.take(), guards.flavoured(work)))
-    assert response.body == b'"made"'
-
-
 @pytest.mark.parametrize("lease", ["soon", 0, -1])
 def test_a_lease_that_is_none_is_refused(api: Api, queue: Queue, lease):
     """L10."""
     deferring(api, queue, lease=lease)
     assert isinstance(api.post().error, Misconfigured)
-
-
-def test_a_function_cannot_defer(api: Api):
-    """L10."""
-
-    def function() -> None:
-        operation = coatcheck.current_operation()
-        assert operation is not None
-        operation.defer()
-
-    with pytest.raises(Misconfigured, match=r"defer\(\)"):
-        api.run("key", function)
 
 
 # --- what is particular to ASGI -------------------------------------------------------------

@@ -84,11 +84,25 @@ class Api(ABC):
     engine: Engine | AsyncEngine
     middleware: AsgiMiddleware | WsgiMiddleware
 
-    def __init__(self, store: Store, shop: Shop, clock: Clock, workers: Workers) -> None:
+    def __init__(
+        self,
+        store: Store,
+        shop: Shop,
+        clock: Clock,
+        workers: Workers,
+        *,
+        settings: dict[str, Any],
+        middleware: dict[str, Any],
+    ) -> None:
         self.store = store
         self.shop = shop
         self.clock = clock
         self.workers = workers
+        self._open({"clock": clock, **settings}, middleware)
+
+    @abstractmethod
+    def _open(self, settings: dict[str, Any], middleware: dict[str, Any]) -> None:
+        """Make the engine and the middleware."""
 
     @abstractmethod
     def start(
@@ -164,21 +178,11 @@ class Api(ABC):
 class AsgiApi(Api):
     """Through the ASGI middleware, on an event loop in a thread of its own."""
 
-    def __init__(
-        self,
-        store: Store,
-        shop: Shop,
-        clock: Clock,
-        workers: Workers,
-        *,
-        settings: dict[str, Any],
-        middleware: dict[str, Any],
-    ) -> None:
-        super().__init__(store, shop, clock, workers)
-        is_memory = isinstance(store, MemoryStore)
-        async_store = AsyncMemoryStore(store) if is_memory else ThreadedStore(store)
-        self.engine: AsyncEngine = AsyncEngine(async_store, **{"clock": clock, **settings})
-        self.middleware = AsgiMiddleware(shop.asgi, engine=self.engine, **middleware)
+    def _open(self, settings: dict[str, Any], middleware: dict[str, Any]) -> None:
+        is_memory = isinstance(self.store, MemoryStore)
+        async_store = AsyncMemoryStore(self.store) if is_memory else ThreadedStore(self.store)
+        self.engine: AsyncEngine = AsyncEngine(async_store, **settings)
+        self.middleware = AsgiMiddleware(self.shop.asgi, engine=self.engine, **middleware)
 
     def start(
         self, method: str, target: str, headers: Headers = (), body: bytes = b""
@@ -217,19 +221,11 @@ def _awaitable(function: Callable[..., Any]) -> Callable[..., Coroutine[Any, Any
 class WsgiApi(Api):
     """Through the WSGI middleware, in threads, with PEP 3333 watched on both of its sides."""
 
-    def __init__(
-        self,
-        store: Store,
-        shop: Shop,
-        clock: Clock,
-        workers: Workers,
-        *,
-        settings: dict[str, Any],
-        middleware: dict[str, Any],
-    ) -> None:
-        super().__init__(store, shop, clock, workers)
-        self.engine: Engine = Engine(store, **{"clock": clock, **settings})
-        self.middleware = WsgiMiddleware(validator(shop.wsgi), engine=self.engine, **middleware)
+    def _open(self, settings: dict[str, Any], middleware: dict[str, Any]) -> None:
+        self.engine: Engine = Engine(self.store, **settings)
+        self.middleware = WsgiMiddleware(
+            validator(self.shop.wsgi), engine=self.engine, **middleware
+        )
         self._app = validator(self.middleware)
 
     def start(

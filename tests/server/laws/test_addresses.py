@@ -351,7 +351,6 @@ def test_a_client_that_gets_202_has_an_operation_to_poll(open_api: OpenApi, new_
 
     def refuse(call: Call) -> Said:
         operation = call.operation
-        assert operation is not None
 
         def lose_patience(_swaps: object) -> None:
             store.before = len

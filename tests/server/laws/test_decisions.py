@@ -111,7 +111,6 @@ def test_what_is_in_doubt_is_reported(api: Api, observer: Observer):
     """O3: although the handler knows nothing of it."""
 
     def takes_a_step(call: Call) -> Said:
-        assert call.operation is not None
         call.operation.step("charge", lambda: 1)
         return says(503)(call)
 

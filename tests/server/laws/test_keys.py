@@ -96,27 +96,13 @@ def test_a_key_may_have_255_characters_and_not_one_more(api: Api):
     assert api.effects() == 1
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "",
-        "   ",
-        '""',
-        '"  "',
-        '"abc',
-        r'"a\x"',
-        'a"b',
-        "\xe9",
-        "k\x01",
-        "k\x7f",
-        '"a","b"',
-        "a,b",
-        "a b",
-        '"a";p=1',
-        "a;p=1",
-        '"a" b',
-    ],
+NO_KEYS = (
+    *("", "   ", '""', '"  "', '"abc', r'"a\x"', 'a"b', "\xe9", "k\x01", "k\x7f"),
+    *('"a","b"', "a,b", "a b", '"a";p=1', "a;p=1", '"a" b'),
 )
+
+
+@pytest.mark.parametrize("key", NO_KEYS)
 def test_what_is_not_a_key_is_refused_and_nothing_runs(api: Api, key: str):
     """K3: refused with what is wrong and where the docs are; never run unguarded."""
     refused = api.post(key)
@@ -216,21 +202,18 @@ def test_a_large_request_without_a_natural_key_reaches_the_handler_whole(
     assert [call.body == body for call in api.shop.effects] == ([] if required else [True])
 
 
-@pytest.mark.parametrize("body", [b"not json", b"[]", b"\xff\xfe", b"", b"3"])
+TOO_LONG = b'{"number": "%b"}' % (b"n" * 256)
+NO_NATURAL_KEYS = (b"not json", b"[]", b"", b"3", b"\xff" * 100_000, b"[" * 200_000, TOO_LONG)
+
+
+@pytest.mark.parametrize("body", NO_NATURAL_KEYS, ids=lambda body: str(body[:12]))
 def test_a_natural_key_that_cannot_be_found_is_the_clients_mistake(open_api: OpenApi, body: bytes):
-    """K3, K4: 400, never a 500, and nothing runs."""
+    """K3, K4, X2: 400, never a 500; nothing runs, and the body is not sent back."""
     api = open_api(key=order_number, required=True)
     refused = api.post(None, body=body)
     assert (refused.status, refused.code) == (400, "key-invalid")
-    assert api.shop.effects == []
-
-
-def test_the_problem_about_a_natural_key_that_cannot_be_found_is_short(open_api: OpenApi):
-    """K3, K4, X2: whatever was sent is not sent back."""
-    api = open_api(key=order_number, required=True)
-    refused = api.post(None, body=b"\xff" * 100_000)
-    assert (refused.status, refused.code) == (400, "key-invalid")
     assert len(refused.body) < 1_000
+    assert api.shop.effects == []
 
 
 def test_a_header_that_is_not_there_is_no_natural_key(open_api: OpenApi):
@@ -244,14 +227,6 @@ def test_a_header_that_is_not_there_is_no_natural_key(open_api: OpenApi):
         answer = api.post(None, headers=[("X-Event", "e-7")])
     assert answer.is_replay
     assert api.record(answer.reference).key == "e-7"
-
-
-def test_a_natural_key_has_the_limits_of_any_other(open_api: OpenApi):
-    """K4, X2."""
-    api = open_api(key=order_number)
-    refused = api.post(None, body=json.dumps({"number": "n" * 256}).encode())
-    assert (refused.status, refused.code) == (400, "key-invalid")
-    assert api.shop.effects == []
 
 
 # --- references -----------------------------------------------------------------------------
@@ -278,7 +253,6 @@ def test_the_handler_knows_its_operation(api: Api):
     """K5: for its own log, and for the keys it sends on."""
     first = api.post("k-1")
     (call,) = api.shop.effects
-    assert call.operation is not None
     assert call.operation.reference == first.reference
     assert (call.operation.key, call.operation.attempt) == ("k-1", 1)
     assert call.operation.derive("charge") != call.operation.derive("ship")
@@ -316,10 +290,3 @@ def test_zero_is_a_natural_key(open_api: OpenApi):
     for _ in range(2):
         api.post(key=None, body=b'{"event": 0}')
     assert api.effects() == 1
-
-
-def test_a_body_that_is_too_deep_for_a_natural_key_is_the_clients_mistake(open_api: OpenApi):
-    """K3, K4: hostile JSON is never a 500."""
-    api = open_api(key=lambda request: request.json()["event"])
-    refused = api.post(key=None, body=b"[" * 200_000)
-    assert (refused.status, api.effects()) == (400, 0)

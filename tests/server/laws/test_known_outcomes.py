@@ -19,7 +19,6 @@ def declares(then: Callable[[Call], Said]) -> Callable[[Call], Said]:
     """A handler that knows that it may simply run again."""
 
     def handler(call: Call) -> Said:
-        assert call.operation is not None
         call.operation.resumable()
         return then(call)
 
