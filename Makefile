@@ -33,7 +33,7 @@ test: $(VENV)/.test $(VENV)/.servers ## everything that must hold before a commi
 
 # The tests of core run once, with their coverage.
 all-tests:
-	$(PYTEST) $(if $(ARGS),$(ARGS),--ignore=tests/core)
+	$(PYTEST) $(if $(findstring tests/,$(ARGS)),,--ignore=tests/core) $(ARGS)
 
 # One after the other: the tests beside them wait often, and leave room for one process more.
 all-checks:

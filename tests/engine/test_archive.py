@@ -1,4 +1,4 @@
-"""Archives: what an engine is promised to see before it is deleted, and where nobody can promise."""
+"""Archives: what an engine gets before it is deleted, and which stores cannot promise that."""
 
 import asyncio
 
@@ -43,7 +43,7 @@ def test_a_store_that_is_given_as_one_is_refused_as_well():
 
 @pytest.mark.parametrize("make", [Engine, AsyncEngine])
 def test_an_async_archive_is_refused(make):
-    """T3: nobody would await it, and what it never took would be deleted."""
+    """T3: it would never be awaited, and records would be deleted unarchived."""
 
     async def archive(_records):
         raise AssertionError

@@ -47,7 +47,7 @@ def test_a_function_that_awaits_a_cancelled_task_has_failed(policy, state):
 
 @pytest.mark.parametrize("front", [False, True], ids=["bare", "behind a middleware that cancels"])
 def test_a_request_that_awaits_a_cancelled_task_has_failed(front):
-    """L4: as without us, its server is told of the cancellation."""
+    """L4: as without us, its server gets the cancellation."""
 
     async def app(_scope, _receive, _send):
         await awaits_what_is_cancelled()
@@ -66,7 +66,7 @@ def test_a_request_that_awaits_a_cancelled_task_has_failed(front):
 
 @pytest.mark.parametrize("how", ["cancel", "timeout"])
 def test_a_caller_that_is_cancelled_leaves_its_lease(how):
-    """L5: what its function has done by then nobody knows."""
+    """L5: what its function has done by then is unknown."""
 
     async def use():
         is_in = asyncio.Event()

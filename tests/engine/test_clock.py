@@ -141,7 +141,7 @@ def test_a_clock_that_was_set_is_followed_at_the_next_look(local):
     clock = StoreClock(store)
     clock.look()
     local.now_ms += LOOK_EVERY_MS
-    store.says_ms = 50_000  # somebody set it back
+    store.says_ms = 50_000  # it was set back
     clock.look()
     assert clock.now_ms() == 50_000
 

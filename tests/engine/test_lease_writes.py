@@ -98,7 +98,7 @@ def test_one_renewal_that_fails_does_not_stop_the_others(clock, error):
     heartbeat.stop()
 
 
-def test_a_store_that_says_what_became_of_each_is_called_once(clock):
+def test_a_store_that_reports_each_outcome_is_called_once(clock):
     """L5: it is known which has failed, and no other is written again."""
     store = Detailed()
     heartbeat = heartbeat_of(store, clock)

@@ -85,7 +85,7 @@ def test_a_retry_does_not_wait_for_a_function_that_hangs(guards, store, clock, c
 
 
 def test_an_answer_that_comes_too_late_changes_nothing(guards, store, clock):
-    """L5: who asked has gone, and somebody may have decided since."""
+    """L5: its request has gone, and an operator may have decided since."""
     silent = held_up(FOUND)
     engine = guards.engine(store, asking_policy(silent), clock=clock)
     abandoned(guards, engine, clock)
@@ -146,7 +146,7 @@ def test_an_async_function_is_cancelled_with_its_request(store, clock):
 
 
 def test_an_async_function_that_cancels_itself_does_not_answer(store, clock):
-    """L6: its request goes on, and is told that nobody knows."""
+    """L6: its request goes on, and gets outcome-unknown."""
 
     async def ask(_operation):
         raise asyncio.CancelledError
@@ -218,7 +218,7 @@ def test_the_number_of_calls_at_once_is_limited(guards, store, clock, monkeypatc
     silent.may_end.set()
     assert [retry.result(WAIT_S_MAX) for retry in hanging] == ["found", "found"]
     eventually(lambda: calls_under_way(engine) == 0)
-    assert silent.calls == 2  # what nobody waits for is not asked
+    assert silent.calls == 2  # no further call, because no request waits
     assert [guards.run(engine, key, Handler(), **patient) for key in "cde"] == ["found"] * 3
 
 

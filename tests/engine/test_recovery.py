@@ -495,7 +495,7 @@ def test_closing_waits_for_a_reconcile_function_but_not_for_ever(guards, clock, 
 
 
 def test_recovery_begins_by_itself_when_an_engine_is_started(guards, tmp_path, caplog):
-    """L6: a process that restarts after the crash, and that nobody ever calls."""
+    """L6: a process that restarts after the crash, and gets no request."""
     caplog.set_level(logging.INFO, "coatcheck")
     url, ask = f"sqlite:///{tmp_path}/records.db", Asked(Happened(value="found"))
     policy = Policy(recovery="reconcile", reconcile=ask, lease="50ms", wait=0)

@@ -229,7 +229,7 @@ def test_a_request_is_completed_with_a_response(guards, engine, outcome, respons
     ],
 )
 def test_an_answer_that_could_not_be_served_is_refused_when_it_is_made(answer, sentence):
-    """L6: every retry would meet it, and whoever has said it would never know."""
+    """L6: every retry would fail, and the operator would never know."""
     with pytest.raises(Misconfigured, match=sentence):
         Happened(**answer)
 
@@ -324,7 +324,7 @@ def test_a_released_operation_is_not_in_doubt_any_more(guards, engine):
 
 
 def test_an_operator_may_resolve_an_abandoned_operation(guards, engine, clock):
-    """L6: its lease is over and nobody has parked it yet; a living one is never touched."""
+    """L6: its lease is over, and it is not in doubt yet; a living one is never touched."""
     with pytest.raises(Killed):
         guards.run(engine, "k", Handler(Killed()), scope="charges")
     reference = reference_of(only_record(engine).id)

@@ -325,7 +325,7 @@ def test_a_block_has_one_result(guards, engine, store):
 
 
 def test_a_replay_has_nothing_to_complete(guards, engine):
-    """L2: a block that does not look is told so."""
+    """L2: a block that does not look gets an error."""
     attempted(guards, engine, completing("done"))
     with pytest.raises(Misconfigured, match="complete already"):
         attempted(guards, engine, lambda attempt: attempt.complete("again"))
@@ -381,7 +381,7 @@ def test_a_key_belongs_to_the_fingerprint_that_it_was_given_with(
 
 
 def test_a_callback_is_called_at_each_renewal_although_another_fails(guards, engine, clock, caplog):
-    """L5: in a thread; one that fails keeps nobody else from being called."""
+    """L5: in a thread; one that fails does not affect the others."""
     calls, threads = [], []
 
     def called():
@@ -488,7 +488,7 @@ def test_a_reconcile_function_is_called_after_uncertain(guards, store, clock):
 
 
 class Work:
-    """A function that is registered, and dies when it is told to."""
+    """A function that is registered, and can die."""
 
     def __init__(self, dies=False, result=None):
         self.dies = dies

@@ -378,7 +378,7 @@ def test_a_probe_that_finds_its_claim_lost_is_no_doubt(guards, engine, store):
 
     shop = Shop(probe=probe)
     shop.run_until_charge_fails(guards, engine)
-    with pytest.raises(KeyBusy):  # as whoever else asks while that one runs
+    with pytest.raises(KeyBusy):  # as for any request while that one runs
         shop.run(guards, engine)
     assert (store.record.nonce, store.record.state) == (1, RUNNING)
 
@@ -487,7 +487,7 @@ def completed_with(response):
 
 
 def test_an_attempt_that_was_taken_over_fails_at_its_next_step(guards, engine, store):
-    """L5: before the step runs, and it is told once; its caller is told to ask again."""
+    """L5: before the step runs; the callback is called once, and its caller gets KeyBusy."""
     told, ran = [], []
 
     def handle():
@@ -576,7 +576,7 @@ def test_an_attempt_that_was_taken_over_is_notified_by_the_heartbeat(guards, eng
 
 
 def test_an_attempt_that_is_taken_over_in_its_own_process_is_notified(guards, engine, store):
-    """L5: somebody else had taken over and failed, so the next attempt is here again."""
+    """L5: another process had taken over and failed, so the next attempt is here again."""
     zombie, told, seen = held_up("zombie"), threading.Event(), []
 
     def first():

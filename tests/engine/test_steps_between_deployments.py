@@ -98,7 +98,7 @@ def test_a_release_may_bring_the_probe_that_knows(deployed, runs):
 
 
 def test_a_step_that_was_begun_and_is_gone_leaves_a_doubt(deployed, runs):
-    """L6: whatever else the next release does, nobody has found out what became of the charge."""
+    """L6: whatever else the next release does, the outcome of the charge is still unknown."""
     deployed.die(Release(runs, "charge", dies_in="charge", at_most_once=True))
     with pytest.raises(StepInDoubt, match="charge"):
         deployed.run(Release(runs))
@@ -161,7 +161,7 @@ def test_a_step_that_is_done_and_gone_fails_loudly(deployed, runs):
 
 
 def test_an_attempt_that_raises_need_not_have_taken_the_finished_steps(deployed, runs):
-    """L7: its own error is told, the claim is given back, and the next one goes on."""
+    """L7: its own error is raised, the claim is released, and the next one goes on."""
     deployed.die(Release(runs, "charge", "ship", dies_in="ship"))
     with pytest.raises(ValueError, match="sold out"):
         deployed.run(Release(runs, ends=ValueError("sold out")))
@@ -171,7 +171,7 @@ def test_an_attempt_that_raises_need_not_have_taken_the_finished_steps(deployed,
 
 
 def test_an_operator_may_run_what_takes_no_steps(deployed, runs):
-    """L6: whoever has looked, and says what to run, knows what is done."""
+    """L6: the operator has found out what is done."""
     deployed.die(Release(runs, "charge", "ship", dies_in="ship"))
     with pytest.raises(StepsChanged):
         deployed.run(Release(runs))
@@ -179,7 +179,7 @@ def test_an_operator_may_run_what_takes_no_steps(deployed, runs):
     assert deployed.store.record.state == COMPLETED
 
 
-def test_an_operator_who_runs_the_release_that_began_it_goes_on(deployed, runs):
+def test_an_operator_can_continue_with_the_release_that_began_it(deployed, runs):
     """L6, L7: what is done stays done."""
     deployed.die(Release(runs, "charge", "ship", dies_in="ship"))
     with pytest.raises(StepsChanged):

@@ -130,7 +130,7 @@ def test_every_observer_is_called_and_one_that_fails_does_no_harm(guards, store,
 DECISION = Decision("executed", "7D3F-92AB-1C4E", "POST /orders", "caller", 1, "", 12)
 
 
-def test_a_log_line_says_what_happened_to_which_operation(caplog):
+def test_a_log_line_names_the_outcome_and_the_operation(caplog):
     """O3, K5: and carries its parts for structured handlers."""
     caplog.set_level(logging.INFO, "coatcheck")
     log_decision(DECISION)

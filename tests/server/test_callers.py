@@ -180,7 +180,7 @@ CERTIFIED = [
 
 @pytest.mark.parametrize(("one", "other"), CERTIFIED)
 def test_two_certificates_are_two_callers(one, other):
-    """S1, S2: as the server tells of them; one that was not verified is nobody else's either."""
+    """S1, S2: as the server reports them; one that was not verified is another caller."""
     alice = callers.client_certificate(request(one))
     assert alice == callers.client_certificate(request(one))
     assert alice != callers.client_certificate(request(other))
@@ -188,7 +188,7 @@ def test_two_certificates_are_two_callers(one, other):
 
 @pytest.mark.parametrize(("one", "other"), CERTIFIED)
 def test_the_default_caller_knows_certificates(one, other):
-    """S1: nobody has to ask for it."""
+    """S1: by default."""
     engine = Engine("memory://")
     guard = RequestGuard(engine, None, None, lambda: False)
     ids = {guard.claim_request(request(n), engine.policy, "k", None).id for n in (one, other, one)}

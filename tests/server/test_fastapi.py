@@ -126,7 +126,7 @@ def test_sync_and_async_endpoints_know_their_operation(shop: Shop, kind: str):
     assert len(shop.seen) == 1
 
 
-def test_a_route_that_asks_for_its_operation_says_what_is_missing(shop: Shop):
+def test_a_route_without_its_operation_fails_with_what_is_missing(shop: Shop):
     """K3: where the request brought no key and none was required."""
 
     @shop.app.post("/charges")
@@ -430,7 +430,7 @@ def test_a_route_sends_its_clients_to_the_status_path_of_the_middleware():
     asyncio.run(engine.close())
 
 
-def test_a_reconcile_function_is_enough_to_say_reconcile(engine: AsyncEngine):
+def test_a_reconcile_function_implies_recovery_by_reconcile(engine: AsyncEngine):
     """L5: the two knobs belong together."""
     shop = Shop(engine)
 

@@ -110,7 +110,7 @@ def test_the_first_client_is_answered_at_once_and_the_work_goes_on(api: Api):
 
 @over_asgi
 def test_the_work_is_started_once_however_often_it_is_asked_for(api: Api):
-    """L1, L3, L10: all are told the same address."""
+    """L1, L3, L10: all get the same address."""
     gate = accepting(api)
     answers = [api.start_post() for _ in range(10)]
     told = [answer.result(WAIT_S_MAX) for answer in answers]
@@ -169,7 +169,7 @@ def test_a_client_that_asks_sees_how_far_it_is(api: Api):
 @pytest.mark.parametrize("status", [500, 503, 429])
 @over_asgi
 def test_accepted_work_that_fails_can_be_asked_for_again(api: Api, status: int):
-    """L4, L10: who asks is told to retry, and the retry is the next attempt."""
+    """L4, L10: a poll says to retry, and the retry is the next attempt."""
     gate = accepting(api, in_turn(says(status, b"no"), says(201, b"done")))
     address = address_of(api.post())
     gate.open()
@@ -212,7 +212,7 @@ def test_work_that_raises_is_logged_and_can_be_asked_for_again(api: Api, caplog)
 
 @over_asgi
 def test_a_refusal_after_the_202_is_kept(api: Api):
-    """L4, L10: nobody is at the door any more, and its client would never see it."""
+    """L4, L10: its client has been answered, and would never see it."""
     gate = accepting(api, says(403, b"not for you"))
     address = address_of(api.post())
     gate.open()
@@ -247,7 +247,7 @@ def test_work_of_a_dead_process_is_shown_as_interrupted_and_recovered(
 
 
 def test_work_that_lives_in_this_process_is_not_shown_as_interrupted(open_api, clock):
-    """L5, L10: its renewals did not come through, but whoever executes it is here."""
+    """L5, L10: its renewals did not come through, but the executor is in this process."""
     api = open_api(in_flight="202", lease="60s")
     gate = api.shop.answers["/orders"] = Gate(says(201, b"done"))
     api.start_post()
@@ -509,7 +509,7 @@ def test_a_json_value_is_an_answer_of_json(api: Api, queue: Queue, resume, resul
 
 
 def test_however_often_it_is_delivered_it_is_done_once(api: Api, queue: Queue, guards, clock):
-    """L1, L10: at the same time, and later; whoever is second gets the result, or is told."""
+    """L1, L10: at the same time, and later; the second delivery gets the result, or is refused."""
     deferring(api, queue)
     address = address_of(api.post())
     text, calls, go_on = queue.take(), [], threading.Event()
@@ -684,7 +684,7 @@ def test_a_message_that_is_lost_is_recovered_when_the_lease_is_over(
 
 
 def test_a_late_message_that_was_not_begun_is_still_good(api: Api, queue: Queue, resume, clock):
-    """L10: the lease is over, but nobody has asked since."""
+    """L10: the lease is over, but no retry has come since."""
     deferring(api, queue)
     address = address_of(api.post())
     clock.advance(3_600)
@@ -693,7 +693,7 @@ def test_a_late_message_that_was_not_begun_is_still_good(api: Api, queue: Queue,
 
 
 def test_where_nothing_may_run_twice_a_dead_worker_leaves_a_doubt(open_api, queue, guards, clock):
-    """L6, L10: the first delivery is taken, and then nobody hears of it again."""
+    """L6, L10: the first delivery is taken, and then its process dies."""
     api = open_api(in_flight="202", recovery="manual")
     deferring(api, queue)
     address = address_of(api.post())
@@ -720,7 +720,7 @@ def test_a_handler_that_fails_after_deferring_takes_it_back(api: Api, queue: Que
 
 
 def test_a_handler_that_refuses_after_deferring_ends_it(api: Api, queue: Queue, resume):
-    """L2, L10: what it says is final, and whoever finds the message gets it."""
+    """L2, L10: its response is final, and the worker gets it."""
     deferring(api, queue, says(404, b"no such item"))
     assert api.post().body == b"no such item"
     served = resume(queue.take(), raises(AssertionError("it is over")))
@@ -814,7 +814,7 @@ async def all_ended() -> None:
 
 
 def test_work_outlives_a_front_that_is_cancelled_after_the_answer():
-    """L10, L11: whoever awaited the request is let go with the 202."""
+    """L10, L11: the middleware in front goes on with the 202."""
     go_on, calls = asyncio.Event(), []
 
     async def app(asgi_scope, receive, send) -> None:
@@ -878,7 +878,7 @@ def test_a_client_that_is_gone_at_the_202_does_not_stop_the_work():
 
 
 def test_an_endless_stream_after_the_202_is_ended():
-    """L10, L12: the application is told that its client has gone."""
+    """L10, L12: the application gets the disconnect of its client."""
     ended = asyncio.Event()
 
     async def app(asgi_scope, receive, send) -> None:

@@ -102,7 +102,7 @@ def test_two_users_of_a_middleware_in_front_are_two_callers_by_default():
     ],
 )
 def test_two_sessions_never_get_each_other_s_answer(caller, headers):
-    """S1, S2: where nobody was found, and where a key tells the application and not the user."""
+    """S1, S2: without a user, and with a key that identifies the application only."""
     client, served = flask_shop(caller=caller)
     statuses = [
         client.post("/orders", headers={**KEY, **headers, "Cookie": f"session={who}"}).status_code
@@ -112,7 +112,7 @@ def test_two_sessions_never_get_each_other_s_answer(caller, headers):
 
 
 def test_a_cookie_beside_a_user_s_own_credential_may_change():
-    """S1: it is an advertiser's, because somebody else has told who that is."""
+    """S1: the credential identifies the user, so the cookie is not compared."""
     client, served = flask_shop()
     for session in ("one", "two"):
         headers = {**KEY, "Authorization": "Bearer ada", "Cookie": f"session={session}"}

@@ -196,7 +196,7 @@ def test_a_replayed_request_does_not_spoil_its_connection(server: Shop, key: str
 
 @pytest.mark.parametrize("name", ["right", "wrong,"])
 def test_a_client_that_waits_for_100_continue_is_served(server: Shop, key: str, name: str):
-    """K3, L1: it may be told to go on or get its answer at once; nobody waits for ever."""
+    """K3, L1: it gets 100 or its response at once; neither side waits for ever."""
     sent = key if name == "right" else name
     headers = f"Idempotency-Key: {sent}\r\nExpect: 100-continue\r\n"
     body = b'{"item": 1}'

@@ -149,7 +149,7 @@ def test_a_large_body_that_is_made_while_it_is_sent_is_kept(server: Traps, name:
 
 
 def test_what_is_too_large_to_be_kept_is_not_held_up(server: Traps, name: str):
-    """L12, X2: it reaches the first client as it is made; a retry is told, and runs nothing."""
+    """L12, X2: it reaches the first client as it is made; a retry gets a clear problem, and runs nothing."""
     asking = server.post(f"/guarded/too-large?name={name}")
     head, body = read_through_the_gate(server, name, asking, PART * STREAMED_PARTS)
     assert (head.status, body) == (201, PART * (STREAMED_PARTS + 1))
@@ -215,7 +215,7 @@ def test_events_with_a_key_are_not_held_up(server: Traps, name: str):
 
 
 def test_an_endless_stream_ends_when_its_client_leaves(server: Traps, name: str):
-    """L11, L12: nobody listens any more; and nothing runs for a retry."""
+    """L11, L12: and nothing runs for a retry."""
     asking = server.post(f"/guarded/endless?name={name}")
     with asking.begun() as connection:
         next(connection.parts_of(connection.read_head()))
@@ -296,7 +296,7 @@ def test_gzip_inside_is_undone_for_a_client_that_does_not_take_it(server: Traps,
 
 @pytest.mark.parametrize("first", [CODED, ""], ids=["coded", "plain"])
 def test_gzip_outside_codes_for_each_client(server: Traps, name: str, first: str):
-    """L12: kept plain, whoever came first."""
+    """L12: kept plain, whatever the first client accepts."""
     path = f"/zipping/text?name={name}"
     assert decoded(server.post(path, first).once()) == TEXT
     for coded in server.post(path, CODED).everywhere():
@@ -317,7 +317,7 @@ def decoded(response: Response) -> bytes:
 
 
 def test_what_is_done_after_the_answer_does_not_delay_it(server: Traps, name: str):
-    """L2: a background task, or `close`; it ends although nobody waits, and is not done again."""
+    """L2: a background task, or `close`; it ends without a client, and is not repeated."""
     asking = server.post(f"/guarded/task?name={name}")
     first = asking.once()
     assert (first.status, first.body) == (201, TEXT)
@@ -333,7 +333,7 @@ def test_what_is_done_after_the_answer_does_not_delay_it(server: Traps, name: st
 
 
 def test_an_error_after_the_first_bytes_left_breaks_the_answer_off(server: Traps, name: str):
-    """L4, L12: its client sees that it is not whole; a retry is told, and runs nothing."""
+    """L4, L12: its client sees that it is not whole; a retry gets a clear problem, and runs nothing."""
     asking = server.post(f"/guarded/breaks?name={name}")
     with asking.begun() as connection:
         head = connection.read_head()

@@ -269,7 +269,7 @@ def test_an_answer_that_is_written_over_the_limit_is_not_kept(engine):
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_the_first_answer_says_how_long_it_is(guard, way):
+def test_the_first_response_has_a_content_length(guard, way):
     """L2: servers work it out of a list of one, and keep the connection then; so do we."""
     assert post(guard(way)).header("content-length") == "13"
 
@@ -477,7 +477,7 @@ def test_an_operation_around_the_request_is_there_again_afterwards(engine):
 
 
 def test_a_handler_that_is_interrupted_leaves_its_lease(engine):
-    """L5: a worker that is told to exit in the middle knows nothing of what it did."""
+    """L5: a worker that exits in the middle does not know what it did."""
 
     def app(environ, start_response) -> Iterable[bytes]:
         raise SystemExit(1)

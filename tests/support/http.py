@@ -128,7 +128,7 @@ class AsgiExchange:
 
 # --- WSGI -----------------------------------------------------------------------------------
 
-# What follows a body on the same connection, which nobody may read.
+# What follows a body on the same connection, which must not be read.
 NEXT_REQUEST = b"GET /secret HTTP/1.1\r\n\r\n"
 
 

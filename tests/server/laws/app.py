@@ -44,7 +44,7 @@ def slow(call: Call) -> Said:
     """Waits until the test says so: across processes, by a file."""
     deadline = time.monotonic() + WAIT_S_MAX
     while not (DIRECTORY / f"release-{call.operation.key}").exists():
-        assert time.monotonic() < deadline, "nobody released this"
+        assert time.monotonic() < deadline, "no test released this"
         time.sleep(0.005)
     return order(call)
 

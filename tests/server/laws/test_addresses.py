@@ -97,16 +97,16 @@ def test_a_stranger_without_the_cookie_cannot_compute_the_address(
 def test_route_and_key_alone_give_no_address(api: Api):
     """X3: without `caller=` and without `secret=` both ids can be worked out by anybody."""
     assert api.post(headers=ADA).status == 201
-    nobody = caller_digest("")
-    id = operation_id(caller=nobody, route="POST /orders", key="k-1")
+    unknown = caller_digest("")
+    id = operation_id(caller=unknown, route="POST /orders", key="k-1")
     assert api.records()[0].id == id
-    for seal in (digested(b"coatcheck-poll", b"", id + nobody.encode()), b"", b"\0" * 16, id):
+    for seal in (digested(b"coatcheck-poll", b"", id + unknown.encode()), b"", b"\0" * 16, id):
         for headers in (EVE, ADA, []):
             assert is_unknown(api, f"{PATH}{(id + seal).hex()}", headers)
 
 
 def test_the_address_needs_the_cookie_of_its_request(open_api: OpenApi):
-    """X3: whoever has seen the address in a log has seen a dead end."""
+    """X3: an address from a log is useless without it."""
     api = open_api(in_flight="202")
     address, gate = address_and_gate(api, ADA)
     for is_finished in (False, True):
@@ -167,7 +167,7 @@ def test_with_a_secret_the_address_cannot_be_computed(open_api: OpenApi, guess, 
 
 
 def sealed_for(record: Record, caller: str) -> str:
-    """The address that somebody makes who knows all of *record*, and is called *caller*."""
+    """The address that *caller* can compute from all of *record*."""
     return PATH + token_of(record, caller_digest("own", caller).encode(), b"")
 
 
@@ -289,7 +289,7 @@ def test_an_address_shows_nothing_of_the_next_generation(open_api: OpenApi, cloc
 
 
 def test_a_request_that_was_refused_before_the_handler_has_no_address(open_api: OpenApi):
-    """L4, X3: whoever comes next with the key may be somebody else."""
+    """L4, X3: the next request with the key may be of another client."""
     api = open_api(in_flight="202")
     gate = api.shop.answers["/orders"] = Gate(in_turn(says(401, b"who are you?"), says(201, b"ok")))
     first = api.start_post(headers=EVE)
@@ -305,7 +305,7 @@ def test_a_request_that_was_refused_before_the_handler_has_no_address(open_api: 
 
 @over_asgi
 def test_every_client_with_an_address_gets_the_progress(open_api: OpenApi):
-    """L3, L10: the first client, a duplicate and whoever asks there are told the same."""
+    """L3, L10: the first client, a duplicate and a poll get the same."""
     api = open_api(in_flight="202")
     gate = api.shop.answers["/orders"] = Gate()
     first = api.post(headers=[ASYNC])
@@ -330,7 +330,7 @@ def test_the_application_chooses_where_addresses_are(open_api: OpenApi):
 
 
 def test_a_transaction_has_no_address(open_api: OpenApi, tmp_path):
-    """L3, L9: nothing is there before it is all there, so a duplicate is told to come again."""
+    """L3, L9: nothing is there before it is all there, so a duplicate gets 409."""
     store = open_store(f"sqlite:///{tmp_path}/together.db")
     api = open_api(mode="transaction", in_flight="202", store=store)
     gate = api.shop.answers["/orders"] = Gate()
@@ -344,7 +344,7 @@ def test_a_transaction_has_no_address(open_api: OpenApi, tmp_path):
 
 @over_asgi
 def test_a_client_that_gets_202_has_an_operation_to_poll(open_api: OpenApi, new_store):
-    """L10: also where it is told so in the moment in which a refusal at the door is forgotten."""
+    """L10: also if it accepts while a refusal before the handler is being released."""
     store = Faulty(new_store())
     api = open_api(store=store, in_flight="202")
     refused = says(403, b"not you")

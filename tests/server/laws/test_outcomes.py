@@ -161,7 +161,7 @@ def test_the_keep_function_never_gets_a_part_of_a_response(open_api: OpenApi, ch
 def test_a_keep_function_that_fails_runs_nothing_twice(
     open_api: OpenApi, caplog, recovery, status, told, *, in_flight
 ):
-    """L4, L12: its answer is kept, or in doubt where a failure would be; and somebody is told."""
+    """L4, L12: its answer is kept, or in doubt where a failure would be; and it is logged."""
 
     def keep(_response: Response) -> bool:
         raise ZeroDivisionError("a bug in keep")

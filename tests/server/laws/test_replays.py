@@ -1,4 +1,4 @@
-"""L2, L12: the first answer, verbatim, to whoever asks again."""
+"""L2, L12: every retry gets the first response, verbatim."""
 
 import gzip
 import zlib
@@ -117,7 +117,7 @@ def test_cookies_reach_the_first_client_only(api: Api):
     assert "a=1" not in repr(api.records())
 
 
-def test_a_replay_says_how_long_it_is(api: Api):
+def test_a_replay_has_a_content_length(api: Api):
     """L2: whatever the first answer said, and nothing where there is no content."""
     api.shop.answers["/orders"] = says(201, b"in ", b"several ", b"pieces")
     api.post()
@@ -230,7 +230,7 @@ def test_a_coding_that_cannot_be_decoded_here_is_refused(api: Api):
 
 @pytest.mark.parametrize("pieces", [1, 7], ids=["at once", "in pieces"])
 def test_an_answer_over_the_limit_reaches_the_first_caller_in_full(open_api: OpenApi, pieces: int):
-    """L12, X2: retries are told that it happened, and it does not happen again."""
+    """L12, X2: retries learn that it happened, and it does not happen again."""
     api = open_api(response_bytes_max=10_000)
     body = EVERY_BYTE * 100
     size = -(-len(body) // pieces)

@@ -100,7 +100,7 @@ def test_one_path_is_one_operation_however_it_is_escaped(api: Api, path: str, ot
 
 
 def test_a_percent_sign_that_is_no_escape_stays_as_it_was_sent(api: Api):
-    """S1: a percent sign alone, and an escaped one, are nobody's letters."""
+    """S1: a percent sign alone, and an escaped one, are no escapes."""
     paths = ["/a%257Eb", "/a%25~b", "/a~b"]
     assert not any(api.post("k-1", path).is_replay for path in paths)
     assert len({record.id for record in api.records()}) == len(paths)
@@ -181,7 +181,7 @@ def test_a_credential_is_never_stored_in_clear(api: Api):
 
 @pytest.mark.parametrize("size", [1, 2_000_000])
 def test_an_error_of_the_caller_function_runs_nothing(open_api: OpenApi, size: int):
-    """S2: nobody is served as somebody else because a function failed; and no file stays open."""
+    """S2: a failure never serves one caller as another; and no file stays open."""
 
     def caller(request):
         raise LookupError("no such tenant")
@@ -255,7 +255,7 @@ def test_a_header_s_value_names_a_caller_as_its_text_does(open_api: OpenApi):
     other = open_api(caller=callers.api_key("X-User"), shop=one.shop)
     assert other.post("k-1", headers=[("X-User", "alice")]).body == first.body
     assert one.effects() == 2
-    assert one.post("k-1").status == 201  # nobody's, so the default counts
+    assert one.post("k-1").status == 201  # no caller, so the default counts
 
 
 def test_every_adapter_calls_a_path_what_its_client_did(api: Api):

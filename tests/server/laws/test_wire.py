@@ -251,8 +251,8 @@ def test_all_duplicates_get_one_address(open_api: OpenApi):
     assert len({api.post().header("location") for _ in range(5)}) == 1
 
 
-def test_the_address_says_that_an_executor_is_gone_and_what_to_do(open_api: OpenApi, clock):
-    """L3, L5: nobody asks for ever after a crash."""
+def test_the_address_shows_that_the_executor_is_gone_and_what_to_do(open_api: OpenApi, clock):
+    """L3, L5: no client polls for ever after a crash."""
     api = open_api(in_flight="202", lease="60s", window="24h")
     api.claim("k-1", "/orders")
     address = api.post().header("location")
