@@ -210,14 +210,31 @@ def test_work_that_raises_is_logged_and_can_be_asked_for_again(api: Api, caplog)
     assert poll(api, address_of(first)).body == b"done"
 
 
+@pytest.mark.parametrize("status", [200, 303, 403, 404, 415])
 @over_asgi
-def test_a_refusal_after_the_202_is_kept(api: Api):
+def test_a_refusal_after_the_202_is_kept(api: Api, status: int):
     """L4, L10: its client has been answered, and would never see it."""
-    gate = accepting(api, says(403, b"not for you"))
+    gate = accepting(api, says(status, b"not for you"))
     address = address_of(api.post())
     gate.open()
     assert poll(api, address).body == b"not for you"
-    assert (api.post().status, api.effects()) == (403, 1)
+    assert (api.post().status, api.effects()) == (status, 1)
+
+
+def test_a_keep_function_that_fails_keeps_the_response_of_a_worker(api, queue, guards, caplog):
+    """L10, L12: nothing runs again because of it."""
+
+    def keep(_response: object) -> bool:
+        raise ZeroDivisionError("a bug in keep")
+
+    deferring(api, queue)
+    address = address_of(api.post())
+    engine = guards.engine(api.store, Policy(keep=keep), clock=api.clock, sweep_every_s=None)
+    headers = [("Content-Type", "text/plain")]
+    work = guards.flavoured(lambda: Happened(500, headers, b"body"))
+    guards.done(engine.run_deferred(queue.take(), work))
+    assert (api.send("GET", address).body, api.post().status) == (b"body", 500)
+    assert "a bug in keep" in caplog.text
 
 
 @over_asgi
