@@ -162,13 +162,11 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    "command", [["jobs.py"], ["-m", "jobs"], ["-c", "import jobs; print(jobs.work(), '__main__')"]]
-)
-def test_a_script_has_one_name_whether_it_is_run_imported_or_spawned(tmp_path, command):
+def test_a_script_has_one_name_whether_it_is_run_imported_or_spawned(tmp_path):
     """L1: otherwise a worker would repeat what its parent has done."""
     (tmp_path / "jobs.py").write_text(JOBS)
-    for words in (["jobs.py"], command):
+    imported = "import jobs; print(jobs.work(), '__main__')"
+    for words in (["jobs.py"], ["-m", "jobs"], ["-c", imported]):
         done = subprocess.run(
             [sys.executable, *words],
             cwd=tmp_path,

@@ -29,8 +29,8 @@ class Charge(BaseModel):
 class Shop:
     """A FastAPI application, what its routes did, and a way to send requests."""
 
-    def __init__(self, engine: AsyncEngine | None) -> None:
-        self.app = FastAPI()
+    def __init__(self, engine: AsyncEngine | None, app: Any = None) -> None:
+        self.app = app or FastAPI()
         self.seen: list[Any] = []
         if engine is not None:
             self.app.add_middleware(IdempotencyMiddleware, engine=engine)
@@ -310,8 +310,7 @@ def test_two_hosts_have_two_policies(engine: AsyncEngine):
         ]
     )
     app.add_middleware(on_starlette.IdempotencyMiddleware, engine=engine)
-    shop = Shop(None)
-    shop.app = app
+    shop = Shop(None, app)
     for _ in range(2):
         assert shop.post("/", None, headers=[("Host", "notes.example")]).body == b"lax"
         assert shop.post("/", None, headers=[("Host", "pay.example")]).code == "key-missing"
@@ -502,8 +501,7 @@ def test_starlettes_endpoints_are_marked_in_the_same_way(engine: AsyncEngine):
 
     app = Starlette(routes=[Route("/charges", charge, methods=["POST"])])
     app.add_middleware(on_starlette.IdempotencyMiddleware, engine=engine)
-    shop = Shop(None)
-    shop.app = app
+    shop = Shop(None, app)
     first = shop.post("/charges", body=ORDER)
     assert first.body == first.reference.encode()
     assert shop.post("/charges", body=ORDER).is_replay
@@ -537,8 +535,7 @@ def test_routes_that_were_replaced_are_looked_through_again(engine: AsyncEngine)
 
     app = Starlette(routes=[Route("/charges", plain, methods=["POST"])])
     app.add_middleware(IdempotencyMiddleware, engine=engine)
-    shop = Shop(None)
-    shop.app = app  # type: ignore[assignment]  # as good as any
+    shop = Shop(None, app)
     assert shop.post("/charges", None).status == 200
     marked = on_starlette.idempotent(required=True)(plain)
     app.router.routes = [Route("/charges", marked, methods=["POST"])]
@@ -570,8 +567,7 @@ def test_a_class_is_marked_as_a_whole_or_refused(engine: AsyncEngine):
         return
     app = Starlette(routes=[Route("/charges", marked)])
     app.add_middleware(IdempotencyMiddleware, engine=engine)
-    shop = Shop(None)
-    shop.app = app  # type: ignore[assignment]  # as good as any
+    shop = Shop(None, app)
     assert shop.post("/charges").body == b"charged"
     assert shop.post("/charges", None).code == "key-missing"
 
