@@ -758,7 +758,7 @@ def test_an_async_engine_on_a_file_that_is_forgotten_ends_its_threads(tmp_path):
         return [t for t in set(threading.enumerate()) - before if "coatcheck" in t.name]
 
     mine = asyncio.run(use(engine))
-    assert len(mine) >= 2  # the heartbeat, and at least one of the store
+    assert 2 <= len(mine) <= 3  # the heartbeat, and one or two threads of the store's pool
     wake = engine.attempts.heartbeat._wake
     del engine
     gc.collect()
