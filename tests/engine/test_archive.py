@@ -48,7 +48,7 @@ def test_an_async_archive_is_refused(make):
     async def archive(_records):
         raise AssertionError
 
-    with pytest.raises(Misconfigured, match=r"archive= .* must not be async"):
+    with pytest.raises(Misconfigured, match=r"archive=.* must not be async"):
         make("memory://", archive=archive)
 
 
@@ -62,7 +62,7 @@ def test_what_an_archive_has_yet_to_do_deletes_nothing():
     store = MemoryStore()
     engine = Engine(store, clock=lambda: NOW_MS)
     engine.run("k", lambda: 1, scope="s")
-    with pytest.raises(Misconfigured, match=r"archive= .* must not be async"):
+    with pytest.raises(Misconfigured, match=r"archive=.* must not be async"):
         list(batches(store, NOW_MS + 26 * 3_600_000, archive))
     assert (len(store._records), archived) == (1, [])
 
