@@ -14,12 +14,13 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # would compile the package anew, and pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Two workers: the tests wait for servers and disks as often as they compute.
-PYTEST := $(BIN)/python -m pytest -n 2
+# Two workers. Each begins with a half of the tests and then takes over what the other has left, so
+# that most servers of stores are started by one worker only.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test simulate test-faults test-valkey check bench docs format clean \
-  coverage-of-core check-pyright check-mypy check-ruff check-imports check-spelling
+  all-tests all-checks coverage-of-core check-pyright check-mypy check-ruff check-imports check-spelling
 
 help: ## list what is behind this door
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,11 +29,18 @@ demo: $(VENV)/.bare ## watch duplicate charges disappear (half a minute)
 	@$(BIN)/coatcheck demo $(ARGS)
 
 test: $(VENV)/.test $(VENV)/.servers ## everything that must hold before a commit: check, coverage of core, all tests
-	@$(MAKE) $(TOGETHER) $(CHECKS) coverage-of-core
-	$(PYTEST) $(ARGS)
+	@$(MAKE) $(TOGETHER) all-tests all-checks
+
+# The tests of core run once, with their coverage.
+all-tests:
+	$(PYTEST) $(if $(findstring tests/,$(ARGS)),,--ignore=tests/core) $(ARGS)
+
+# One after the other: the tests beside them wait often, and leave room for one process more.
+all-checks:
+	@for name in coverage-of-core $(CHECKS); do $(MAKE) --no-print-directory $$name || exit 1; done
 
 coverage-of-core:
-	$(BIN)/python -m coverage run -m pytest -q -p no:randomly tests/core
+	$(BIN)/python -m coverage run -m pytest -q tests/core
 	$(BIN)/python -m coverage report
 
 simulate: $(VENV)/.test ## 100 000 random schedules of the whole protocol (ARGS="--seed 7": one, with its trace)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings
 
 # Before anything imports it: only then does pytest show what an assertion in there compared.
-pytest.register_assert_rewrite("tests.server.laws.api")
+pytest.register_assert_rewrite("tests.server.laws.api", "tests.support.http")
 
 from tests.support.engines import Guards  # noqa: E402 - after the registration
 

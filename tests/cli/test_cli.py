@@ -228,7 +228,7 @@ def test_a_list_is_filtered_by_state_and_age(records, capsys):
     assert err == "coatcheck: no operations found\n"
 
 
-def test_a_list_has_a_limit_and_says_that_there_is_more(records, capsys):
+def test_a_list_has_a_limit_and_mentions_that_there_is_more(records, capsys):
     for number in range(5):
         records.put(number)
     _code, out, err = run_command(capsys, "list", "--store", records.url, "--limit", "3")
@@ -584,7 +584,7 @@ def test_no_password_is_printed_if_the_store_is_in_the_wrong_place(words, capsys
     assert "hunter" not in err
 
 
-def test_a_json_list_that_was_cut_says_so_on_standard_error(records, capsys):
+def test_a_json_list_that_was_cut_is_reported_on_standard_error(records, capsys):
     """O1: the document itself looks complete."""
     for number in (1, 2):
         records.put(number)

@@ -1,4 +1,4 @@
-"""Archives: what an engine is promised to see before it is deleted, and where nobody can promise."""
+"""Archives: what an engine gets before it is deleted, and which stores cannot promise that."""
 
 import asyncio
 
@@ -10,9 +10,9 @@ from coatcheck.stores import ThreadedStore
 from coatcheck.stores.encryption import EncryptedStore
 from coatcheck.stores.memory import MemoryStore
 from coatcheck.stores.registry import STORES
-from tests.support.engines import NOW_MS
 from tests.support.servers.dynamodb import dynamodb
 from tests.support.servers.redis import redis_server
+from tests.support.times import NOW_MS
 
 RING = KeyRing({"one": b"k" * 32})
 
@@ -43,12 +43,12 @@ def test_a_store_that_is_given_as_one_is_refused_as_well():
 
 @pytest.mark.parametrize("make", [Engine, AsyncEngine])
 def test_an_async_archive_is_refused(make):
-    """T3: nobody would await it, and what it never took would be deleted."""
+    """T3: it would never be awaited, and records would be deleted unarchived."""
 
     async def archive(_records):
         raise AssertionError
 
-    with pytest.raises(Misconfigured, match=r"archive= .* must not be async"):
+    with pytest.raises(Misconfigured, match=r"archive=.* must not be async"):
         make("memory://", archive=archive)
 
 
@@ -62,7 +62,7 @@ def test_what_an_archive_has_yet_to_do_deletes_nothing():
     store = MemoryStore()
     engine = Engine(store, clock=lambda: NOW_MS)
     engine.run("k", lambda: 1, scope="s")
-    with pytest.raises(Misconfigured, match=r"archive= .* must not be async"):
+    with pytest.raises(Misconfigured, match=r"archive=.* must not be async"):
         list(batches(store, NOW_MS + 26 * 3_600_000, archive))
     assert (len(store._records), archived) == (1, [])
 

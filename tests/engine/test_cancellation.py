@@ -8,15 +8,9 @@ from coatcheck import AsyncEngine, OutcomeUnknown, Policy
 from coatcheck.core.record import FAILED, IN_DOUBT, RUNNING
 from coatcheck.server.asgi import IdempotencyMiddleware
 from coatcheck.stores import Query
+from tests.support.http import AsgiExchange, with_key
 
 RETRY, MANUAL = Policy(wait=0), Policy(wait=0, recovery="manual")
-A_REQUEST = {
-    "type": "http",
-    "method": "POST",
-    "path": "/charges",
-    "query_string": b"",
-    "headers": [(b"idempotency-key", b"k")],
-}
 
 
 async def awaits_what_is_cancelled():
@@ -52,15 +46,17 @@ def test_a_function_that_awaits_a_cancelled_task_has_failed(policy, state):
 
 
 @pytest.mark.parametrize("front", [False, True], ids=["bare", "behind a middleware that cancels"])
-def test_so_has_a_request(front):
-    """L4: as without us, its server is told of the cancellation."""
+def test_a_request_that_awaits_a_cancelled_task_has_failed(front):
+    """L4: as without us, its server gets the cancellation."""
 
     async def app(_scope, _receive, _send):
         await awaits_what_is_cancelled()
 
     async def use():
         async with AsyncEngine("memory://", RETRY) as engine:
-            made = IdempotencyMiddleware(app, engine=engine)(dict(A_REQUEST), receive, None)
+            made = AsgiExchange("POST", "/charges", with_key("k"), b"").run(
+                IdempotencyMiddleware(app, engine=engine)
+            )
             with pytest.raises(asyncio.CancelledError):
                 await (asyncio.wait_for(made, 20) if front else made)
             assert await state_in(engine) == FAILED
@@ -68,13 +64,9 @@ def test_so_has_a_request(front):
     asyncio.run(use())
 
 
-async def receive():
-    return {"type": "http.request", "body": b"", "more_body": False}
-
-
 @pytest.mark.parametrize("how", ["cancel", "timeout"])
 def test_a_caller_that_is_cancelled_leaves_its_lease(how):
-    """L5: what its function has done by then nobody knows."""
+    """L5: what its function has done by then is unknown."""
 
     async def use():
         is_in = asyncio.Event()

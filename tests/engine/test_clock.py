@@ -6,7 +6,8 @@ from coatcheck import KeyBusy, Policy
 from coatcheck.core.record import RUNNING
 from coatcheck.engine import clock as clocks
 from coatcheck.engine.clock import LOOK_EVERY_MS, StoreClock
-from tests.support.engines import Clock, Handler, WatchedStore
+from tests.support.engines import Handler, WatchedStore
+from tests.support.times import Clock
 
 HOUR_MS = 3_600_000
 
@@ -35,7 +36,7 @@ class Machine(Clock):
 
     def sleep_s(self, seconds):
         """Be suspended: only one of the clocks notices."""
-        self.pass_s(seconds)
+        self.advance(seconds)
         self.slept_ms += round(seconds * 1_000)
 
     def monotonic_ns(self):
@@ -95,7 +96,7 @@ def test_without_a_clock_that_goes_on_during_sleep_the_next_look_corrects_it(loc
     clock.look()
     local.sleep_s(60)
     assert clock.now_ms() == 77_000
-    local.pass_s(LOOK_EVERY_MS / 1_000)
+    local.advance(LOOK_EVERY_MS / 1_000)
     store.says_ms = 77_000 + 60_000 + LOOK_EVERY_MS
     clock.look()
     assert clock.now_ms() == store.says_ms
@@ -140,7 +141,7 @@ def test_a_clock_that_was_set_is_followed_at_the_next_look(local):
     clock = StoreClock(store)
     clock.look()
     local.now_ms += LOOK_EVERY_MS
-    store.says_ms = 50_000  # somebody set it back
+    store.says_ms = 50_000  # it was set back
     clock.look()
     assert clock.now_ms() == 50_000
 

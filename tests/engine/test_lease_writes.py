@@ -3,7 +3,7 @@
 import pytest
 
 from coatcheck import KeyRing, Policy, current_operation
-from coatcheck.core.record import COMPLETED, RUNNING, Record, Swap, completed, is_lease_over
+from coatcheck.core.record import COMPLETED, Swap, completed, is_lease_over
 from coatcheck.engine.clock import StoreClock
 from coatcheck.engine.lease_writes import FAILURES_MAX
 from coatcheck.engine.leases import Heartbeat
@@ -11,13 +11,10 @@ from coatcheck.engine.sweeper import Sweeper
 from coatcheck.errors import StoreUnavailable, Unreadable
 from coatcheck.operation import Lease
 from coatcheck.stores.batch_errors import results_of
-from tests.support.engines import NOW_MS, Clock, WatchedStore, held_up, wait_for
+from tests.support.engines import CLAIM, WatchedStore, held_up
+from tests.support.times import wait_for
 
 LEASE_MS = 60_000
-CLAIM = Record(
-    *(b"i" * 16, NOW_MS, RUNNING, 1, b"f" * 16, NOW_MS, NOW_MS + LEASE_MS),
-    *(NOW_MS + 3_600_000, NOW_MS + 7_200_000, 7, "", "", "", None, None),
-)
 
 
 class Sharded(WatchedStore):
@@ -48,11 +45,6 @@ class Detailed(Sharded):
             return results_of([error if swap.id in self.dead else None for swap in swaps])
 
 
-@pytest.fixture
-def clock():
-    return Clock()
-
-
 def heartbeat_of(store, clock, **options):
     return Heartbeat(store, StoreClock(store, clock), **options)
 
@@ -74,7 +66,7 @@ def ticks(heartbeat, clock, count=6):
     """Some, with a third of a lease between them; what the last one raised."""
     failure = None
     for _ in range(count):
-        clock.pass_s(21)
+        clock.advance(21)
         failure = tick_once(heartbeat)
     return failure
 
@@ -106,7 +98,7 @@ def test_one_renewal_that_fails_does_not_stop_the_others(clock, error):
     heartbeat.stop()
 
 
-def test_a_store_that_says_what_became_of_each_is_called_once(clock):
+def test_a_store_that_reports_each_outcome_is_called_once(clock):
     """L5: it is known which has failed, and no other is written again."""
     store = Detailed()
     heartbeat = heartbeat_of(store, clock)
@@ -281,13 +273,13 @@ def test_a_claim_that_another_key_ring_has_encrypted_delays_no_other_renewal(gua
 
     futures = [guards.beside(here, "x", zombie, scope="s")]
     wait_for(zombie.is_running)
-    clock.pass_s(61)
+    clock.advance(61)
     futures.append(guards.beside(there, "x", takes_over, scope="s"))
     wait_for(noting.is_running)
     futures.append(guards.beside(here, "y", healthy, scope="s"))
     wait_for(healthy.is_running)
     for _ in range(6):
-        clock.pass_s(21)
+        clock.advance(21)
         here.attempts.heartbeat.tick()
         there.attempts.heartbeat.tick()
     (record,) = [record for record in store.records if record.key == "y"]

@@ -1,4 +1,4 @@
-"""Asking: a reconcile function that hangs holds up nobody for longer than the policy says."""
+"""Calls of reconcile functions: one that hangs delays nothing for longer than the policy allows."""
 
 import asyncio
 import contextvars
@@ -12,23 +12,10 @@ from coatcheck import AsyncEngine, Engine, Happened, OutcomeUnknown, Policy
 from coatcheck.core.record import COMPLETED, IN_DOUBT
 from coatcheck.engine import reconcile_calls as asking
 from coatcheck.stores.memory import AsyncMemoryStore
-from tests.support.engines import (
-    WAIT_S_MAX,
-    Clock,
-    Handler,
-    WatchedStore,
-    eventually,
-    held_up,
-    wait_for,
-)
+from tests.support.engines import LEASE_S, Handler, Killed, held_up, recovery_round
+from tests.support.times import WAIT_S_MAX, eventually, wait_for
 
-LEASE_S = 60
-LATE_S = 90  # a round is due at the latest after one and a half minutes
 FOUND = Happened(value="found")
-
-
-class Killed(BaseException):
-    """What no handler can catch: the process ends here."""
 
 
 class Silent:
@@ -53,16 +40,6 @@ class Silent:
                 await asyncio.to_thread(wait_for, self.may_end)
 
 
-@pytest.fixture
-def clock():
-    return Clock()
-
-
-@pytest.fixture
-def store():
-    return WatchedStore()
-
-
 def asking_policy(ask, limit="20ms"):
     return Policy(recovery="reconcile", reconcile=ask, reconcile_timeout=limit)
 
@@ -73,28 +50,22 @@ def calls_under_way(engine):
 
 
 def abandoned(guards, engine, clock, *keys, scope="charges", policy=None):
-    """Attempts that began, and whose process died in the middle."""
-    for key in keys or ("k",):
-        with pytest.raises(Killed):
-            guards.run(engine, key, Handler(Killed()), scope=scope, policy=policy)
-    clock.pass_s(LEASE_S)
+    """Calls whose process died, and whose leases have expired."""
+    guards.abandon(engine, *keys, scope=scope, policy=policy)
+    clock.advance(LEASE_S)
 
 
-def a_round(engine, clock):
-    """Let the heartbeat start a round, and wait for its end."""
-    clock.pass_s(LATE_S)
-    before = engine.recovery._thread
-    engine.attempts.heartbeat.tick()
-    thread = engine.recovery._thread
-    assert thread is not before, "no round has begun"
-    thread.join(WAIT_S_MAX)
-    assert not thread.is_alive()
+def abandoned_before(store, clock):
+    """The same by a sync engine that is gone."""
+    with Engine(store, clock=clock) as first, pytest.raises(Killed):
+        first.run("k", Handler(Killed()), scope="charges")
+    clock.advance(LEASE_S)
 
 
 # --- by a retry -------------------------------------------------------------------------------
 
 
-def test_a_retry_does_not_wait_for_an_answer_that_does_not_come(guards, store, clock, caplog):
+def test_a_retry_does_not_wait_for_a_function_that_hangs(guards, store, clock, caplog):
     """L5, L6: the key is not stuck, but in doubt where people look; and it is said why."""
     silent, handler = held_up(FOUND), Handler()
     engine = guards.engine(store, asking_policy(silent), clock=clock)
@@ -114,7 +85,7 @@ def test_a_retry_does_not_wait_for_an_answer_that_does_not_come(guards, store, c
 
 
 def test_an_answer_that_comes_too_late_changes_nothing(guards, store, clock):
-    """L5: who asked has gone, and somebody may have decided since."""
+    """L5: its request has gone, and an operator may have decided since."""
     silent = held_up(FOUND)
     engine = guards.engine(store, asking_policy(silent), clock=clock)
     abandoned(guards, engine, clock)
@@ -129,7 +100,7 @@ def test_an_answer_that_comes_too_late_changes_nothing(guards, store, clock):
 
 
 @pytest.mark.parametrize("is_stubborn", [False, True], ids=["", "stubborn"])
-def test_what_is_async_is_cancelled_and_not_waited_for(guards, store, clock, is_stubborn):
+def test_an_async_function_is_cancelled_and_not_waited_for(guards, store, clock, is_stubborn):
     """L6: not even if it does not mind that it is cancelled."""
     silent = Silent(is_stubborn=is_stubborn)
     policy = asking_policy(silent)
@@ -155,7 +126,7 @@ def test_what_is_async_is_cancelled_and_not_waited_for(guards, store, clock, is_
     assert store.record.state == IN_DOUBT
 
 
-def test_a_client_that_goes_away_leaves_no_question_behind(store, clock):
+def test_an_async_function_is_cancelled_with_its_request(store, clock):
     """L6: what is async is cancelled with the request that asked."""
     silent = Silent()
     policy = asking_policy(silent, WAIT_S_MAX)
@@ -169,15 +140,13 @@ def test_a_client_that_goes_away_leaves_no_question_behind(store, clock):
                 await task
             assert engine.attempts.heartbeat.leases == {}
 
-    with Engine(store, clock=clock) as first, pytest.raises(Killed):
-        first.run("k", Handler(Killed()), scope="charges")
-    clock.pass_s(LEASE_S)
+    abandoned_before(store, clock)
     asyncio.run(use())
     assert silent.is_cancelled.is_set()
 
 
-def test_a_question_that_cancels_itself_is_not_answered(store, clock):
-    """L6: its request goes on, and is told that nobody knows."""
+def test_an_async_function_that_cancels_itself_does_not_answer(store, clock):
+    """L6: its request goes on, and gets outcome-unknown."""
 
     async def ask(_operation):
         raise asyncio.CancelledError
@@ -189,9 +158,7 @@ def test_a_question_that_cancels_itself_is_not_answered(store, clock):
             with pytest.raises(OutcomeUnknown):
                 await engine.run("k", dict, scope="charges")
 
-    with Engine(store, clock=clock) as first, pytest.raises(Killed):
-        first.run("k", Handler(Killed()), scope="charges")
-    clock.pass_s(LEASE_S)
+    abandoned_before(store, clock)
     asyncio.run(use())
     assert store.record.state == IN_DOUBT
 
@@ -204,56 +171,18 @@ async def gives_up_async(_operation):
     sys.exit("the provider's helper gives up like this")
 
 
-def test_a_question_that_ends_with_an_exit_is_not_answered(guards, store, clock, caplog):
-    """L6: neither the process of whoever asked nor its event loop ends by that."""
-    engine = guards.engine(store, asking_policy(gives_up, WAIT_S_MAX), clock=clock)
-    abandoned(guards, engine, clock)
-    with pytest.raises(OutcomeUnknown):
-        guards.run(engine, "k", Handler(), scope="charges")
-    assert (store.record.state, engine.attempts.heartbeat.leases) == (IN_DOUBT, {})
-    assert "SystemExit" in caplog.text
-
-
-def test_an_async_question_of_a_sync_engine_that_ends_with_an_exit_is_not_answered(
-    store, clock, caplog
-):
-    """L6: the thread of the request goes on."""
-    with Engine(store, asking_policy(gives_up_async, WAIT_S_MAX), clock=clock) as engine:
-        with pytest.raises(Killed):
-            engine.run("k", Handler(Killed()), scope="charges")
-        clock.pass_s(LEASE_S)
+@pytest.mark.parametrize("ask", [gives_up, gives_up_async])
+def test_a_reconcile_function_that_exits_does_not_answer(store, clock, caplog, ask):
+    """L6: the process of the request goes on."""
+    abandoned_before(store, clock)
+    with Engine(store, asking_policy(ask, WAIT_S_MAX), clock=clock) as engine:
         with pytest.raises(OutcomeUnknown):
             engine.run("k", Handler(), scope="charges")
         assert (store.record.state, engine.attempts.heartbeat.leases) == (IN_DOUBT, {})
     assert "SystemExit" in caplog.text
 
 
-def test_a_function_that_blocks_is_asked_beside_the_event_loop(store, clock):
-    """L6: the loop goes on; and the function sees what its request has set for it."""
-    tenant = contextvars.ContextVar("tenant", default="")
-    is_turning, asked = threading.Event(), []
-
-    def ask(_operation):
-        asked.append((is_turning.wait(WAIT_S_MAX / 4), tenant.get()))
-        return FOUND
-
-    async def use():
-        policy = asking_policy(ask, WAIT_S_MAX)
-        async with AsyncEngine(AsyncMemoryStore(store), policy, clock=clock) as engine:
-            tenant.set("acme")
-            task = asyncio.create_task(engine.run("k", dict, scope="charges"))
-            await asyncio.to_thread(store.wait_for, lambda record: record.attempt == 2)
-            is_turning.set()
-            return await task
-
-    with Engine(store, clock=clock) as first, pytest.raises(Killed):
-        first.run("k", Handler(Killed()), scope="charges")
-    clock.pass_s(LEASE_S)
-    assert asyncio.run(use()) == "found"
-    assert asked == [(True, "acme")]
-
-
-def test_a_function_sees_what_its_request_has_set_for_it(guards, store, clock):
+def test_a_function_sees_the_context_variables_of_its_request(guards, store, clock):
     """L6: it is asked in another thread, but not as a stranger."""
     tenant = contextvars.ContextVar("tenant", default="")
     asked = []
@@ -273,7 +202,7 @@ def test_a_function_sees_what_its_request_has_set_for_it(guards, store, clock):
 # --- so many at once --------------------------------------------------------------------------
 
 
-def test_so_many_may_hang_at_once_and_then_nobody_is_asked(guards, store, clock, monkeypatch):
+def test_the_number_of_calls_at_once_is_limited(guards, store, clock, monkeypatch):
     """L6: everything has a limit; when they answer again, so does everybody else."""
     monkeypatch.setattr(asking, "CALLS_MAX", 2)
     silent = held_up(FOUND)
@@ -289,11 +218,11 @@ def test_so_many_may_hang_at_once_and_then_nobody_is_asked(guards, store, clock,
     silent.may_end.set()
     assert [retry.result(WAIT_S_MAX) for retry in hanging] == ["found", "found"]
     eventually(lambda: calls_under_way(engine) == 0)
-    assert silent.calls == 2  # what nobody waits for is not asked
+    assert silent.calls == 2  # no further call, because no request waits
     assert [guards.run(engine, key, Handler(), **patient) for key in "cde"] == ["found"] * 3
 
 
-def test_who_comes_while_all_are_busy_is_asked_about_next(guards, store, clock, monkeypatch):
+def test_a_call_waits_for_a_free_place(guards, store, clock, monkeypatch):
     """L6: a crowd after a crash is not a fault."""
     monkeypatch.setattr(asking, "CALLS_MAX", 1)
     slow = held_up(FOUND)
@@ -306,7 +235,9 @@ def test_who_comes_while_all_are_busy_is_asked_about_next(guards, store, clock, 
     assert [retry.result(WAIT_S_MAX) for retry in retries] == ["found"] * 4
 
 
-def test_a_thread_that_cannot_be_had_is_no_answer(guards, store, clock, monkeypatch, caplog):
+def test_a_thread_that_cannot_be_started_leaves_it_in_doubt(
+    guards, store, clock, monkeypatch, caplog
+):
     """L6: the operation stays in doubt, and nothing is left behind."""
     engine = guards.engine(store, asking_policy(lambda _: FOUND, "20s"), clock=clock)
     abandoned(guards, engine, clock)
@@ -327,45 +258,45 @@ def test_a_thread_that_cannot_be_had_is_no_answer(guards, store, clock, monkeypa
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
-def test_rounds_go_on_though_one_question_hangs(guards, store, clock, kind):
+def test_recovery_goes_on_although_one_function_hangs(guards, store, clock, kind):
     """L6: it is in doubt, and is asked about again when its time has come."""
     ask = held_up(FOUND) if kind == "sync" else Silent()
     policy = asking_policy(ask)
     engine = guards.engine(store, policy, clock=clock, recover_every_s=60)
     abandoned(guards, engine, clock)
     engine.attempts.heartbeat.tick()
-    a_round(engine, clock)
+    recovery_round(engine, clock)
     assert (store.record.state, store.record.attempt) == (IN_DOUBT, 2)
     ask.may_end.set()
     engine.recovery.register_function("charges", asking_policy(lambda _: FOUND, "20s"))
     for _ in range(2):
-        a_round(engine, clock)
+        recovery_round(engine, clock)
     assert store.record.state == COMPLETED
 
 
-def test_who_does_not_answer_holds_up_a_round_only_once(guards, store, clock):
+def test_a_function_that_hangs_delays_a_round_only_once(guards, store, clock):
     """L6: whatever else was abandoned is not made to wait for a provider that is away."""
     engine = guards.engine(store, clock=clock, recover_every_s=60)
     found = asking_policy(lambda _: FOUND, WAIT_S_MAX)
     for scope, policy in (("charges", asking_policy(Silent())), ("orders", found)):
         abandoned(guards, engine, clock, *"abc", scope=scope, policy=policy)
     engine.attempts.heartbeat.tick()
-    a_round(engine, clock)
+    recovery_round(engine, clock)
     assert [r.state for r in store.records if r.label == "orders"] == [COMPLETED] * 3
     assert attempts(store, "charges") == [1, 1, 2]
-    a_round(engine, clock)
+    recovery_round(engine, clock)
     assert attempts(store, "charges") == [1, 2, 2]
 
 
 @pytest.mark.parametrize("ask", [gives_up, gives_up_async])
-def test_an_exit_in_one_question_starves_no_other(guards, store, clock, ask):
+def test_an_exit_in_one_function_does_not_affect_others(guards, store, clock, ask):
     """L6: a round asks for all that was abandoned, whatever one function does."""
     engine = guards.engine(store, clock=clock, recover_every_s=60)
     found = asking_policy(lambda _: FOUND, WAIT_S_MAX)
     for scope, policy in (("charges", asking_policy(ask, WAIT_S_MAX)), ("orders", found)):
         abandoned(guards, engine, clock, *"abc", scope=scope, policy=policy)
     engine.attempts.heartbeat.tick()
-    a_round(engine, clock)
+    recovery_round(engine, clock)
     assert [r.state for r in store.records if r.label == "orders"] == [COMPLETED] * 3
     assert [r.state for r in store.records if r.label == "charges"] == [IN_DOUBT] * 3
 
@@ -386,19 +317,17 @@ def attempts(store, label):
     return sorted(record.attempt for record in store.records if record.label == label)
 
 
-def test_a_loop_that_is_blocked_is_not_waited_for(store, clock):
+def test_a_blocked_event_loop_is_not_waited_for(store, clock):
     """L6: the background lives in threads, and an answer from that loop may never come."""
     policy = asking_policy(Silent())
 
     async def use():
         async with recovering(store, policy, clock) as engine:
-            round_ = threading.Thread(target=a_round, args=(engine, clock))
+            round_ = threading.Thread(target=recovery_round, args=(engine, clock))
             round_.start()
             round_.join(WAIT_S_MAX / 2)  # on the loop, which does not turn meanwhile
             assert not round_.is_alive()
             assert store.record.state == IN_DOUBT
 
-    with Engine(store, clock=clock) as first, pytest.raises(Killed):
-        first.run("k", Handler(Killed()), scope="charges")
-    clock.pass_s(LEASE_S)
+    abandoned_before(store, clock)
     asyncio.run(use())

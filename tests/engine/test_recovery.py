@@ -29,32 +29,25 @@ from coatcheck.core.record import (
     Swap,
     in_doubt,
 )
-from coatcheck.engine import reconcile_calls as asking
-from coatcheck.engine import recovery as reconciler
+from coatcheck.engine import reconcile_calls, recovery
 from coatcheck.server import asgi, wsgi
 from coatcheck.server.guard import RequestGuard
 from coatcheck.server.starlette import idempotent
 from coatcheck.stores.memory import AsyncMemoryStore
 from coatcheck.stores.sqlite.store import SqliteStore
 from tests.support.engines import (
-    WAIT_S_MAX,
-    Clock,
+    LEASE_S,
+    ROUND_S,
     Handler,
+    Killed,
     WatchedStore,
-    eventually,
     held_up,
-    wait_for,
+    only_record,
+    recovery_round,
 )
+from tests.support.times import WAIT_S_MAX, eventually, wait_for
 
-LEASE_S = 60
-EVERY_S = 60
-# A round is due at the latest after one and a half of them.
-LATE_S = 1.5 * EVERY_S
 MANUAL = Policy(recovery="manual")
-
-
-class Killed(BaseException):
-    """What no handler can catch: the process ends here."""
 
 
 class Asked:
@@ -78,11 +71,6 @@ class Asked:
         return Policy(recovery="reconcile", reconcile=self)
 
 
-@pytest.fixture
-def clock():
-    return Clock()
-
-
 @pytest.fixture(params=["memory", "compact"])
 def store(request, tmp_path):
     if request.param == "memory":
@@ -96,7 +84,7 @@ def key_in(store, key: str) -> str:
 
 
 class FindingStore(WatchedStore):
-    """Counts how often somebody looks for records, and fails at that when it is told to."""
+    """Counts searches, and fails at them if a test wants that."""
 
     def __init__(self):
         super().__init__()
@@ -110,35 +98,18 @@ class FindingStore(WatchedStore):
         return super().find(query)
 
 
-def abandoned(guards, engine, key="k", *, policy=None, scope="charges"):
-    """An attempt that began, and whose process died in the middle."""
-    with pytest.raises(Killed):
-        guards.run(engine, key, Handler(Killed()), scope=scope, policy=policy)
-
-
 def restarted(guards, store, clock, policy, **options):
     """An engine of another process, which guards the same function and is never called."""
-    engine = guards.engine(store, clock=clock, recover_every_s=EVERY_S, **options)
+    engine = guards.engine(store, clock=clock, recover_every_s=60, **options)
     engine.guard(key=str, scope="charges", policy=policy)(guards.flavoured(Handler()))
     engine.attempts.heartbeat.tick()
     return engine
 
 
-def a_round(engine, clock=None):
-    """Let the heartbeat start a round, and wait for its end."""
-    if clock is not None:
-        clock.pass_s(LATE_S)
-    before = engine.recovery._thread
-    engine.attempts.heartbeat.tick()
-    thread = engine.recovery._thread
-    assert thread is not before, "no round has begun"
-    thread.join(WAIT_S_MAX)
-    assert not thread.is_alive()
-
-
-def standing(engine) -> Record:
-    (record,) = engine.attempts._store.find(coatcheck.stores.Query()).records
-    return record
+def crashed(guards, store, clock, policy, *keys):
+    """The engine of another process, after the process of a call has died."""
+    guards.abandon(guards.engine(store, clock=clock), *keys, policy=policy, scope="charges")
+    return restarted(guards, store, clock, policy)
 
 
 # --- what becomes of it -----------------------------------------------------------------------
@@ -156,13 +127,12 @@ def test_an_abandoned_operation_settles_though_no_client_comes_back(guards, stor
     """L6: the application is asked, in the background."""
     told, state = ANSWERS[answer]
     ask = Asked(told)
-    abandoned(guards, guards.engine(store, clock=clock), policy=ask.policy)
-    engine = restarted(guards, store, clock, ask.policy)
-    a_round(engine, clock)
+    engine = crashed(guards, store, clock, ask.policy)
+    recovery_round(engine, clock)
     (operation,) = ask.operations
     assert operation.key == key_in(store, "k")
     assert (operation.label, operation.attempt) == ("charges", 2)
-    assert (standing(engine).state, standing(engine).attempt) == (state, 2)
+    assert (only_record(engine).state, only_record(engine).attempt) == (state, 2)
     assert engine.attempts.heartbeat.leases == {}
     handler = Handler("ran")
     if state == COMPLETED:
@@ -172,81 +142,70 @@ def test_an_abandoned_operation_settles_though_no_client_comes_back(guards, stor
         assert guards.run(engine, "k", handler, scope="charges") == "ran"
 
 
-def test_what_has_a_long_name_is_recovered_by_its_own_policy(guards, store, clock):
+def test_a_long_label_is_recovered_by_its_own_policy(guards, store, clock):
     """L6, X2: a record keeps its beginning and a digest, and two that begin alike are two."""
-    engine = guards.engine(store, clock=clock, recover_every_s=EVERY_S)
+    engine = guards.engine(store, clock=clock, recover_every_s=60)
     asked = {key: Asked(DidNotHappen()) for key in ("one", "other")}
     for key, ask in asked.items():
-        abandoned(guards, engine, key, policy=ask.policy, scope="s" * 300 + key)
+        guards.abandon(engine, key, policy=ask.policy, scope="s" * 300 + key)
     engine.attempts.heartbeat.tick()
-    a_round(engine, clock)
+    recovery_round(engine, clock)
     for key, ask in asked.items():
         (operation,) = ask.operations
         assert (operation.key, len(operation.label)) == (key_in(store, key), 200)
 
 
-def test_under_manual_it_is_parked_where_people_look(guards, store, clock, caplog):
-    """L6, O1: without it, nobody would know before the next retry."""
-    abandoned(guards, guards.engine(store, clock=clock), policy=MANUAL)
-    engine = restarted(guards, store, clock, MANUAL)
-    a_round(engine, clock)
-    record = standing(engine)
+def test_under_manual_recovery_it_is_marked_in_doubt(guards, store, clock, caplog):
+    """L6, O1: before any retry."""
+    engine = crashed(guards, store, clock, MANUAL)
+    recovery_round(engine, clock)
+    record = only_record(engine)
     assert (record.state, record.attempt) == (IN_DOUBT, 1)
     assert "charges attempt=1: in doubt" in caplog.text
     with pytest.raises(OutcomeUnknown):
         guards.run(engine, "k", Handler(), scope="charges", policy=MANUAL)
 
 
-def test_whoever_asks_sees_what_the_attempt_had_noted(guards, store, clock):
+def noting():
+    yield current_operation().note("about to charge")
+    raise Killed
+
+
+def test_the_reconcile_function_sees_what_the_attempt_had_noted(guards, store, clock):
     """L7."""
-    ask = Asked(DidNotHappen())
-
-    def noting():
-        current_operation().note("about to charge")
-        raise Killed
-
-    async def noting_async():
-        await current_operation().note("about to charge")
-        raise Killed
-
-    engine = guards.engine(store, clock=clock, keyring=KeyRing({"1": b"k" * 32}))
-    function = noting_async if guards.is_async else noting
+    ask, ring = Asked(DidNotHappen()), KeyRing({"1": b"k" * 32})
+    engine = guards.engine(store, clock=clock, keyring=ring)
     with pytest.raises(Killed):
-        guards.done(engine.run("k", function, scope="charges", policy=ask.policy))
-    a_round(restarted(guards, store, clock, ask.policy, keyring=KeyRing({"1": b"k" * 32})), clock)
+        guards.run(engine, "k", noting, scope="charges", policy=ask.policy)
+    recovery_round(restarted(guards, store, clock, ask.policy, keyring=ring), clock)
     (operation,) = ask.operations
     assert [note.what for note in operation.notes] == ["about to charge"]
 
 
-def test_what_cannot_be_opened_here_is_left_to_whoever_can(guards, clock, caplog):
+def test_a_record_that_cannot_be_decrypted_here_is_left_alone(guards, clock, caplog):
     """X1: nothing is written over what cannot be read."""
     store, ask = FindingStore(), Asked(DidNotHappen())
-
-    def noting():
-        current_operation().note("about to charge")
-        raise Killed
-
-    ring = KeyRing({"1": b"k" * 32})
-    with Engine(store, clock=clock, keyring=ring) as first, pytest.raises(Killed):
-        first.run("k", noting, scope="charges", policy=ask.policy)
+    first = guards.engine(store, clock=clock, keyring=KeyRing({"1": b"k" * 32}))
+    with pytest.raises(Killed):
+        guards.run(first, "k", noting, scope="charges", policy=ask.policy)
     before = store.record
     engine = restarted(guards, store, clock, ask.policy, keyring=KeyRing({"2": b"q" * 32}))
-    a_round(engine, clock)
+    recovery_round(engine, clock)
     assert ask.operations == []
     assert store.record == before
     assert "could not be recovered" in caplog.text
 
 
-def test_who_waits_for_it_is_woken_when_it_settles(guards, clock):
+def test_a_waiter_is_woken_when_the_operation_is_recovered(guards, clock):
     """L3."""
     store, ask = FindingStore(), Asked(Happened(value="found"))
-    engine = guards.engine(store, ask.policy, clock=clock, recover_every_s=EVERY_S)
-    abandoned(guards, engine)
+    engine = guards.engine(store, ask.policy, clock=clock, recover_every_s=60)
+    guards.abandon(engine, scope="charges")
     engine.attempts.heartbeat.tick()
     woken = []
     engine.attempts.waiters.join(store.record.id, woken.append, 1)
-    a_round(engine, clock)
-    look, record = woken  # to look when nobody is asked any more, and with what was told
+    recovery_round(engine, clock)
+    look, record = woken  # to read the store again, and with the outcome
     assert look is None
     assert record.state == COMPLETED
     assert record == engine.attempts.replay_cache.get(record.id)
@@ -255,39 +214,30 @@ def test_who_waits_for_it_is_woken_when_it_settles(guards, clock):
 # --- what is left alone -----------------------------------------------------------------------
 
 
-def test_nothing_is_looked_for_where_no_policy_needs_it(guards, clock):
-    """L6: an application that retries pays nothing."""
+@pytest.mark.parametrize(("policy", "every_s"), [(Policy(), 60), (MANUAL, None)])
+def test_the_store_is_not_searched_if_no_policy_needs_it(guards, clock, policy, every_s):
+    """L6: nor by an engine without recovery."""
     store = FindingStore()
-    engine = restarted(guards, store, clock, Policy())
-    guards.run(engine, "k", Handler())
+    engine = guards.engine(store, policy, clock=clock, recover_every_s=every_s)
+    guards.abandon(engine)
     for _ in range(3):
-        clock.pass_s(LATE_S)
+        clock.advance(ROUND_S)
         engine.attempts.heartbeat.tick()
-    assert (store.finds, engine.recovery._thread) == ([], None)
+    assert (store.finds, store.record.state, engine.recovery._thread) == ([], RUNNING, None)
 
 
-def test_an_engine_that_is_told_so_never_looks(guards, clock):
+def test_only_reconcile_policies_search_for_operations_in_doubt(guards, clock):
     store = FindingStore()
-    engine = guards.engine(store, MANUAL, clock=clock, recover_every_s=None)
-    abandoned(guards, engine)
-    for _ in range(3):
-        clock.pass_s(LATE_S)
-        engine.attempts.heartbeat.tick()
-    assert (store.finds, store.record.state) == ([], RUNNING)
-
-
-def test_only_policies_that_ask_look_for_what_is_in_doubt(guards, clock):
-    store = FindingStore()
-    a_round(restarted(guards, store, clock, MANUAL), clock)
+    recovery_round(restarted(guards, store, clock, MANUAL), clock)
     assert [query.state for query in store.finds] == [RUNNING]
-    a_round(restarted(guards, store, clock, Asked(Unknown()).policy), clock)
+    recovery_round(restarted(guards, store, clock, Asked(Unknown()).policy), clock)
     assert [query.state for query in store.finds] == [RUNNING, RUNNING, IN_DOUBT]
 
 
-def test_an_operation_of_somebody_else_is_not_touched(guards, clock):
+def test_an_operation_of_another_service_is_not_touched(guards, clock):
     """L6: of another function, of a request, or of a store that does not say."""
     store, ask = FindingStore(), Asked(DidNotHappen())
-    abandoned(guards, guards.engine(store, clock=clock), scope="orders", policy=ask.policy)
+    guards.abandon(guards.engine(store, clock=clock), scope="orders", policy=ask.policy)
     theirs = [
         store.record,
         store.record._replace(id=b"r" * 16, label="charges", scope="5c0pe"),
@@ -295,20 +245,20 @@ def test_an_operation_of_somebody_else_is_not_touched(guards, clock):
     ]
     for record in theirs:
         store._records[record.id] = record
-    a_round(restarted(guards, store, clock, ask.policy), clock)
+    recovery_round(restarted(guards, store, clock, ask.policy), clock)
     assert ask.operations == []
     assert store.records == sorted(theirs)
 
 
-def test_what_still_lives_here_is_not_asked_about(guards, clock):
+def test_an_operation_that_still_runs_here_is_not_recovered(guards, clock):
     """L5: its renewals did not come through, but this process knows that it runs."""
     store, ask, handler = FindingStore(), Asked(DidNotHappen()), held_up("done")
-    engine = guards.engine(store, ask.policy, clock=clock, recover_every_s=EVERY_S)
+    engine = guards.engine(store, ask.policy, clock=clock, recover_every_s=60)
     running = guards.beside(engine, "k", handler)
     wait_for(handler.is_running)
     engine.attempts.heartbeat.tick()
     engine.attempts.heartbeat._renew_now = lambda _now_ms: None
-    a_round(engine, clock)
+    recovery_round(engine, clock)
     assert ask.operations == []
     handler.may_end.set()
     assert running.result(WAIT_S_MAX) == "done"
@@ -317,17 +267,17 @@ def test_what_still_lives_here_is_not_asked_about(guards, clock):
 # --- when -------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_told_is_asked_for_ever_less_often(guards, store, clock):
+def test_an_operation_that_stays_unknown_is_asked_about_less_and_less_often(guards, store, clock):
     """L6: and everybody goes by the same time, because the record tells it."""
     ask = Asked(Unknown())
-    abandoned(guards, guards.engine(store, clock=clock), policy=ask.policy)
+    guards.abandon(guards.engine(store, clock=clock), policy=ask.policy, scope="charges")
     began_ms = clock.now_ms
     engines = [restarted(guards, store, clock, ask.policy) for _ in range(2)]
     asked_after_s = []
     for _ in range(40):
         for engine in engines:
             before = len(ask.operations)
-            a_round(engine, clock)
+            recovery_round(engine, clock)
             if len(ask.operations) > before:
                 asked_after_s.append((clock.now_ms - began_ms) // 1_000)
                 began_ms = clock.now_ms
@@ -338,40 +288,38 @@ def test_what_cannot_be_told_is_asked_for_ever_less_often(guards, store, clock):
 def test_clients_that_retry_do_not_make_it_ask_less_often(guards, store, clock):
     """L6: what a client asks in a hurry is not what this engine has asked in vain for an hour."""
     ask = Asked(Unknown())
-    abandoned(guards, guards.engine(store, clock=clock), policy=ask.policy)
-    engine = restarted(guards, store, clock, ask.policy)
-    clock.pass_s(LEASE_S)
+    engine = crashed(guards, store, clock, ask.policy)
+    clock.advance(LEASE_S)
     for _ in range(8):
-        clock.pass_s(1)
+        clock.advance(1)
         with pytest.raises(OutcomeUnknown):
             guards.run(engine, "k", Handler(), scope="charges", policy=ask.policy)
     assert len(ask.operations) == 8
     for _ in range(2):  # after 90 and 180 s; it was begun 68 s before the last client came
-        a_round(engine, clock)
+        recovery_round(engine, clock)
     assert len(ask.operations) == 9
 
 
 def test_a_doubt_ends_when_the_downstream_can_tell_again(guards, store, clock):
     """L6."""
     ask = Asked(Unknown(), ZeroDivisionError(), Happened(value="found"))
-    abandoned(guards, guards.engine(store, clock=clock), policy=ask.policy)
-    engine = restarted(guards, store, clock, ask.policy)
+    engine = crashed(guards, store, clock, ask.policy)
     for _ in range(6):
-        a_round(engine, clock)
+        recovery_round(engine, clock)
     assert len(ask.operations) == 3
     assert guards.run(engine, "k", Handler(), scope="charges") == "found"
 
 
 def test_a_round_takes_so_many_and_the_next_goes_on(guards, store, clock, monkeypatch):
     """L6: everything has a limit."""
-    monkeypatch.setattr(reconciler, "RECORDS_MAX", 2)
+    monkeypatch.setattr(recovery, "RECORDS_MAX", 2)
     first = guards.engine(store, clock=clock)
     for number in range(5):
-        abandoned(guards, first, f"k{number}", policy=MANUAL)
+        guards.abandon(first, f"k{number}", policy=MANUAL, scope="charges")
     engine = restarted(guards, store, clock, MANUAL)
     counts = []
     for _ in range(5):
-        a_round(engine, clock)
+        recovery_round(engine, clock)
         query = coatcheck.stores.Query(state=IN_DOUBT)
         counts.append(len(engine.attempts._store.find(query).records))
     assert counts[0] == 2
@@ -379,9 +327,7 @@ def test_a_round_takes_so_many_and_the_next_goes_on(guards, store, clock, monkey
 
 
 @pytest.mark.parametrize("is_away", [False, True])
-def test_a_store_that_is_slow_to_look_through_is_looked_through_less(
-    guards, clock, monkeypatch, is_away
-):
+def test_a_store_that_is_slow_to_search_is_searched_less_often(guards, clock, monkeypatch, is_away):
     """T3: finding may mean to read a whole table; also where that is in vain."""
     store = FindingStore()
     store.is_away = is_away
@@ -389,81 +335,72 @@ def test_a_store_that_is_slow_to_look_through_is_looked_through_less(
     find = store.find
 
     def find_slowly(query):
-        clock.pass_s(LATE_S)
+        clock.advance(ROUND_S)
         return find(query)
 
     monkeypatch.setattr(store, "find", find_slowly)
-    monkeypatch.setattr(reconciler, "local_ms", lambda: clock.now_ms)
-    a_round(engine, clock)
-    clock.pass_s(reconciler.PAUSE_PER_SEARCH * LATE_S - 1)
+    monkeypatch.setattr(recovery, "local_ms", lambda: clock.now_ms)
+    recovery_round(engine, clock)
+    clock.advance(recovery.PAUSE_PER_SEARCH * ROUND_S - 1)
     thread = engine.recovery._thread
     engine.attempts.heartbeat.tick()
     assert engine.recovery._thread is thread
-    clock.pass_s(1)
-    a_round(engine)
+    clock.advance(1)
+    recovery_round(engine)
 
 
-@pytest.mark.parametrize("trouble", ["find", "swap"])
-def test_a_store_that_is_away_is_asked_again_in_the_next_round(guards, clock, caplog, trouble):
-    """D2."""
+@pytest.mark.parametrize("trouble", ["find", "swap", "bug"])
+def test_a_round_that_fails_is_repeated(guards, clock, caplog, trouble):
+    """D2: an outage, or a bug."""
     store, ask = FindingStore(), Asked(Happened(value="found"))
-    abandoned(guards, guards.engine(store, clock=clock), policy=ask.policy)
-    engine = restarted(guards, store, clock, ask.policy)
+    engine = crashed(guards, store, clock, ask.policy)
     if trouble == "find":
         store.is_away = True
-    else:
+    elif trouble == "swap":
         store.troubles = ["down"]
-    a_round(engine, clock)
+    else:
+        store.find = lambda _query: 1 / 0
+    recovery_round(engine, clock)
     assert "a round of recovery failed" in caplog.text
     store.is_away = False
-    a_round(engine, clock)
+    vars(store).pop("find", None)
+    recovery_round(engine, clock)
     assert store.record.state == COMPLETED
 
 
-def test_an_answer_of_the_store_that_was_lost_is_no_loss(guards, clock):
+def test_a_lost_acknowledgement_does_no_harm(guards, clock):
     """D2: the same is written again, and meets itself."""
     store, ask = FindingStore(), Asked(Happened(value="found"))
-    abandoned(guards, guards.engine(store, clock=clock), policy=ask.policy)
-    engine = restarted(guards, store, clock, ask.policy)
+    engine = crashed(guards, store, clock, ask.policy)
     store.troubles = ["deaf", "", "deaf"]
-    a_round(engine, clock)
+    recovery_round(engine, clock)
     assert (store.record.state, store.record.attempt) == (COMPLETED, 2)
     assert len(ask.operations) == 1
-
-
-def test_a_bug_in_a_round_does_not_end_the_rounds(guards, clock, caplog):
-    store = FindingStore()
-    engine = restarted(guards, store, clock, MANUAL)
-    store.find = lambda query: 1 / 0
-    a_round(engine, clock)
-    assert "a round of recovery failed" in caplog.text
-    a_round(engine, clock)
 
 
 # --- who asks ---------------------------------------------------------------------------------
 
 
-def test_a_slow_answer_holds_up_neither_renewals_nor_the_next_beat(guards, store, clock):
+def test_a_slow_reconcile_function_delays_neither_renewals_nor_ticks(guards, store, clock):
     """L5: it is waited for in a thread of its own, and its claim is renewed meanwhile."""
     slow = held_up(Happened(value="found"))
     policy = Policy(recovery="reconcile", reconcile=slow)
-    abandoned(guards, guards.engine(store, clock=clock), policy=policy)
-    engine = restarted(guards, store, clock, policy)
-    clock.pass_s(LATE_S)
+    engine = crashed(guards, store, clock, policy)
+    clock.advance(ROUND_S)
     engine.attempts.heartbeat.tick()
     wait_for(slow.is_running)
     thread = engine.recovery._thread
     for _ in range(3):
-        clock.pass_s(LEASE_S)
+        clock.advance(LEASE_S)
         engine.attempts.heartbeat.tick()
-        assert standing(engine).lease_until_ms == clock.now_ms + 1_000 * LEASE_S
+        assert only_record(engine).lease_until_ms == clock.now_ms + 1_000 * LEASE_S
     assert engine.recovery._thread is thread
     slow.may_end.set()
     thread.join(WAIT_S_MAX)
-    assert (slow.calls, standing(engine).state) == (1, COMPLETED)
+    assert (slow.calls, only_record(engine).state) == (1, COMPLETED)
 
 
-def test_what_is_async_is_asked_on_the_loop_of_the_application(clock):
+def test_an_async_reconcile_function_runs_on_the_loop_of_the_application(clock):
     """L6: its pools and clients belong to that loop."""
     store, loops = FindingStore(), []
 
@@ -478,7 +415,7 @@ def test_what_is_async_is_asked_on_the_loop_of_the_application(clock):
             with pytest.raises(Killed):
                 await engine.run("k", dying, scope="charges")
             engine.attempts.heartbeat.tick()
-            await asyncio.to_thread(a_round, engine, clock)
+            await asyncio.to_thread(recovery_round, engine, clock)
             return asyncio.get_running_loop()
 
     assert loops == [asyncio.run(use())]
@@ -490,7 +427,7 @@ async def dying():
 
 
 @pytest.mark.parametrize("kind", [Engine, AsyncEngine])
-def test_what_is_async_is_asked_even_where_no_loop_runs(kind, clock):
+def test_an_async_reconcile_function_runs_even_where_no_loop_does(kind, clock):
     """L6: also by an engine for sync code, and on a retry of its own."""
     store = FindingStore()
 
@@ -503,45 +440,20 @@ def test_what_is_async_is_asked_even_where_no_loop_runs(kind, clock):
         for key in ("k", "retried"):
             with pytest.raises(Killed):
                 first.run(key, Handler(Killed()), scope="charges")
-        clock.pass_s(LEASE_S)
+        clock.advance(LEASE_S)
         assert first.run("retried", Handler(), scope="charges") == "found"
     engine = kind(store if kind is Engine else AsyncMemoryStore(store), policy, clock=clock)
     engine.recovery.register_function("charges", policy)
     engine.attempts.heartbeat.tick()
-    a_round(engine, clock)
+    recovery_round(engine, clock)
     assert {record.state for record in store.records} == {COMPLETED}
     engine.attempts.heartbeat.stop()
 
 
-def test_a_loop_that_ends_leaves_the_question_open(clock, caplog):
-    """L6: whoever is to answer is gone; the operation stays in doubt, and is asked about again."""
-    store, is_asked = FindingStore(), threading.Event()
-
-    async def ask(_operation):
-        is_asked.set()
-        await asyncio.Event().wait()
-
-    async def use():
-        policy = Policy(recovery="reconcile", reconcile=ask)
-        engine = AsyncEngine(AsyncMemoryStore(store), policy, clock=clock)
-        with pytest.raises(Killed):
-            await engine.run("k", dying, scope="charges")
-        engine.attempts.heartbeat.tick()
-        clock.pass_s(LATE_S)
-        engine.attempts.heartbeat.tick()
-        await asyncio.to_thread(wait_for, is_asked)
-        return engine
-
-    engine = asyncio.run(use())
-    engine.recovery._thread.join(WAIT_S_MAX)
-    assert store.record.state == IN_DOUBT
-    assert "the reconcile function failed" in caplog.text
-    engine.attempts.heartbeat.stop()
-
-
-def test_a_loop_that_stands_still_is_not_waited_for(clock, monkeypatch):
-    """L6: it was stopped, and nothing that was asked on it will ever be answered."""
-    monkeypatch.setattr(asking, "POLL_S", 0.001)
+@pytest.mark.parametrize("how", ["ended", "stopped"])
+def test_an_event_loop_that_does_not_answer_leaves_the_operation_in_doubt(clock, monkeypatch, how):
+    """L6: what was asked on a loop that has ended or was stopped is never answered."""
+    monkeypatch.setattr(reconcile_calls, "POLL_S", 0.001)
     store, is_asked, loop = FindingStore(), threading.Event(), asyncio.new_event_loop()
 
     async def ask(_operation):
@@ -552,13 +464,15 @@ def test_a_loop_that_stands_still_is_not_waited_for(clock, monkeypatch):
         with pytest.raises(Killed):
             await engine.run("k", dying, scope="charges")
         engine.attempts.heartbeat.tick()
-        clock.pass_s(LATE_S)
+        clock.advance(ROUND_S)
         engine.attempts.heartbeat.tick()
         await asyncio.to_thread(wait_for, is_asked)
 
     policy = Policy(recovery="reconcile", reconcile=ask)
     engine = AsyncEngine(AsyncMemoryStore(store), policy, clock=clock)
     loop.run_until_complete(use())
+    if how == "ended":
+        asyncio.runners._cancel_all_tasks(loop)
     engine.recovery._thread.join(WAIT_S_MAX)
     assert store.record.state == IN_DOUBT
     loop.run_until_complete(asyncio.sleep(0))
@@ -566,21 +480,19 @@ def test_a_loop_that_stands_still_is_not_waited_for(clock, monkeypatch):
     loop.close()
 
 
-def test_closing_waits_for_a_question_but_not_for_ever(guards, clock, monkeypatch):
-    monkeypatch.setattr(reconciler, "CLOSE_S_MAX", 0.01)
+def test_closing_waits_for_a_reconcile_function_but_not_for_ever(guards, clock, monkeypatch):
+    monkeypatch.setattr(recovery, "CLOSE_S_MAX", 0.01)
     store, slow = FindingStore(), held_up(Happened(value="found"))
     policy = Policy(recovery="reconcile", reconcile=slow)
-    for key in ("k", "another"):
-        abandoned(guards, guards.engine(store, clock=clock), key, policy=policy)
-    engine = restarted(guards, store, clock, policy)
-    clock.pass_s(LATE_S)
+    engine = crashed(guards, store, clock, policy, "k", "another")
+    clock.advance(ROUND_S)
     engine.attempts.heartbeat.tick()
     wait_for(slow.is_running)
     guards.done(engine.close())
     slow.may_end.set()
     engine.recovery._thread.join(WAIT_S_MAX)
     assert slow.calls == 1  # and nothing more is begun
-    clock.pass_s(LATE_S)
+    clock.advance(ROUND_S)
     thread = engine.recovery._thread
     engine.attempts.heartbeat.tick()
     assert engine.recovery._thread is thread
@@ -589,12 +501,12 @@ def test_closing_waits_for_a_question_but_not_for_ever(guards, clock, monkeypatc
 # --- by itself --------------------------------------------------------------------------------
 
 
-def test_it_begins_by_itself_when_an_engine_is_started(guards, tmp_path, caplog):
-    """L6: a process that restarts after the crash, and that nobody ever calls."""
+def test_recovery_begins_by_itself_when_an_engine_is_started(guards, tmp_path, caplog):
+    """L6: a process that restarts after the crash, and gets no request."""
     caplog.set_level(logging.INFO, "coatcheck")
     url, ask = f"sqlite:///{tmp_path}/records.db", Asked(Happened(value="found"))
     policy = Policy(recovery="reconcile", reconcile=ask, lease="50ms", wait=0)
-    abandoned(guards, guards.engine(url), policy=policy)
+    guards.abandon(guards.engine(url), policy=policy, scope="charges")
     engine = guards.engine(url, recover_every_s=0.05)
     engine.guard(key=str, scope="charges", policy=policy)(guards.flavoured(Handler()))
     # Decorated when a module is imported, perhaps by a parent.
@@ -604,7 +516,7 @@ def test_it_begins_by_itself_when_an_engine_is_started(guards, tmp_path, caplog)
 
     def has_settled():
         engine.attempts.heartbeat._wake.set()  # sooner than its longest pause
-        return standing(engine).state == COMPLETED
+        return only_record(engine).state == COMPLETED
 
     eventually(has_settled)
     eventually(lambda: "charges attempt=1: completed" in caplog.text)
@@ -612,7 +524,7 @@ def test_it_begins_by_itself_when_an_engine_is_started(guards, tmp_path, caplog)
 
 def test_many_scopes_that_are_made_at_run_time_are_bounded(guards, clock, monkeypatch):
     """L6: everything has a limit; what was known first is forgotten first."""
-    monkeypatch.setattr(reconciler, "LABELS_MAX", 2)
+    monkeypatch.setattr(recovery, "LABELS_MAX", 2)
     engine = guards.engine("memory://", MANUAL, clock=clock)
     for scope in ("a", "b", "b", "c"):
         guards.run(engine, "k", Handler(), scope=scope)
@@ -653,7 +565,7 @@ def test_every_route_is_recovered_by_its_own_policy(clock, service):
     engine = AsyncEngine(
         *(AsyncMemoryStore(store), MANUAL),
         clock=clock,
-        recover_every_s=EVERY_S,
+        recover_every_s=60,
         service=service,
     )
     app = Starlette(
@@ -676,7 +588,7 @@ def test_every_route_is_recovered_by_its_own_policy(clock, service):
         await lifespan(app)
         assert engine.attempts.heartbeat._thread.is_alive()
         engine.attempts.heartbeat.tick()
-        await asyncio.to_thread(a_round, engine, clock)
+        await asyncio.to_thread(recovery_round, engine, clock)
         await engine.close()
 
     asyncio.run(use())
@@ -708,12 +620,12 @@ async def lifespan(app):
 def test_requests_of_a_wsgi_application_are_recovered(clock):
     """L6."""
     ask, store = Asked(Happened(201, [], b"found")), FindingStore()
-    engine = Engine(store, ask.policy, clock=clock, recover_every_s=EVERY_S, service="shop")
+    engine = Engine(store, ask.policy, clock=clock, recover_every_s=60, service="shop")
     app = wsgi.IdempotencyMiddleware(lambda environ, start_response: [], engine=engine)
     left(store, "POST /orders/17 @shop", clock)
     app.engine.ensure_started()
     engine.attempts.heartbeat.tick()
-    a_round(engine, clock)
+    recovery_round(engine, clock)
     assert store.record.state == COMPLETED
     assert coatcheck.core.response.outline_of(store.record.response) == (201, 5)
     engine.close()
@@ -722,7 +634,7 @@ def test_requests_of_a_wsgi_application_are_recovered(clock):
 @pytest.mark.parametrize("theirs", ["", " @billing", " @not-shop", "@shop"])
 @pytest.mark.parametrize("ours", ["", "shop"])
 @pytest.mark.parametrize("flavour", [asgi, wsgi])
-def test_what_another_service_has_abandoned_is_its_own(clock, flavour, ours, theirs):
+def test_an_operation_that_another_service_abandoned_is_left_to_it(clock, flavour, ours, theirs):
     """L5, L6, S1: a path does not say whose it is; the name of its service does."""
     store, ask = FindingStore(), Asked(DidNotHappen())
     stored = AsyncMemoryStore(store) if flavour is asgi else store
@@ -734,21 +646,19 @@ def test_what_another_service_has_abandoned_is_its_own(clock, flavour, ours, the
         left(store, f"POST /emails{theirs}", clock)
         before = store.record
         engine.attempts.heartbeat.tick()
-        a_round(engine, clock)
+        recovery_round(engine, clock)
         assert (store.record, ask.operations) == (before, [])
         engine.attempts.heartbeat.stop()
 
 
-@pytest.mark.parametrize("dies_in", ["a worker", "a person's hands"])
-def test_whoever_goes_on_with_it_leaves_it_to_the_service_that_it_came_from(
-    guards, store, clock, dies_in
-):
-    """L6: also where a worker or a person, with another policy, has died of it."""
+@pytest.mark.parametrize("dies_in", ["a worker", "an operator"])
+def test_an_operation_stays_with_its_service_whatever_continued_it(guards, store, clock, dies_in):
+    """L6: also if the process of a worker or an operator, with another policy, has died."""
     ask = Asked(Happened(201, [], b"found"))
     first = guards.engine(store, clock=clock)
     id = left_in(first, "POST /orders/17 @shop", clock, is_in_doubt=dies_in != "a worker")
     dying = guards.flavoured(Handler(Killed()))
-    record = standing(first)
+    record = only_record(first)
     if dies_in == "a worker":
         token = encode_token(
             DeferredToken(id, record.created_ms, record.nonce), first.attempts.secret
@@ -758,13 +668,13 @@ def test_whoever_goes_on_with_it_leaves_it_to_the_service_that_it_came_from(
         again = lambda: first.rerun(id, dying, by="ada", why="who knows")  # noqa: E731
     with pytest.raises(Killed):
         guards.done(again())
-    engine = guards.engine(store, ask.policy, clock=clock, recover_every_s=EVERY_S, service="shop")
+    engine = guards.engine(store, ask.policy, clock=clock, recover_every_s=60, service="shop")
     engine.recovery.register_requests(ask.policy)
     engine.attempts.heartbeat.tick()
     for _ in range(2):
-        a_round(engine, clock)
+        recovery_round(engine, clock)
     assert [operation.label for operation in ask.operations] == ["POST /orders/17 @shop"]
-    assert standing(engine).state == COMPLETED
+    assert only_record(engine).state == COMPLETED
 
 
 def left_in(engine, label, clock, *, is_in_doubt):

@@ -10,14 +10,12 @@ from coatcheck.core.record import COMPLETED, FAILED, IN_DOUBT, RUNNING
 from coatcheck.errors import StoreUnavailable
 from coatcheck.server.asgi import IdempotencyMiddleware
 from coatcheck.stores import ThreadedStore
-from tests.support.engines import WAIT_S_MAX, Clock, Handler, WatchedStore, eventually, wait_for
+from tests.support.engines import Handler, Killed, WatchedStore
+from tests.support.http import AsgiExchange, with_key
+from tests.support.times import WAIT_S_MAX, eventually, wait_for
 
 RETRY = Policy(wait=0)
 MANUAL = Policy(wait=0, recovery="manual")
-
-
-class Killed(BaseException):
-    """An error that no handler catches."""
 
 
 class SlowStore(WatchedStore):
@@ -45,11 +43,6 @@ class SlowStore(WatchedStore):
 @pytest.fixture
 def store():
     return SlowStore()
-
-
-@pytest.fixture
-def clock():
-    return Clock()
 
 
 async def cancelled(store, made):
@@ -177,7 +170,7 @@ def test_the_attempt_before_is_still_to_be_reconciled(store, clock, recovery):
         pytest.raises(Killed),
     ):
         first.run("k", Handler(Killed()), scope="s")
-    clock.pass_s(61)
+    clock.advance(61)
 
     async def use():
         async with engine_on(store, policy, clock) as engine:
@@ -252,37 +245,17 @@ def test_the_claim_of_a_request_that_the_server_cancels_is_released(store, clock
             store.is_slow = True
             loop = asyncio.get_running_loop()
             tasks = asyncio.all_tasks()
-            request = loop.create_task(guard(a_request(), receive, send))
+            request = loop.create_task(post(guard))
             await asyncio.to_thread(wait_for, store.has_come)
             for task in asyncio.all_tasks() - tasks:
                 task.cancel()
             await asyncio.wait((request,))
             store.may_go.set()
             await asyncio.to_thread(eventually, lambda: FAILED in states(store))
-            await guard(a_request(), receive, send)
-            assert (ran, sent[0]["status"]) == ([1], 201)
+            assert ((await post(guard)).status, ran) == (201, [1])
             assert engine.attempts.heartbeat.leases == {}
 
-    sent = []
-
-    async def send(message):
-        sent.append(message)
+    async def post(guard):
+        return await AsgiExchange("POST", "/charges", with_key("k"), b"").run(guard)
 
     asyncio.run(use())
-
-
-async def receive():
-    return {"type": "http.request", "body": b"", "more_body": False}
-
-
-def a_request():
-    return {
-        "type": "http",
-        "method": "POST",
-        "path": "/charges",
-        "raw_path": b"/charges",
-        "query_string": b"",
-        "headers": [(b"idempotency-key", b"k")],
-        "http_version": "1.1",
-        "scheme": "http",
-    }

@@ -1,4 +1,4 @@
-"""In doubt: what a person decides, through both engines, and what every client sees of it."""
+"""In doubt: what an operator decides, through both engines, and what every client gets then."""
 
 import logging
 import threading
@@ -28,27 +28,17 @@ from coatcheck.core.response import decode_response
 from coatcheck.engine.resolution import BY_CHARS_MAX, WHY_CHARS_MAX
 from coatcheck.errors import Resumable, StepInDoubt
 from tests.support.engines import (
-    NOW_MS,
-    Clock,
+    BY_ADA,
+    LEASE_S,
     Handler,
+    Killed,
     WatchedStore,
-    eventually,
     held_up,
-    wait_for,
+    only_record,
 )
+from tests.support.times import NOW_MS, eventually, wait_for
 
-LEASE_S = 60
 MANUAL = Policy(recovery="manual")
-BY_ADA = {"by": "ada", "why": "asked the bank"}
-
-
-class Killed(BaseException):
-    """What no handler can catch: the process ends here."""
-
-
-@pytest.fixture
-def clock():
-    return Clock()
 
 
 @pytest.fixture(params=["memory", "compact"])
@@ -72,18 +62,13 @@ def put_in_doubt(guards, engine, key="k") -> str:
     return refused.value.reference
 
 
-def standing(engine) -> Record:
-    (record,) = engine.attempts._store.find(coatcheck.stores.Query()).records
-    return record
-
-
 def of_request(record: Record) -> Record:
     """*record*, as a request would have made it."""
     return record._replace(label="POST /charges", scope="5c0pe5c0pe5c0pe0")
 
 
 def change(engine, record: Record) -> None:
-    before = standing(engine)
+    before = only_record(engine)
     after = record._replace(version=before.version + 1)
     assert list(engine.attempts._store.swap([Swap(record.id, before.version, after)])) == [None]
 
@@ -92,18 +77,18 @@ def change(engine, record: Record) -> None:
 
 
 @pytest.mark.parametrize("value", [{"charge": 7}, None, b"raw", 0])
-def test_what_happened_is_what_every_retry_gets(guards, engine, value):
+def test_every_retry_gets_what_happened(guards, engine, value):
     """L6, L2: completed with this result, as if the function had returned it."""
     reference = put_in_doubt(guards, engine)
     record = guards.done(engine.resolve(reference, Happened(value=value), **BY_ADA))
-    assert record == standing(engine)
+    assert record == only_record(engine)
     assert record.state == COMPLETED
     handler = Handler()
     assert guards.run(engine, "k", handler, scope="charges") == value
     assert handler.calls == 0
 
 
-def test_what_did_not_happen_runs_with_the_next_retry(guards, engine):
+def test_what_did_not_happen_is_executed_by_the_next_retry(guards, engine):
     """L6: given back, as the next attempt."""
     reference = put_in_doubt(guards, engine)
     record = guards.done(engine.resolve(reference, DidNotHappen(), **BY_ADA))
@@ -111,7 +96,7 @@ def test_what_did_not_happen_runs_with_the_next_retry(guards, engine):
     handler = Handler("charged")
     assert guards.run(engine, "k", handler, scope="charges") == "charged"
     assert handler.calls == 1
-    assert standing(engine).attempt == 2
+    assert only_record(engine).attempt == 2
 
 
 def stepped(guards, charges, error=None):
@@ -135,11 +120,11 @@ def put_step_in_doubt(guards, engine, charges):
         guards.done(engine.run("k", failing, scope="charges", policy=Policy()))
     with pytest.raises(StepInDoubt):
         guards.done(engine.run("k", failing, scope="charges", policy=Policy()))
-    assert (standing(engine).state, charges) == (IN_DOUBT, [1])
-    return standing(engine).id
+    assert (only_record(engine).state, charges) == (IN_DOUBT, [1])
+    return only_record(engine).id
 
 
-def test_a_step_that_a_person_says_did_not_happen_is_taken(guards, engine):
+def test_a_step_that_did_not_happen_is_taken_again(guards, engine):
     """L6, L7: else the next attempt would be in doubt again, and so on for ever."""
     charges = []
     id = put_step_in_doubt(guards, engine, charges)
@@ -149,7 +134,7 @@ def test_a_step_that_a_person_says_did_not_happen_is_taken(guards, engine):
     assert charges == [1, 1]
 
 
-def test_a_step_in_doubt_is_taken_when_a_person_runs_it_again(guards, engine):
+def test_a_step_in_doubt_is_taken_when_an_operator_runs_it_again(guards, engine):
     """L6, L7."""
     charges = []
     id = put_step_in_doubt(guards, engine, charges)
@@ -157,23 +142,23 @@ def test_a_step_in_doubt_is_taken_when_a_person_runs_it_again(guards, engine):
     assert charges == [1, 1]
 
 
-def test_the_record_says_who_decided_when_and_why(guards, engine, clock, caplog):
+def test_the_record_contains_the_operator_the_time_and_the_reason(guards, engine, clock, caplog):
     """L6, O1: and so does one line of the log."""
     reference = put_in_doubt(guards, engine)
-    clock.pass_s(3_600)
+    clock.advance(3_600)
     caplog.set_level(logging.INFO, "coatcheck")
     guards.done(engine.resolve(reference, DidNotHappen(), by="ada", why="two\nlines"))
-    (resolution,) = progress_of(standing(engine)).resolutions
+    (resolution,) = progress_of(only_record(engine)).resolutions
     assert resolution == (clock.now_ms, "did not happen", "ada", "two\nlines")
     (line,) = [line for line in caplog.messages if line.startswith("resolved")]
     assert line == rf"resolved {reference} charges: did not happen, by 'ada': 'two\nlines'"
 
 
 @pytest.mark.parametrize("spelled", ["lower", "no dashes", "id", "bytes"])
-def test_an_operation_is_meant_by_its_reference_or_its_id(guards, engine, spelled):
+def test_an_operation_is_named_by_its_reference_or_its_id(guards, engine, spelled):
     """K5."""
     reference = put_in_doubt(guards, engine)
-    id = standing(engine).id
+    id = only_record(engine).id
     named = {
         "lower": reference.lower(),
         "no dashes": reference.replace("-", ""),
@@ -183,10 +168,10 @@ def test_an_operation_is_meant_by_its_reference_or_its_id(guards, engine, spelle
     assert guards.done(engine.resolve(named, DidNotHappen(), **BY_ADA)).id == id
 
 
-def test_whoever_waits_for_an_abandoned_operation_is_woken(guards, store):
+def test_a_waiter_for_an_abandoned_operation_is_woken(guards, store):
     """L3, L6: the decision is the end that it waits for."""
     decides = threading.current_thread()
-    # For whoever decides the lease is over; for whoever waits it is not, and it does not park.
+    # Over for the operator, but not for the waiter, which would mark the operation in doubt.
     later_ms = 1_000 * LEASE_S
     engine = guards.engine(
         store,
@@ -197,7 +182,7 @@ def test_whoever_waits_for_an_abandoned_operation_is_woken(guards, store):
     dying = guards.beside(engine, "k", Handler(Killed()), scope="charges")
     with pytest.raises(Killed):
         dying.result(20)
-    record = standing(engine)
+    record = only_record(engine)
     waiting = guards.beside(engine, "k", Handler(), scope="charges")
     eventually(lambda: engine.attempts.waiters.count(record.id))
     outcome = Happened(value="found")
@@ -208,20 +193,22 @@ def test_whoever_waits_for_an_abandoned_operation_is_woken(guards, store):
 # --- requests and functions -------------------------------------------------------------------
 
 
-def test_a_request_is_completed_with_an_answer(guards, engine):
+@pytest.mark.parametrize(
+    ("outcome", "response"),
+    [
+        (
+            Happened(201, [("Location", "/charges/7")], b"{}"),
+            Response(201, [(b"location", b"/charges/7")], b"{}"),
+        ),
+        (Happened(), Response(200, [], b"")),
+    ],
+)
+def test_a_request_is_completed_with_a_response(guards, engine, outcome, response):
     """L6, L2."""
     put_in_doubt(guards, engine)
-    change(engine, of_request(standing(engine)))
-    outcome = Happened(201, [("Location", "/charges/7")], b"{}")
-    record = guards.done(engine.resolve(standing(engine).id, outcome, **BY_ADA))
-    assert decode_response(record.response) == Response(201, [(b"location", b"/charges/7")], b"{}")
-
-
-def test_a_request_may_be_completed_with_nothing_to_say(guards, engine):
-    put_in_doubt(guards, engine)
-    change(engine, of_request(standing(engine)))
-    record = guards.done(engine.resolve(standing(engine).id, Happened(), **BY_ADA))
-    assert decode_response(record.response) == Response(200, [], b"")
+    change(engine, of_request(only_record(engine)))
+    record = guards.done(engine.resolve(only_record(engine).id, outcome, **BY_ADA))
+    assert decode_response(record.response) == response
 
 
 @pytest.mark.parametrize(
@@ -242,7 +229,7 @@ def test_a_request_may_be_completed_with_nothing_to_say(guards, engine):
     ],
 )
 def test_an_answer_that_could_not_be_served_is_refused_when_it_is_made(answer, sentence):
-    """L6: every retry would meet it, and whoever has said it would never know."""
+    """L6: every retry would fail, and the operator would never know."""
     with pytest.raises(Misconfigured, match=sentence):
         Happened(**answer)
 
@@ -263,10 +250,10 @@ def test_an_outcome_that_no_retry_could_get_is_refused(
     """L6: and the operation stays in doubt."""
     put_in_doubt(guards, engine)
     if is_request:
-        change(engine, of_request(standing(engine)))
+        change(engine, of_request(only_record(engine)))
     with pytest.raises(Misconfigured, match=complaint):
-        guards.done(engine.resolve(standing(engine).id, outcome, **BY_ADA))
-    assert standing(engine).state == IN_DOUBT
+        guards.done(engine.resolve(only_record(engine).id, outcome, **BY_ADA))
+    assert only_record(engine).state == IN_DOUBT
 
 
 # --- what is refused --------------------------------------------------------------------------
@@ -274,17 +261,17 @@ def test_an_outcome_that_no_retry_could_get_is_refused(
 
 @pytest.mark.parametrize("name", ["by", "why"])
 @pytest.mark.parametrize("text", ["", "  ", None, "x" * (WHY_CHARS_MAX + 1)])
-def test_no_decision_is_without_its_author_and_its_reason(guards, engine, name, text):
+def test_a_resolution_needs_an_operator_and_a_reason(guards, engine, name, text):
     """L6."""
     reference = put_in_doubt(guards, engine)
     assert BY_CHARS_MAX <= WHY_CHARS_MAX
     with pytest.raises(Misconfigured, match=f"^{name} is "):
         guards.done(engine.resolve(reference, DidNotHappen(), **BY_ADA | {name: text}))
-    assert standing(engine).state == IN_DOUBT
+    assert only_record(engine).state == IN_DOUBT
 
 
 @pytest.mark.parametrize("reference", ["7D3F-92AB-1C4E", "0" * 32, b"\0" * 16])
-def test_what_is_not_known_is_not_decided_about(guards, engine, reference):
+def test_an_unknown_operation_is_not_resolved(guards, engine, reference):
     """L6."""
     put_in_doubt(guards, engine)
     with pytest.raises(NotResolved, match="there is no operation ") as refused:
@@ -292,7 +279,7 @@ def test_what_is_not_known_is_not_decided_about(guards, engine, reference):
     assert refused.value.record is None
 
 
-def test_what_is_no_reference_is_said_to_be_none(guards, engine):
+def test_a_wrong_reference_is_refused(guards, engine):
     with pytest.raises(NotResolved, match="is not a reference such as"):
         guards.done(engine.resolve("order-42", DidNotHappen(), **BY_ADA))
 
@@ -300,7 +287,7 @@ def test_what_is_no_reference_is_said_to_be_none(guards, engine):
 def test_a_reference_of_two_operations_is_ambiguous(guards, engine):
     """K5: 60 bits seldom collide; if they do, a person says which."""
     reference = put_in_doubt(guards, engine)
-    record = standing(engine)
+    record = only_record(engine)
     twin = record._replace(id=record.id[:8] + b"another!")
     assert list(engine.attempts._store.swap([Swap(twin.id, 0, twin)])) == [None]
     with pytest.raises(NotResolved, match=f"several operations have .*{twin.id.hex()}"):
@@ -308,45 +295,45 @@ def test_a_reference_of_two_operations_is_ambiguous(guards, engine):
     assert guards.done(engine.resolve(twin.id.hex(), DidNotHappen(), **BY_ADA)).id == twin.id
 
 
-def test_of_two_people_the_second_is_told_what_the_first_said(guards, engine):
+def test_of_two_resolutions_the_second_is_refused_with_the_first(guards, engine):
     """L6: and nothing changes."""
     reference = put_in_doubt(guards, engine)
     first = guards.done(engine.resolve(reference, Happened(value=1), by="ada", why="saw it"))
     told = r"is completed already \(resolved by 'ada': 'saw it'\)"
     with pytest.raises(NotResolved, match=told) as refused:
         guards.done(engine.resolve(reference, DidNotHappen(), by="bob", why="did not"))
-    assert refused.value.record == first == standing(engine)
+    assert refused.value.record == first == only_record(engine)
 
 
-def test_what_was_given_back_is_not_in_doubt_any_more(guards, engine):
+def test_a_released_operation_is_not_in_doubt_any_more(guards, engine):
     reference = put_in_doubt(guards, engine)
     guards.done(engine.resolve(reference, DidNotHappen(), **BY_ADA))
     with pytest.raises(NotResolved, match="the next retry runs it"):
         guards.done(engine.resolve(reference, DidNotHappen(), **BY_ADA))
 
 
-def test_a_person_may_know_that_an_executor_is_dead(guards, engine, clock):
-    """L6: its lease is over and nobody has parked it yet; a living one is never touched."""
+def test_an_operator_may_resolve_an_abandoned_operation(guards, engine, clock):
+    """L6: its lease is over, and it is not in doubt yet; a living one is never touched."""
     with pytest.raises(Killed):
         guards.run(engine, "k", Handler(Killed()), scope="charges")
-    reference = reference_of(standing(engine).id)
+    reference = reference_of(only_record(engine).id)
     with pytest.raises(NotResolved, match="is being executed, by attempt 1"):
         guards.done(engine.resolve(reference, DidNotHappen(), abandoned=True, **BY_ADA))
-    clock.pass_s(LEASE_S)
+    clock.advance(LEASE_S)
     with pytest.raises(NotResolved, match="not in doubt yet"):
         guards.done(engine.resolve(reference, DidNotHappen(), **BY_ADA))
     guards.done(engine.resolve(reference, DidNotHappen(), abandoned=True, **BY_ADA))
-    assert standing(engine).state == FAILED
+    assert only_record(engine).state == FAILED
 
 
-def test_a_zombie_cannot_undo_what_a_person_decided(guards, engine, clock):
+def test_a_zombie_cannot_undo_a_resolution(guards, engine, clock):
     """L5: its end comes after the decision, and changes nothing."""
     zombie = held_up("late")
     running = guards.beside(engine, "k", zombie, scope="charges")
     wait_for(zombie.is_running)
-    record = standing(engine)
+    record = only_record(engine)
     engine.attempts.heartbeat.leases.clear()  # its renewals do not come through
-    clock.pass_s(LEASE_S)
+    clock.advance(LEASE_S)
     outcome = Happened(value="found")
     guards.done(engine.resolve(record.id, outcome, abandoned=True, **BY_ADA))
     zombie.may_end.set()
@@ -354,22 +341,17 @@ def test_a_zombie_cannot_undo_what_a_person_decided(guards, engine, clock):
     assert guards.run(engine, "k", Handler(), scope="charges") == "found"
 
 
-def test_what_is_sealed_is_resolved_where_its_keys_are(guards, clock):
-    """X1: whoever cannot read the notes cannot add to them."""
+def test_an_encrypted_operation_is_resolved_by_an_engine_with_its_keys(guards, clock):
+    """X1: notes that cannot be read cannot be added to."""
     store, ring = WatchedStore(), KeyRing({"1": b"k" * 32})
     engine = guards.engine(store, MANUAL, clock=clock, keyring=ring, recover_every_s=None)
 
     def noting():
-        current_operation().note("about to charge")
+        yield current_operation().note("about to charge")
         raise ZeroDivisionError
 
-    async def noting_async():
-        await current_operation().note("about to charge")
-        raise ZeroDivisionError
-
-    function = noting_async if guards.is_async else noting
     with pytest.raises(ZeroDivisionError):
-        guards.done(engine.run("k", function, scope="charges"))
+        guards.run(engine, "k", noting, scope="charges")
     with Engine(store, clock=clock) as without, pytest.raises(Unreadable, match="key ring"):
         without.resolve(store.record.id, DidNotHappen(), **BY_ADA)
     record = guards.done(engine.resolve(store.record.id, DidNotHappen(), **BY_ADA))
@@ -387,7 +369,7 @@ def test_an_operation_in_doubt_is_run_again_and_its_end_counts(guards, engine):
 
     def again(amount, currency):
         operation = current_operation()
-        record = standing(engine)
+        record = only_record(engine)
         seen.append((operation.attempt, operation.label, operation.reference))
         assert (record.state, record.id in engine.attempts.heartbeat.leases) == (RUNNING, True)
         return {"charged": amount, "in": currency}
@@ -397,7 +379,7 @@ def test_an_operation_in_doubt_is_run_again_and_its_end_counts(guards, engine):
     assert result == {"charged": 5, "in": "EUR"}
     assert seen == [(2, "charges", reference)]
     assert engine.attempts.heartbeat.leases == {}
-    record = standing(engine)
+    record = only_record(engine)
     assert (record.state, record.attempt) == (COMPLETED, 2)
     assert [r.outcome for r in progress_of(record).resolutions] == ["run again"]
     handler = Handler()
@@ -408,7 +390,7 @@ def test_an_operation_in_doubt_is_run_again_and_its_end_counts(guards, engine):
 @pytest.mark.parametrize(
     ("error", "state"), [(ZeroDivisionError(), IN_DOUBT), (Resumable("known"), FAILED)], ids=repr
 )
-def test_a_run_that_fails_leaves_the_doubt_unless_it_knows_better(guards, store, error, state):
+def test_a_rerun_that_fails_leaves_it_in_doubt_unless_it_is_resumable(guards, store, error, state):
     """L6: whatever the engine's policy is; that of the operation may be another."""
     engine = guards.engine(store, recover_every_s=None)
     failing = Handler(ZeroDivisionError())
@@ -416,49 +398,49 @@ def test_a_run_that_fails_leaves_the_doubt_unless_it_knows_better(guards, store,
         guards.run(engine, "k", failing, scope="charges", policy=MANUAL)
     again = guards.flavoured(Handler(error))
     with pytest.raises(type(error)):
-        guards.done(engine.rerun(standing(engine).id, again, **BY_ADA))
-    assert standing(engine).state == state
+        guards.done(engine.rerun(only_record(engine).id, again, **BY_ADA))
+    assert only_record(engine).state == state
 
 
-def test_a_request_is_run_again_with_an_answer(guards, engine):
+def test_a_request_is_rerun_with_a_response(guards, engine):
     """L6, L2."""
     put_in_doubt(guards, engine)
-    change(engine, of_request(standing(engine)))
+    change(engine, of_request(only_record(engine)))
     answer = Happened(201, [], b"{}")
     again = guards.flavoured(Handler(answer))
-    assert guards.done(engine.rerun(standing(engine).id, again, **BY_ADA)) == answer
-    assert decode_response(standing(engine).response) == Response(201, [], b"{}")
+    assert guards.done(engine.rerun(only_record(engine).id, again, **BY_ADA)) == answer
+    assert decode_response(only_record(engine).response) == Response(201, [], b"{}")
 
 
-def test_a_request_that_is_run_again_without_an_answer_is_done_but_not_kept(guards, engine, caplog):
+def test_a_request_that_is_rerun_without_a_response_is_done_but_not_kept(guards, engine, caplog):
     """L12: nothing runs a third time because of that."""
     put_in_doubt(guards, engine)
-    change(engine, of_request(standing(engine)))
+    change(engine, of_request(only_record(engine)))
     again = guards.flavoured(Handler({"charged": 5}))
-    assert guards.done(engine.rerun(standing(engine).id, again, **BY_ADA)) == {"charged": 5}
-    assert (standing(engine).state, standing(engine).response) == (COMPLETED, None)
+    assert guards.done(engine.rerun(only_record(engine).id, again, **BY_ADA)) == {"charged": 5}
+    assert (only_record(engine).state, only_record(engine).response) == (COMPLETED, None)
     assert "not Happened(status, headers, body)" in caplog.text
 
 
-def test_what_is_not_in_doubt_is_not_run_again(guards, engine):
+def test_an_operation_that_is_not_in_doubt_is_not_run_again(guards, engine):
     """L6."""
     guards.run(engine, "k", Handler("done"), scope="charges")
     handler = Handler()
     again = guards.flavoured(handler)
     with pytest.raises(NotResolved, match="completed already"):
-        guards.done(engine.rerun(standing(engine).id, again, **BY_ADA))
+        guards.done(engine.rerun(only_record(engine).id, again, **BY_ADA))
     assert handler.calls == 0
 
 
-def test_a_run_that_was_taken_over_is_told_so(guards, engine):
+def test_a_rerun_that_was_taken_over_raises_claim_lost(guards, engine):
     """L5."""
     put_in_doubt(guards, engine)
 
     def again():
-        record = standing(engine)
+        record = only_record(engine)
         change(engine, record._replace(nonce=1, attempt=record.attempt + 1))
         return "late"
 
     with pytest.raises(ClaimLost, match="taken over while it ran"):
-        guards.done(engine.rerun(standing(engine).id, guards.flavoured(again), **BY_ADA))
-    assert standing(engine).response is None
+        guards.done(engine.rerun(only_record(engine).id, guards.flavoured(again), **BY_ADA))
+    assert only_record(engine).response is None

@@ -1,13 +1,13 @@
-"""The seam: begin, complete and fail, as every door uses them, and what is built on it since.
+"""The seam: begin, complete and fail, as every door uses them, and what is built on it.
 
 Each decision is reported once, whatever the store does; blocks of code can be guarded; and a
 function with a stored input is run again by another node.
 """
 
 import asyncio
-import inspect
+import json
 import threading
-from wsgiref.util import setup_testing_defaults
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -29,35 +29,16 @@ from coatcheck.errors import StepInDoubt, Uncertain
 from coatcheck.server import asgi, wsgi
 from coatcheck.telemetry import Recovered
 from tests.support.engines import (
-    WAIT_S_MAX,
-    Clock,
+    BY_ADA,
+    LEASE_S,
     Handler,
-    WatchedStore,
-    eventually,
+    Killed,
     held_up,
-    wait_for,
+    only_record,
+    recovery_round,
 )
-
-LEASE_S = 60
-EVERY_S = 60
-# A round of recovery is due at the latest after one and a half of them.
-LATE_S = 1.5 * EVERY_S
-BY_ADA = {"by": "ada", "why": "the provider has no such charge"}
-UNRECORDED = pytest.mark.parametrize("unrecorded", ["answer", "503"])
-
-
-class Killed(BaseException):
-    """What no handler can catch: the process ends here."""
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
-@pytest.fixture
-def store():
-    return WatchedStore()
+from tests.support.http import AsgiExchange, environ_of, exchange_wsgi, with_key
+from tests.support.times import WAIT_S_MAX, eventually, wait_for
 
 
 @pytest.fixture
@@ -75,101 +56,91 @@ def outcomes(decisions):
     return [(decision.outcome, decision.code) for decision in decisions]
 
 
-def outage(store, result="done"):
-    """A handler during which the store goes down, and stays down."""
-
-    def unplug():
-        store.is_down = True
-        return result
-
-    return unplug
-
-
-def check_unrecorded(store, unrecorded, call, expected):
-    """Call *call*, during which the store goes down: its answer is given, or refused."""
-    if unrecorded == "answer":
-        assert call() == expected
-    else:
-        with pytest.raises(StoreUnavailable):
-            call()
-    store.is_down = False
-    eventually(lambda: store.record.state == COMPLETED)
-
-
-UNRECORDED_DECISION = {
-    "answer": [("executed", "")],
-    "503": [("refused", "store-unavailable")],
-}
-
-
 # --- one decision, also if the store is down at the end -----------------------------------------
 
 
-@UNRECORDED
+@pytest.mark.parametrize("unrecorded", ["answer", "503"])
+@pytest.mark.parametrize("entry", ["run", "run_deferred", "rerun", "attempt"])
 def test_a_result_that_is_recorded_later_is_one_decision(
-    guards, store, clock, decisions, unrecorded
+    guards, store, clock, decisions, entry, *, unrecorded
 ):
-    """D2, O2: `run` obeys `unrecorded`."""
+    """D2, O2: each entry point obeys `unrecorded`, and a retry gets the same result."""
     policy = Policy(unrecorded=unrecorded, patience=0)
     engine = guards.engine(store, policy, clock=clock, observers=[decisions.append])
-    check_unrecorded(
-        *(store, unrecorded, lambda: guards.run(engine, "k", outage(store), scope="s"), "done")
+    call = ENTRIES[entry](guards, engine)
+    decisions.clear()
+
+    def unplug():
+        store.is_down = True
+        return "done"
+
+    if unrecorded == "answer":
+        assert call(unplug) == "done"
+        assert outcomes(decisions) == [("executed", "")]
+    else:
+        with pytest.raises(StoreUnavailable):
+            call(unplug)
+        assert outcomes(decisions) == [("refused", "store-unavailable")]
+    store.is_down = False
+    engine.attempts.heartbeat.tick()
+    assert store.record.state == COMPLETED
+    assert len(decisions) == 1
+    assert call(Handler("again")) == "done"
+
+
+def calls_of_run(guards, engine):
+    return lambda work: guards.run(engine, "k", work, scope="s")
+
+
+def calls_of_run_deferred(guards, engine):
+    token = deferred(guards, engine)
+    flavoured = guards.flavoured
+    return lambda work: json.loads(guards.done(engine.run_deferred(token, flavoured(work))).body)
+
+
+def calls_of_rerun(guards, engine):
+    with pytest.raises(Uncertain):
+        guards.run(engine, "k", Handler(Uncertain()), scope="s")
+    id = only_record(engine).id
+
+    def call(work):
+        if only_record(engine).state == COMPLETED:
+            return guards.run(engine, "k", work, scope="s")
+        return guards.done(engine.rerun(id, guards.flavoured(work), **BY_ADA))
+
+    return call
+
+
+def calls_of_attempt(guards, engine):
+    return lambda work: (
+        attempted(guards, engine, lambda a: None if a.is_replay else a.complete(work())).result
     )
-    assert outcomes(decisions) == UNRECORDED_DECISION[unrecorded]
-    assert guards.run(engine, "k", Handler("again"), scope="s") == "done"
 
 
-def begun(guards, engine, policy=None):
-    """An operation that was begun at the seam, as an HTTP door does it."""
+ENTRIES = {
+    "run": calls_of_run,
+    "run_deferred": calls_of_run_deferred,
+    "rerun": calls_of_rerun,
+    "attempt": calls_of_attempt,
+}
+
+
+def new_request(engine):
+    """What an HTTP door asks the engine for."""
     id = operation_id(caller="c" * 32, route="POST /orders", key="k", secret=b"")
-    request = engine.attempts.new_request(
-        id, b"f" * 16, key="k", caller="c" * 32, label="POST /orders"
-    )
-    return guards.done(engine.begin(request, policy or engine.policy))
+    options = {"key": "k", "caller": "c" * 32, "label": "POST /orders"}
+    return engine.attempts.new_request(id, b"f" * 16, **options)
+
+
+def begun(guards, engine):
+    """An operation that was begun at the seam, as an HTTP door does it."""
+    return guards.done(engine.begin(new_request(engine), engine.policy))
 
 
 def deferred(guards, engine):
     """The token of an operation whose work a handler has left to a worker."""
     operation = begun(guards, engine)
     return guards.done(engine.defer(operation, 1_000 * LEASE_S))
-
-
-@UNRECORDED
-def test_deferred_work_that_is_recorded_later_is_one_decision(
-    guards, store, clock, decisions, unrecorded
-):
-    """D2, O2: `run_deferred` obeys `unrecorded`."""
-    policy = Policy(unrecorded=unrecorded, patience=0)
-    engine = guards.engine(store, policy, clock=clock, observers=[decisions.append])
-    token = deferred(guards, engine)
-    work = guards.flavoured(outage(store, {"order": 7}))
-    check_unrecorded(
-        *(store, unrecorded, lambda: guards.done(engine.run_deferred(token, work)).body),
-        b'{"order": 7}',
-    )
-    assert outcomes(decisions) == UNRECORDED_DECISION[unrecorded]
-    again = guards.flavoured(Handler("again"))
-    assert guards.done(engine.run_deferred(token, again)).body == b'{"order": 7}'
-
-
-@UNRECORDED
-def test_a_rerun_that_is_recorded_later_is_one_decision(
-    guards, store, clock, decisions, unrecorded
-):
-    """D2, O2: `rerun` obeys `unrecorded`."""
-    policy = Policy(unrecorded=unrecorded, patience=0)
-    engine = guards.engine(store, policy, clock=clock, observers=[decisions.append])
-    with pytest.raises(Uncertain):
-        guards.run(engine, "k", Handler(Uncertain()), scope="s")
-    decisions.clear()
-    work = guards.flavoured(outage(store, {"order": 7}))
-    id = store.record.id
-    check_unrecorded(
-        *(store, unrecorded, lambda: guards.done(engine.rerun(id, work, **BY_ADA))),
-        {"order": 7},
-    )
-    assert outcomes(decisions) == UNRECORDED_DECISION[unrecorded]
-    assert guards.run(engine, "k", Handler("again"), scope="s") == {"order": 7}
 
 
 def test_a_rerun_that_fails_is_one_decision(guards, engine, store, decisions):
@@ -183,7 +154,7 @@ def test_a_rerun_that_fails_is_one_decision(guards, engine, store, decisions):
     assert (outcomes(decisions), store.record.state) == ([("failed", "")], IN_DOUBT)
 
 
-def test_what_ends_twice_ends_once(guards, engine, store, decisions):
+def test_an_operation_that_fails_twice_fails_once(guards, engine, store, decisions):
     """L4: a door may fail what it could not complete."""
     operation = begun(guards, engine)
     assert guards.done(engine.fail(operation, ZeroDivisionError())) is None
@@ -221,76 +192,50 @@ def test_a_handler_that_defers_during_a_failed_write_is_answered_with_202(
         store.troubles = [trouble]
         return operation.defer()
 
-    assert respond(engine, began, tokens) == 202
+    assert respond(engine, began, tokens).status == 202
     assert (store.troubles, store.record.state) == ([], RUNNING)
-    (token,) = tokens
     work = guards.flavoured(Handler(Happened(201, [], b"made")))
-    assert guards.done(engine.run_deferred(token, work)).status == 201
+    assert guards.done(engine.run_deferred(tokens[0], work)).status == 201
     assert store.record.state == COMPLETED
 
 
 def post_wsgi(engine, defer, tokens):
-    """The status of a POST whose handler defers its work."""
-    statuses = []
+    """A POST whose handler defers its work."""
 
     def app(_environ, start_response):
         tokens.append(defer(current_operation()))
-        start_response("200 OK", [])
+        start_response("200 OK", [("Content-Type", "text/plain")])
         return [b"deferred"]
 
-    environ = {"REQUEST_METHOD": "POST", "PATH_INFO": "/orders", "HTTP_IDEMPOTENCY_KEY": "k"}
-    setup_testing_defaults(environ)
-    guarded = wsgi.IdempotencyMiddleware(app, engine=engine)
-    answer = guarded(environ, lambda status, *_: statuses.append(int(status[:3])))
-    list(answer)
-    getattr(answer, "close", list)()
-    return statuses[-1]
+    environ = environ_of("POST", "/orders", with_key("k"), b"")
+    return exchange_wsgi(wsgi.IdempotencyMiddleware(app, engine=engine), environ)
 
 
 def post_asgi(engine, defer, tokens):
     """The same over ASGI."""
-    statuses = []
 
     async def app(_scope, _receive, send):
         tokens.append(await defer(current_operation()))
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"deferred"})
 
-    async def receive():
-        return {"type": "http.request", "body": b""}
-
-    async def send(message):
-        statuses.append(message.get("status"))
-
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/orders",
-        "query_string": b"",
-        "headers": [(b"idempotency-key", b"k")],
-        "http_version": "1.1",
-        "scheme": "http",
-    }
-    guarded = asgi.IdempotencyMiddleware(app, engine=engine)
-    asyncio.run(guarded(scope, receive, send))
-    return statuses[0]
+    exchange = AsgiExchange("POST", "/orders", with_key("k"), b"")
+    return asyncio.run(exchange.run(asgi.IdempotencyMiddleware(app, engine=engine)))
 
 
 # --- attempts -----------------------------------------------------------------------------------
 
 
 def attempted(guards, engine, block, key="k", **options):
-    """Run *block* in an attempt; what it returns is awaited where it has to be."""
+    """Run *block* in an attempt; it may be a generator that yields what is to be awaited."""
     if not guards.is_async:
         with engine.attempt(key, scope="orders", **options) as attempt:
-            block(attempt)
+            guards.flavoured(block)(attempt)
         return attempt
 
     async def use():
         async with engine.attempt(key, scope="orders", **options) as attempt:
-            result = block(attempt)
-            if inspect.isawaitable(result):
-                await result
+            await guards.flavoured(block)(attempt)
         return attempt
 
     return asyncio.run(use())
@@ -358,18 +303,11 @@ def test_a_block_that_raises_after_its_result_is_done(guards, engine, store, dec
     """L2: what is stored stays."""
 
     def block(attempt):
+        yield attempt.complete("done")
         raise ZeroDivisionError
 
-    async def block_async(attempt):
-        await attempt.complete("done")
-        block(attempt)
-
-    def block_sync(attempt):
-        attempt.complete("done")
-        block(attempt)
-
     with pytest.raises(ZeroDivisionError):
-        attempted(guards, engine, block_async if guards.is_async else block_sync)
+        attempted(guards, engine, block)
     assert (outcomes(decisions), store.record.state) == ([("executed", "")], COMPLETED)
     assert attempted(guards, engine, completing("again")).result == "done"
 
@@ -378,20 +316,16 @@ def test_a_block_has_one_result(guards, engine, store):
     """L2."""
 
     def twice(attempt):
-        attempt.complete("one")
-        attempt.complete("two")
-
-    async def twice_async(attempt):
-        await attempt.complete("one")
-        await attempt.complete("two")
+        yield attempt.complete("one")
+        yield attempt.complete("two")
 
     with pytest.raises(Misconfigured, match="complete already"):
-        attempted(guards, engine, twice_async if guards.is_async else twice)
+        attempted(guards, engine, twice)
     assert attempted(guards, engine, completing("three")).result == "one"
 
 
 def test_a_replay_has_nothing_to_complete(guards, engine):
-    """L2: a block that does not look is told so."""
+    """L2: a block that does not look gets an error."""
     attempted(guards, engine, completing("done"))
     with pytest.raises(Misconfigured, match="complete already"):
         attempted(guards, engine, lambda attempt: attempt.complete("again"))
@@ -412,61 +346,12 @@ def test_a_block_that_runs_elsewhere_is_refused(guards, store, clock, decisions)
     engine, other = (guards.engine(store, **options) for _ in range(2))
 
     def block(attempt):
-        with pytest.raises(KeyBusy):
-            thread_result(lambda: attempted(guards, other, completing("theirs")))
+        with pytest.raises(KeyBusy), ThreadPoolExecutor(1) as threads:
+            threads.submit(attempted, guards, other, completing("theirs")).result(WAIT_S_MAX)
         return attempt.complete("ours")
 
     assert attempted(guards, engine, block).result == "ours"
     assert outcomes(decisions) == [("refused", "in-progress"), ("executed", "")]
-
-
-def thread_result(function):
-    """What *function* returns or raises, in a thread without an event loop."""
-    results = []
-
-    def call():
-        try:
-            results.append((function(), None))
-        except Exception as error:  # noqa: BLE001 - raised below
-            results.append((None, error))
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join(WAIT_S_MAX)
-    ((result, error),) = results
-    if error is not None:
-        raise error
-    return result
-
-
-@UNRECORDED
-def test_a_block_whose_result_is_recorded_later_is_one_decision(
-    guards, store, clock, decisions, unrecorded
-):
-    """D2, O2: `attempt` obeys `unrecorded`."""
-    policy = Policy(unrecorded=unrecorded, patience=0)
-    engine = guards.engine(store, policy, clock=clock, observers=[decisions.append])
-
-    def block(attempt):
-        store.is_down = True
-        return attempt.complete("done")
-
-    check_unrecorded(*(store, unrecorded, lambda: attempted(guards, engine, block).result, "done"))
-    assert outcomes(decisions) == UNRECORDED_DECISION[unrecorded]
-
-
-def test_a_block_that_dies_is_recovered_like_anything_else(guards, engine, store, clock):
-    """L6: its lease expires, and the next attempt takes over."""
-
-    def die(_attempt):
-        raise Killed
-
-    with pytest.raises(Killed):
-        attempted(guards, engine, die)
-    assert store.record.state == RUNNING
-    clock.pass_s(LEASE_S)
-    attempt = attempted(guards, engine, completing("done"))
-    assert (attempt.result, store.record.attempt) == ("done", 2)
 
 
 def test_a_block_has_no_transaction(guards, engine):
@@ -492,18 +377,11 @@ def test_a_key_belongs_to_the_fingerprint_that_it_was_given_with(
     assert (store.record.fingerprint == fingerprint) == (fingerprint == b"d" * 16)
 
 
-def test_a_fingerprint_does_not_depend_on_the_order_of_its_members(guards, engine):
-    """K2."""
-    given = [{"amount": 1, "to": "ada"}, {"to": "ada", "amount": 1}]
-    attempts = [attempted(guards, engine, completing(1), fingerprint=one) for one in given]
-    assert [attempt.is_replay for attempt in attempts] == [False, True]
-
-
 # --- renewals ------------------------------------------------------------------------------------
 
 
-def test_whoever_wants_to_know_is_called_at_each_renewal(guards, engine, clock, caplog):
-    """L5: in a thread; one that fails keeps nobody else from being called."""
+def test_a_callback_is_called_at_each_renewal_although_another_fails(guards, engine, clock, caplog):
+    """L5: in a thread; one that fails does not affect the others."""
     calls, threads = [], []
 
     def called():
@@ -515,7 +393,7 @@ def test_whoever_wants_to_know_is_called_at_each_renewal(guards, engine, clock, 
         operation.on_renewed(lambda: 1 / 0)
         operation.on_renewed(called)
         for count in (1, 2):
-            clock.pass_s(LEASE_S / 2)
+            clock.advance(LEASE_S / 2)
             engine.attempts.heartbeat.tick()
             eventually(lambda count=count: len(calls) == count)
         return "done"
@@ -523,14 +401,9 @@ def test_whoever_wants_to_know_is_called_at_each_renewal(guards, engine, clock, 
     assert guards.run(engine, "k", renew_twice, scope="s") == "done"
     assert threading.current_thread() not in threads
     assert "an on_renewed callback failed" in caplog.text
-    clock.pass_s(LEASE_S)
+    clock.advance(LEASE_S)
     engine.attempts.heartbeat.tick()
     assert len(calls) == 2  # it has ended
-
-
-def test_what_cannot_be_called_is_refused_at_once(guards, engine):
-    with pytest.raises(Misconfigured, match="on_renewed"):
-        guards.run(engine, "k", lambda: current_operation().on_renewed("not a function"), scope="s")
 
 
 # --- how many attempts ---------------------------------------------------------------------------
@@ -556,14 +429,14 @@ def test_after_so_many_failures_there_is_no_further_attempt(
     assert outcomes(decisions) == [failed, failed, refused, refused]
 
 
-def test_after_so_many_crashes_it_is_in_doubt(guards, store, clock):
+def test_after_so_many_crashes_the_operation_is_in_doubt(guards, store, clock):
     """L6: what kills its process does not kill one after the other."""
     engine = guards.engine(store, Policy(attempts_max=2), clock=clock)
     handler = Handler(Killed())
     for _ in range(2):
         with pytest.raises(Killed):
             guards.run(engine, "k", handler, scope="s")
-        clock.pass_s(LEASE_S)
+        clock.advance(LEASE_S)
     with pytest.raises(OutcomeUnknown) as refused:
         guards.run(engine, "k", handler, scope="s")
     assert refused.value.problem.code == "outcome-unknown"
@@ -588,7 +461,7 @@ def test_a_number_of_attempts_is_a_number_of_attempts(attempts_max):
 # --- handlers that do not know ---------------------------------------------------------------------
 
 
-def test_a_handler_that_does_not_know_leaves_it_in_doubt(guards, engine, store, decisions):
+def test_a_handler_that_raises_uncertain_leaves_it_in_doubt(guards, engine, store, decisions):
     """L6: also where a failure would simply be retried."""
     handler = Handler(Uncertain("the provider did not answer"))
     with pytest.raises(Uncertain):
@@ -602,7 +475,7 @@ def test_a_handler_that_does_not_know_leaves_it_in_doubt(guards, engine, store, 
     assert guards.run(engine, "k", handler, scope="s") == "charged"
 
 
-def test_a_reconcile_function_is_asked_about_what_a_handler_does_not_know(guards, store, clock):
+def test_a_reconcile_function_is_called_after_uncertain(guards, store, clock):
     """L6."""
     policy = Policy(recovery="reconcile", reconcile=lambda _: Happened(value="charged"))
     engine = guards.engine(store, policy, clock=clock)
@@ -611,22 +484,11 @@ def test_a_reconcile_function_is_asked_about_what_a_handler_does_not_know(guards
     assert guards.run(engine, "k", Handler(), scope="s") == "charged"
 
 
-def test_a_block_that_does_not_know_leaves_it_in_doubt(guards, engine, store):
-    """L6."""
-
-    def block(_attempt):
-        raise Uncertain
-
-    with pytest.raises(Uncertain):
-        attempted(guards, engine, block)
-    assert store.record.state == IN_DOUBT
-
-
 # --- registered functions --------------------------------------------------------------------------
 
 
 class Work:
-    """A function that is registered, and dies when it is told to."""
+    """A function that is registered, and can die."""
 
     def __init__(self, dies=False, result=None):
         self.dies = dies
@@ -655,36 +517,25 @@ def dead(guards, store, clock, given, name="ship", **options):
 
 def another_node(guards, store, clock, work, *, name="ship", policy=None, **options):
     """The engine of another process, in which the same name is registered."""
-    engine = guards.engine(store, clock=clock, recover_every_s=EVERY_S, **options)
+    engine = guards.engine(store, clock=clock, recover_every_s=60, **options)
     call = registered(guards, engine, work, name, policy=policy)
     engine.attempts.heartbeat.tick()
     return engine, call
 
 
-def a_round(engine, clock):
-    """Let the heartbeat start a round, and wait for its end."""
-    clock.pass_s(LATE_S)
-    before = engine.recovery._thread
-    engine.attempts.heartbeat.tick()
-    thread = engine.recovery._thread
-    assert thread is not before, "no round has begun"
-    thread.join(WAIT_S_MAX)
-    assert not thread.is_alive()
-
-
 @pytest.mark.parametrize("given", [{"order": [1, None, "ä"]}, b"\0\xff", "text", None])
-def test_what_has_died_is_run_again_by_another_node_with_its_input(guards, store, clock, given):
+def test_a_call_that_died_is_run_again_by_another_node_with_its_input(guards, store, clock, given):
     """L6: though no client comes back."""
     dead(guards, store, clock, given)
     work, events = Work(), []
     engine, call = another_node(guards, store, clock, work, listeners=[events.append])
-    a_round(engine, clock)
+    recovery_round(engine, clock)
     assert work.inputs == [given]
     assert (store.record.state, store.record.attempt, store.record.key) == (COMPLETED, 2, "k")
     assert [e.outcome for e in events if isinstance(e, Recovered)] == ["run again"]
     assert engine.attempts.heartbeat.leases == {}
     assert (guards.done(call.run("k", given)), len(work.inputs)) == (given, 1)
-    a_round(engine, clock)
+    recovery_round(engine, clock)
     assert len(work.inputs) == 1
 
 
@@ -697,37 +548,24 @@ def test_an_encrypted_input_is_run_again_where_it_can_be_read(guards, store, clo
     if "keyring" in options:
         blind = Work()
         engine, _ = another_node(guards, store, clock, blind)
-        a_round(engine, clock)
+        recovery_round(engine, clock)
         assert (blind.inputs, store.record.attempt) == ([], 1)
     work = Work(result="done")
     engine, _ = another_node(guards, store, clock, work, **options)
-    a_round(engine, clock)
+    recovery_round(engine, clock)
     assert (work.inputs, store.record.state) == ([given], COMPLETED)
 
 
-def test_a_registered_function_may_have_a_long_name(guards, store, clock):
-    """L6, X2: of two that begin alike, each runs its own."""
-    names = ["s" * 300 + end for end in ("one", "other")]
-    dead(guards, store, clock, 7, names[0])
-    engine = guards.engine(store, clock=clock, recover_every_s=EVERY_S)
-    works = [Work(), Work()]
-    for name, work in zip(names, works, strict=True):
-        registered(guards, engine, work, name)
-    engine.attempts.heartbeat.tick()
-    a_round(engine, clock)
-    assert [work.inputs for work in works] == [[7], []]
-
-
-def test_what_is_not_registered_here_is_left_to_others(guards, store, clock):
+def test_a_function_that_is_not_registered_here_is_not_run(guards, store, clock):
     """L6."""
     dead(guards, store, clock, 7)
     work, before = Work(), store.record
     engine, _ = another_node(guards, store, clock, work, name="bill")
-    a_round(engine, clock)
+    recovery_round(engine, clock)
     assert (work.inputs, store.record) == ([], before)
 
 
-def test_what_still_runs_is_not_run_again(guards, store, clock):
+def test_a_call_that_still_runs_is_not_run_again(guards, store, clock):
     """L5: neither here nor by another node."""
     slow, work = held_up("done"), Work()
     engine, call = another_node(guards, store, clock, slow)
@@ -737,10 +575,10 @@ def test_what_still_runs_is_not_run_again(guards, store, clock):
     wait_for(slow.is_running)
     engine.attempts.heartbeat.tick()
     for _ in range(2):
-        clock.pass_s(LEASE_S / 2)
+        clock.advance(LEASE_S / 2)
         engine.attempts.heartbeat.tick()
     thread_before = other.recovery._thread
-    clock.pass_s(LEASE_S / 2)
+    clock.advance(LEASE_S / 2)
     engine.attempts.heartbeat.tick()
     other.attempts.heartbeat.tick()
     assert other.recovery._thread is not thread_before
@@ -750,7 +588,7 @@ def test_what_still_runs_is_not_run_again(guards, store, clock):
     assert (slow.calls, work.inputs, store.record.state) == (1, [], COMPLETED)
 
 
-def test_what_fails_again_does_not_keep_others_from_being_run(guards, store, clock, caplog):
+def test_a_call_that_fails_again_does_not_prevent_the_others(guards, store, clock, caplog):
     """L6."""
     for key in "abc":
         engine = guards.engine(store, clock=clock)
@@ -766,7 +604,7 @@ def test_what_fails_again_does_not_keep_others_from_being_run(guards, store, clo
 
     work = FailsOnce()
     engine, _ = another_node(guards, store, clock, work)
-    a_round(engine, clock)
+    recovery_round(engine, clock)
     assert sorted(work.inputs) == ["a", "b", "c"]
     assert sorted(record.state for record in store.records) == sorted([FAILED, *[COMPLETED] * 2])
     assert "was run again and failed" in caplog.text
@@ -778,17 +616,7 @@ def test_steps_that_are_done_are_not_done_again(guards, store, clock):
 
     def work(given):
         operation = current_operation()
-        charge = operation.step("charge", charges.append, given)
-        if not guards.is_async:
-            return die_or_end(operation)
-
-        async def go_on():
-            await charge
-            return die_or_end(operation)
-
-        return go_on()
-
-    def die_or_end(operation):
+        yield operation.step("charge", charges.append, given)
         if operation.attempt == 1:
             raise Killed
         return "shipped"
@@ -797,7 +625,7 @@ def test_steps_that_are_done_are_not_done_again(guards, store, clock):
     with pytest.raises(Killed):
         guards.done(registered(guards, engine, work).run("k", 7))
     node, _ = another_node(guards, store, clock, work)
-    a_round(node, clock)
+    recovery_round(node, clock)
     assert (charges, store.record.state) == ([7], COMPLETED)
 
 
@@ -817,7 +645,7 @@ def test_a_registered_function_that_may_not_run_again_is_recovered_as_its_policy
     dead(guards, store, clock, 7, policy=policy)
     work = Work()
     engine, call = another_node(guards, store, clock, work, policy=policy)
-    a_round(engine, clock)
+    recovery_round(engine, clock)
     assert work.inputs == []
     assert asked == ([] if recovery == "manual" else ["k"])
     assert store.record.state == (IN_DOUBT if recovery == "manual" else COMPLETED)
@@ -825,18 +653,18 @@ def test_a_registered_function_that_may_not_run_again_is_recovered_as_its_policy
         assert guards.done(call.run("k", 7)) == "shipped"
 
 
-def test_what_kills_every_process_is_run_again_only_so_often(guards, store, clock):
+def test_a_call_that_kills_every_process_is_run_again_only_so_often(guards, store, clock):
     """L6: then it is in doubt."""
     policy = Policy(attempts_max=2)
     dead(guards, store, clock, 7, policy=policy)
     work = Work()
     engine = guards.engine(store, clock=clock)
     call = registered(guards, engine, Work(dies=True), policy=policy)
-    clock.pass_s(LEASE_S)
+    clock.advance(LEASE_S)
     with pytest.raises(Killed):
         guards.done(call.run("k", 7))
     engine, _ = another_node(guards, store, clock, work, policy=policy)
-    a_round(engine, clock)
+    recovery_round(engine, clock)
     assert (work.inputs, store.record.state, store.record.attempt) == ([], IN_DOUBT, 2)
 
 
@@ -872,21 +700,15 @@ def test_a_doubt_that_could_not_be_written_is_an_outage_that_may_be_retried(
 ):
     """D2, L7: "outcome-unknown" says never to retry, and would be wrong before it is stored."""
     engine = guards.engine(store, Policy(patience=0), clock=clock, observers=[decisions.append])
-    request = engine.attempts.new_request(
-        b"i" * 16, b"f" * 16, key="k", caller="someone", label="POST /orders"
-    )
 
-    async def doubted():
-        operation = await asked(engine.begin(request, engine.policy))
+    def doubted():
+        operation = yield engine.begin(new_request(engine), engine.policy)
         operation.step_problem = StepInDoubt("charge")
         operation.has_notes = True
         store.is_down = True
-        return await asked(engine.complete(operation, Outcome(COMPLETE, b"")))
+        return (yield engine.complete(operation, Outcome(COMPLETE, b"")))
 
-    async def asked(result):
-        return await result if inspect.isawaitable(result) else result
-
-    answer = asyncio.run(doubted())
+    answer = guards.done(guards.flavoured(doubted)())
     assert answer.problem.code == "store-unavailable"
     assert outcomes(decisions) == [("refused", "store-unavailable")]
     store.is_down = False

@@ -1,9 +1,6 @@
 """Steps, notes and progress as handlers use them, with both engines and over HTTP (L6, L7)."""
 
 import asyncio
-import functools
-import inspect
-import io
 import threading
 
 import httpx
@@ -28,15 +25,12 @@ from coatcheck.errors import (
     StepsChanged,
 )
 from coatcheck.server.fastapi import CurrentOperation, IdempotencyMiddleware
-from coatcheck.server.wsgi import IdempotencyMiddleware as WsgiMiddleware
-from tests.support.engines import WatchedStore, held_up, wait_for
+from coatcheck.stores.memory import AsyncMemoryStore
+from tests.engine.small_api import small_api
+from tests.support.engines import held_up
+from tests.support.times import wait_for
 
 MANUAL = Policy(recovery="manual")
-
-
-@pytest.fixture
-def store():
-    return WatchedStore()
 
 
 @pytest.fixture
@@ -45,10 +39,9 @@ def engine(guards, store):
 
 
 class Shop:
-    """A handler with two steps, which fails where it is told to."""
+    """A handler with two steps, of which one may fail."""
 
-    def __init__(self, is_async, **options):
-        self.is_async = is_async
+    def __init__(self, **options):
         self.options = options
         self.charges = 0
         self.ships = 0
@@ -67,42 +60,41 @@ class Shop:
             raise TimeoutError("no answer")
         return b"parcel"
 
-    @property
-    def handler(self):
-        return self._handle_async if self.is_async else self._handle
-
-    def _handle(self):
+    def handle(self):
         operation = current_operation()
-        charged = operation.step(self.names[0], self.charge, **self.options)
-        shipped = operation.step(self.names[1], self.ship)
+        charged = yield operation.step(self.names[0], self.charge, **self.options)
+        shipped = yield operation.step(self.names[1], self.ship)
         return [charged, shipped.decode(), operation.attempt]
 
-    async def _handle_async(self):
-        operation = current_operation()
-        charged = await operation.step(self.names[0], self.charge, **self.options)
-        shipped = await operation.step(self.names[1], self.ship)
-        return [charged, shipped.decode(), operation.attempt]
+    def run(self, guards, engine):
+        return guards.run(engine, "order", self.handle, scope="shop")
 
-    def run(self, guards, engine, **options):
-        return guards.done(engine.run("order", self.handler, scope="shop", **options))
+    def run_until_charge_fails(self, guards, engine):
+        """An attempt whose first step raises; the next attempt would not."""
+        self.fails_in = "charge"
+        with pytest.raises(TimeoutError):
+            self.run(guards, engine)
+        self.fails_in = ""
 
 
 @pytest.fixture
-def shop(guards):
-    return Shop(guards.is_async)
+def shop():
+    return Shop()
 
 
-def test_who_is_told_of_a_lost_claim_may_not_be_async(guards, engine):
-    """L5: nobody would await it, and it would never be told."""
+@pytest.mark.parametrize("register", ["on_lost", "on_renewed"])
+def test_a_callback_that_could_never_be_called_is_refused(guards, engine, register):
+    """L5: an async one would never be awaited."""
 
     async def stop():
         raise AssertionError
 
-    def work():
-        current_operation().on_lost(stop)
+    def work(callback):
+        getattr(current_operation(), register)(callback)
 
-    with pytest.raises(Misconfigured, match=r"on_lost.*async"):
-        guards.run(engine, "k", work)
+    for key, callback in (("a", stop), ("b", "not a function")):
+        with pytest.raises(Misconfigured, match=register):
+            guards.run(engine, key, work, callback, scope="s")
 
 
 # --- what is done stays done ------------------------------------------------------------------
@@ -121,10 +113,7 @@ def test_a_later_attempt_goes_on_after_the_last_finished_step(guards, engine, sh
 
 def test_a_step_that_failed_is_taken_again(guards, engine, shop):
     """L7."""
-    shop.fails_in = "charge"
-    with pytest.raises(TimeoutError):
-        shop.run(guards, engine)
-    shop.fails_in = ""
+    shop.run_until_charge_fails(guards, engine)
     assert shop.run(guards, engine) == [{"charge": 2}, "parcel", 2]
 
 
@@ -190,17 +179,12 @@ def test_an_effect_is_not_repeated_because_all_results_together_are_too_many(gua
 
     def handle():
         for number in range(6):
-            current_operation().step(f"export-{number}", export, number)
+            yield current_operation().step(f"export-{number}", export, number)
 
-    async def handle_async():
-        for number in range(6):
-            await current_operation().step(f"export-{number}", export, number)
-
-    handler = handle_async if guards.is_async else handle
     with pytest.raises(Misconfigured, match="262144 can be stored"):
-        guards.done(engine.run("k", handler, scope="s"))
+        guards.run(engine, "k", handle)
     with pytest.raises(StepInDoubt, match="export-3"):
-        guards.done(engine.run("k", handler, scope="s"))
+        guards.run(engine, "k", handle)
     assert runs == [0, 1, 2, 3]
 
 
@@ -221,29 +205,23 @@ def test_a_probe_gives_the_result_that_was_too_large_to_keep(guards, engine):
 
 
 def test_a_handler_may_go_on_without_the_result(guards, engine, store):
-    """L7: it knows what it needs; and another person's look finds what was not kept."""
+    """L7: it knows what it needs; an operator sees that the result was not kept."""
 
     def handle():
         operation = current_operation()
         assert operation.steps == []
         with pytest.raises(Misconfigured):
-            operation.step("export", object)
+            yield operation.step("export", object)
         assert operation.steps == ["export"]
         return "done"
 
-    async def handle_async():
-        with pytest.raises(Misconfigured):
-            await current_operation().step("export", object)
-        return "done"
-
-    handler = handle_async if guards.is_async else handle
-    assert guards.done(engine.run("k", handler, scope="s")) == "done"
-    told = dict(story_of(store.record))
-    assert told["step"] == "export: done by attempt 1, its result was not stored"
+    assert guards.run(engine, "k", handle) == "done"
+    story = dict(story_of(store.record))
+    assert story["step"] == "export: done by attempt 1, its result was not stored"
 
 
 @pytest.mark.parametrize("outcome", ["resolve", "rerun"])
-def test_a_person_cannot_have_it_run_again_either(guards, engine, store, outcome):
+def test_an_operator_cannot_run_it_again_either(guards, engine, store, outcome):
     """L6, L7: it is known to have happened; a person ends it with the answer that it should have."""
     runs = []
 
@@ -278,7 +256,7 @@ def take(name):
 
 
 @pytest.mark.parametrize("trouble", ["down", "deaf"])
-def test_a_blink_of_the_store_does_not_lose_what_a_step_did(guards, engine, store, shop, trouble):
+def test_a_short_outage_does_not_lose_the_result_of_a_step(guards, engine, store, shop, trouble):
     """D2, L7: neither the write nor its answer."""
     store.troubles = ["", trouble, "", trouble]
     assert shop.run(guards, engine) == [{"charge": 1}, "parcel", 1]
@@ -288,14 +266,11 @@ def test_a_blink_of_the_store_does_not_lose_what_a_step_did(guards, engine, stor
 # --- at most once -----------------------------------------------------------------------------
 
 
-def test_a_step_at_most_once_is_parked_and_not_run_again(guards, engine, store):
+def test_a_step_at_most_once_is_in_doubt_and_not_run_again(guards, engine, store):
     """L6: whatever the route's policy is, which is to retry here."""
-    shop = Shop(guards.is_async, at_most_once=True)
-    shop.fails_in = "charge"
-    with pytest.raises(TimeoutError):
-        shop.run(guards, engine)
+    shop = Shop(at_most_once=True)
+    shop.run_until_charge_fails(guards, engine)
     assert store.record.state == FAILED
-    shop.fails_in = ""
     with pytest.raises(StepInDoubt):
         shop.run(guards, engine)
     assert store.record.state == IN_DOUBT
@@ -307,7 +282,7 @@ def test_a_step_at_most_once_is_parked_and_not_run_again(guards, engine, store):
 @pytest.mark.parametrize(
     ("told", "charges"), [(Happened(value={"charge": 7}), 1), (DidNotHappen(), 2)]
 )
-def test_a_probe_is_asked_what_became_of_it(guards, engine, told, charges):
+def test_a_probe_finds_out_whether_it_happened(guards, engine, told, charges):
     """L6: it gets the operation, with its notes."""
     asked = []
 
@@ -315,11 +290,8 @@ def test_a_probe_is_asked_what_became_of_it(guards, engine, told, charges):
         asked.append(operation.attempt)
         return told
 
-    shop = Shop(guards.is_async, at_most_once=True, probe=probe)
-    shop.fails_in = "charge"
-    with pytest.raises(TimeoutError):
-        shop.run(guards, engine)
-    shop.fails_in = ""
+    shop = Shop(at_most_once=True, probe=probe)
+    shop.run_until_charge_fails(guards, engine)
     charged, _, attempt = shop.run(guards, engine)
     assert charged == {"charge": 7 if charges == 1 else 2}
     assert (asked, attempt, shop.charges) == ([2], 2, charges)
@@ -330,115 +302,73 @@ def test_a_step_that_raised_is_in_doubt_for_the_same_attempt_as_well(
     guards, engine, store, probe, charges
 ):
     """L6: a handler that catches the error and takes the step again does not run it again."""
-    shop = Shop(guards.is_async, at_most_once=True, probe=probe)
-    shop.fails_in = "charge"
+    shop = Shop(at_most_once=True, probe=probe)
 
     def insist():
+        shop.fails_in = "charge"
         with pytest.raises(TimeoutError):
-            current_operation().step("charge", shop.charge, **shop.options)
+            yield current_operation().step("charge", shop.charge, **shop.options)
         shop.fails_in = ""
-        return current_operation().step("charge", shop.charge, **shop.options)
+        return (yield current_operation().step("charge", shop.charge, **shop.options))
 
-    async def insist_async():
-        with pytest.raises(TimeoutError):
-            await current_operation().step("charge", shop.charge, **shop.options)
-        shop.fails_in = ""
-        return await current_operation().step("charge", shop.charge, **shop.options)
-
-    handler = insist_async if guards.is_async else insist
     if probe is None:
         with pytest.raises(StepInDoubt):
-            guards.done(engine.run("order", handler, scope="shop"))
+            guards.run(engine, "order", insist)
         assert store.record.state == IN_DOUBT
     else:
-        assert guards.done(engine.run("order", handler, scope="shop")) == {"charge": 2}
+        assert guards.run(engine, "order", insist) == {"charge": 2}
     assert shop.charges == charges
 
 
-def test_a_renewal_that_is_heard_of_late_does_not_hide_what_was_begun(guards, engine, store):
-    """L6: a renewal is written first, and known here when the step has begun on top of that."""
-    shop = Shop(guards.is_async, at_most_once=True)
-    shop.fails_in = "charge"
-
-    def begin():
-        (lease,) = engine.attempts.heartbeat.leases.values()
-        return lease, lease.claim
+def test_a_renewal_whose_answer_is_late_does_not_hide_a_step_that_was_begun(guards, engine, store):
+    """L6: the step was written on top of the renewal before its answer arrived."""
+    shop = Shop(at_most_once=True)
 
     def insist():
-        lease, renewed = begin()
+        (lease,) = engine.attempts.heartbeat.leases.values()
+        renewed, shop.fails_in = lease.claim, "charge"
         with pytest.raises(TimeoutError):
-            current_operation().step("charge", shop.charge, at_most_once=True)
+            yield current_operation().step("charge", shop.charge, at_most_once=True)
         lease.renewed(renewed)
-        return current_operation().step("charge", shop.charge, at_most_once=True)
+        yield current_operation().step("charge", shop.charge, at_most_once=True)
 
-    async def insist_async():
-        lease, renewed = begin()
-        with pytest.raises(TimeoutError):
-            await current_operation().step("charge", shop.charge, at_most_once=True)
-        lease.renewed(renewed)
-        return await current_operation().step("charge", shop.charge, at_most_once=True)
-
-    handler = insist_async if guards.is_async else insist
     with pytest.raises(StepInDoubt):
-        guards.done(engine.run("order", handler, scope="shop"))
+        guards.run(engine, "order", insist)
     assert (store.record.state, shop.charges) == (IN_DOUBT, 1)
 
 
-def test_a_probe_that_does_not_know_parks_it(guards, engine, store):
+def test_a_probe_that_does_not_know_leaves_it_in_doubt(guards, engine, store):
     """L6."""
-    shop = Shop(guards.is_async, probe=lambda _operation: Unknown())
-    shop.fails_in = "charge"
-    with pytest.raises(TimeoutError):
-        shop.run(guards, engine)
+    shop = Shop(probe=lambda _operation: Unknown())
+    shop.run_until_charge_fails(guards, engine)
     with pytest.raises(StepInDoubt):
         shop.run(guards, engine)
     assert store.record.state == IN_DOUBT
 
 
-def test_a_probe_that_raises_does_not_know(guards, engine, store, caplog):
+def fails(_operation):
+    raise ConnectionError("the provider is away")
+
+
+async def fails_async(_operation):
+    raise ConnectionError("the provider is away")
+
+
+@pytest.mark.parametrize("is_awaited", [False, True])
+def test_a_probe_that_raises_does_not_know(guards, engine, store, caplog, is_awaited):
     """L6: in doubt, with the probe's own error in the log; nothing runs."""
-    asked = []
-
-    def probe(_operation):
-        asked.append(1)
-        raise ConnectionError("the provider is away")
-
-    shop = Shop(guards.is_async, at_most_once=True, probe=probe)
-    shop.fails_in = "charge"
-    with pytest.raises(TimeoutError):
-        shop.run(guards, engine)
-    shop.fails_in = ""
+    is_async = is_awaited and guards.is_async
+    shop = Shop(at_most_once=True, probe=fails_async if is_async else fails)
+    shop.run_until_charge_fails(guards, engine)
     with pytest.raises(StepInDoubt):
         shop.run(guards, engine)
-    assert (store.record.state, shop.charges, asked) == (IN_DOUBT, 1, [1])
+    assert (store.record.state, shop.charges) == (IN_DOUBT, 1)
     (line,) = [record for record in caplog.records if record.exc_info]
     assert "'charge'" in line.getMessage()
     assert isinstance(line.exc_info[1], ConnectionError)
 
 
-def test_a_probe_that_is_awaited_and_raises_does_not_know(store, caplog):
-    """L6."""
-
-    async def probe(_operation):
-        raise ConnectionError("the provider is away")
-
-    async def main():
-        engine = AsyncEngine(store_of(store))
-        shop = Shop(is_async=True, probe=probe)
-        shop.fails_in = "charge"
-        with pytest.raises(TimeoutError):
-            await engine.run("order", shop.handler, scope="shop")
-        with pytest.raises(StepInDoubt):
-            await engine.run("order", shop.handler, scope="shop")
-        await engine.close()
-        return shop.charges
-
-    assert asyncio.run(main()) == 1
-    assert store.record.state == IN_DOUBT
-    assert "ConnectionError" in caplog.text
-
-
-def test_a_probe_that_learns_that_its_claim_is_lost_says_so(guards, engine, store):
+def test_a_probe_that_finds_its_claim_lost_is_no_doubt(guards, engine, store):
     """L5, L6: that is no doubt about the step; another attempt is at it."""
 
     def probe(operation):
@@ -446,37 +376,26 @@ def test_a_probe_that_learns_that_its_claim_is_lost_says_so(guards, engine, stor
         store._records[record.id] = record._replace(nonce=1, attempt=9, version=record.version + 1)
         return operation.note("asking")
 
-    shop = Shop(guards.is_async, probe=probe)
-    shop.fails_in = "charge"
-    with pytest.raises(TimeoutError):
-        shop.run(guards, engine)
-    with pytest.raises(KeyBusy):  # as whoever else asks while that one runs
+    shop = Shop(probe=probe)
+    shop.run_until_charge_fails(guards, engine)
+    with pytest.raises(KeyBusy):  # as for any request while that one runs
         shop.run(guards, engine)
     assert (store.record.nonce, store.record.state) == (1, RUNNING)
 
 
 def test_a_doubt_that_the_handler_swallows_is_still_one(guards, engine, store):
-    """L6: its answer does not count."""
-    shop = Shop(guards.is_async, at_most_once=True)
-    shop.fails_in = "charge"
-    with pytest.raises(TimeoutError):
-        shop.run(guards, engine)
+    """L6: its own error or result does not count."""
+    shop = Shop(at_most_once=True)
+    shop.run_until_charge_fails(guards, engine)
 
     def swallow():
         try:
-            current_operation().step("charge", shop.charge, at_most_once=True)
+            yield current_operation().step("charge", shop.charge, at_most_once=True)
         except StepInDoubt:
             raise ValueError("something else") from None
 
-    async def swallow_async():
-        try:
-            await current_operation().step("charge", shop.charge, at_most_once=True)
-        except StepInDoubt:
-            raise ValueError("something else") from None
-
-    handler = swallow_async if guards.is_async else swallow
     with pytest.raises(ValueError, match="something else"):
-        guards.done(engine.run("order", handler, scope="shop"))
+        guards.run(engine, "order", swallow, scope="shop")
     assert store.record.state == IN_DOUBT
 
 
@@ -484,28 +403,21 @@ def test_a_doubt_that_the_handler_swallows_is_still_one(guards, engine, store):
 
 
 def test_notes_are_there_before_what_they_announce(guards, engine, store):
-    """L7: for whoever has to find out later."""
+    """L7: for the process that has to find out later."""
     seen = []
 
     def handle():
-        noted = current_operation().note({"gateway": "acme", "amount": 5})
-        return look() if noted is None else after(noted)
-
-    def look():
+        yield current_operation().note({"gateway": "acme", "amount": 5})
         seen.extend(note.what for note in progress_of(store.record).notes)
         seen.extend(note.what for note in current_operation().notes)
-
-    async def after(noted):
-        await noted
-        look()
 
     guards.run(engine, "k", handle)
     assert seen == [{"gateway": "acme", "amount": 5}] * 2
     assert progress_of(store.record).notes[0].attempt == 1  # and it stays
 
 
-def test_a_reconciler_sees_the_notes_of_the_attempt_before(guards, store):
-    """L6: of one that failed, under a policy that asks."""
+def test_a_reconcile_function_sees_the_notes_of_the_attempt_before(guards, store):
+    """L6: of one that failed."""
     notes = []
 
     def ask(operation):
@@ -515,14 +427,7 @@ def test_a_reconciler_sees_the_notes_of_the_attempt_before(guards, store):
     engine = guards.engine(store, Policy(recovery="reconcile", reconcile=ask))
 
     def fail():
-        noted = current_operation().note("about to charge")
-        return failing(noted) if inspect.isawaitable(noted) else failed()
-
-    def failed():
-        raise TimeoutError
-
-    async def failing(noted):
-        await noted
+        yield current_operation().note("about to charge")
         raise TimeoutError
 
     with pytest.raises(TimeoutError):
@@ -536,18 +441,14 @@ def test_progress_is_in_the_record_while_it_runs(guards, engine, store):
     seen = []
 
     def handle():
-        told = current_operation().progress(0.25, "packing")
-        return seen.append(progress_of(store.record).report) if told is None else after(told)
-
-    async def after(told):
-        await told
+        yield current_operation().progress(0.25, "packing")
         seen.append(progress_of(store.record).report)
 
     guards.run(engine, "k", handle)
     assert seen == [(0.25, "packing")]
 
 
-def test_what_is_no_note_and_no_progress_is_refused(guards, engine):
+def test_wrong_notes_and_wrong_progress_are_refused(guards, engine):
     for number, write in enumerate(
         (
             lambda operation: operation.note(object()),
@@ -561,18 +462,32 @@ def test_what_is_no_note_and_no_progress_is_refused(guards, engine):
             )
 
 
-# --- who has lost its claim -------------------------------------------------------------------
+# --- lost claims ------------------------------------------------------------------------------
 
 
 def taken_over(store, **fields):
-    """What somebody else makes of the only record, as its second attempt."""
+    """Have another process take over the only record, as its second attempt."""
     record = store.record
     taken = {"nonce": 1, "attempt": 2, "version": record.version + 1, **fields}
     store._records[record.id] = record._replace(**taken)
 
 
-def test_an_attempt_that_was_taken_over_learns_it_at_its_next_step(guards, engine, store):
-    """L5: before the step runs, and it is told once; its caller is told to ask again."""
+def taking_a_late_step(store, **fields):
+    """A handler that takes a step after another process has taken over."""
+
+    def handle():
+        taken_over(store, **fields)
+        return current_operation().step("late", pytest.fail, "it has run", at_most_once=True)
+
+    return handle
+
+
+def completed_with(response):
+    return {"state": COMPLETED, "response": response, "lease_until_ms": 0}
+
+
+def test_an_attempt_that_was_taken_over_fails_at_its_next_step(guards, engine, store):
+    """L5: before the step runs; the callback is called once, and its caller gets KeyBusy."""
     told, ran = [], []
 
     def handle():
@@ -588,52 +503,38 @@ def test_an_attempt_that_was_taken_over_learns_it_at_its_next_step(guards, engin
     assert store.record.nonce == 1
 
 
-def test_who_learns_it_at_a_step_gets_the_answer_that_stands(guards, store):
-    """L5, L7: as over HTTP; and that is what the observers are told."""
+def test_a_lost_attempt_that_takes_a_step_gets_the_current_result(guards, store):
+    """L5, L7: as over HTTP; the observers get one decision, a replay."""
     decisions = []
     engine = guards.engine(store, observers=[decisions.append])
-
-    def handle():
-        taken_over(store, state=COMPLETED, response=encode_value("survivor"), lease_until_ms=0)
-        return current_operation().step(
-            "late", lambda: pytest.fail("the step has run"), at_most_once=True
-        )
-
+    handle = taking_a_late_step(store, **completed_with(encode_value("survivor")))
     assert guards.run(engine, "k", handle) == "survivor"
     assert [decision.outcome for decision in decisions] == ["replayed"]
     assert guards.run(engine, "k", handle) == "survivor"
+    with pytest.raises(ResultUnavailable):
+        guards.run(engine, "l", unkept_elsewhere(store, "l"))
 
 
-def test_who_learns_it_at_a_step_may_find_an_answer_that_was_not_kept(guards, engine, store):
-    """L5: a refusal stands, too."""
+def unkept_elsewhere(store, key):
+    """The same where the response of the other attempt was not kept."""
 
     def handle():
-        taken_over(store, state=COMPLETED, response=None, lease_until_ms=0)
-        return current_operation().step(
-            "late", lambda: pytest.fail("the step has run"), at_most_once=True
-        )
+        (record,) = [record for record in store.records if record.key == key]
+        taken = record._replace(nonce=1, version=record.version + 1, **completed_with(None))
+        store._records[record.id] = taken
+        return current_operation().step("late", pytest.fail, "it has run", at_most_once=True)
 
-    with pytest.raises(ResultUnavailable):
-        guards.run(engine, "k", handle)
+    return handle
 
 
-def test_who_learns_it_at_a_step_and_can_ask_nobody_is_told_that_it_is_lost(guards, store):
-    """L5, D2: what stands is not known."""
+def test_a_lost_attempt_that_cannot_read_the_store_raises_claim_lost(guards, store):
+    """L5, D2: the current record is not known."""
     engine = guards.engine(store, Policy(patience=0))
 
     def handle():
         taken_over(store)
-        late = functools.partial(pytest.fail, "the step has run")
         try:
-            taken = current_operation().step("late", late, at_most_once=True)
-        except ClaimLost:
-            store.is_down = True
-            raise
-        return failing(taken)
-
-    async def failing(taken):
-        try:
-            await taken
+            yield current_operation().step("late", pytest.fail, "it has run", at_most_once=True)
         finally:
             store.is_down = True
 
@@ -641,30 +542,20 @@ def test_who_learns_it_at_a_step_and_can_ask_nobody_is_told_that_it_is_lost(guar
         guards.run(engine, "k", handle)
 
 
-def test_work_that_was_taken_over_gets_the_response_that_stands(guards, engine, store):
-    """L5, L10: the same for whoever takes it from a queue."""
+def test_deferred_work_that_was_taken_over_gets_the_current_response(guards, engine, store):
+    """L5, L10: the same for a worker."""
     guards.run(engine, "k", lambda: None, scope="s")
-    standing = store.record
-    running = standing._replace(
-        state=RUNNING, lease_until_ms=standing.created_ms + 60_000, response=None
-    )
-    store._records[standing.id] = running
-    handed = encode_token(
-        DeferredToken(running.id, running.created_ms, running.nonce), engine.attempts.secret
-    )
+    done = store.record
+    running = done._replace(state=RUNNING, lease_until_ms=done.created_ms + 60_000, response=None)
+    store._records[done.id] = running
+    token = DeferredToken(running.id, running.created_ms, running.nonce)
     response = encode_response(Response(201, [], b"survivor"))
-
-    def handle():
-        taken_over(store, state=COMPLETED, response=response, lease_until_ms=0)
-        return current_operation().step(
-            "late", lambda: pytest.fail("the step has run"), at_most_once=True
-        )
-
-    served = guards.done(engine.run_deferred(handed, guards.flavoured(handle)))
+    handle = guards.flavoured(taking_a_late_step(store, **completed_with(response)))
+    served = guards.done(engine.run_deferred(encode_token(token, engine.attempts.secret), handle))
     assert (served.status, served.body) == (201, b"survivor")
 
 
-def test_an_attempt_that_was_taken_over_learns_it_from_the_heart(guards, engine, store):
+def test_an_attempt_that_was_taken_over_is_notified_by_the_heartbeat(guards, engine, store):
     """L5: at the next renewal, in the middle of its work."""
     told = threading.Event()
 
@@ -684,8 +575,8 @@ def test_an_attempt_that_was_taken_over_learns_it_from_the_heart(guards, engine,
     wait_for(told)
 
 
-def test_an_attempt_that_is_taken_over_in_its_own_process_is_told(guards, engine, store):
-    """L5: somebody else had taken over and failed, so the next attempt is here again."""
+def test_an_attempt_that_is_taken_over_in_its_own_process_is_notified(guards, engine, store):
+    """L5: another process had taken over and failed, so the next attempt is here again."""
     zombie, told, seen = held_up("zombie"), threading.Event(), []
 
     def first():
@@ -710,8 +601,8 @@ def test_an_attempt_that_is_taken_over_in_its_own_process_is_told(guards, engine
 
 
 @pytest.mark.parametrize("how", ["raises", "declares"])
-def test_a_handler_that_knows_better_is_run_again(guards, store, how):
-    """L6: under a policy that would park it."""
+def test_a_resumable_handler_is_run_again(guards, store, how):
+    """L6: under manual recovery."""
     engine = guards.engine(store, MANUAL)
     runs = []
 
@@ -730,14 +621,6 @@ def test_a_handler_that_knows_better_is_run_again(guards, store, how):
     assert guards.run(engine, "k", handle) == "done"
 
 
-def test_a_handler_that_does_not_know_is_parked(guards, store):
-    """L6: the control."""
-    engine = guards.engine(store, MANUAL)
-    with pytest.raises(ZeroDivisionError):
-        guards.run(engine, "k", lambda: 1 / 0, scope="s")
-    assert store.record.state == IN_DOUBT
-
-
 # --- steps at once ----------------------------------------------------------------------------
 
 
@@ -746,7 +629,7 @@ def test_steps_may_be_taken_at_the_same_time(store):
     runs = []
 
     async def main():
-        engine = AsyncEngine(store_of(store))
+        engine = AsyncEngine(AsyncMemoryStore(store))
 
         async def handle():
             operation = current_operation()
@@ -778,12 +661,6 @@ def test_steps_may_be_taken_at_the_same_time(store):
 
     assert asyncio.run(main()) == ["slow", "quick"]
     assert runs == ["slow", "quick", "slow"]
-
-
-def store_of(store):
-    from coatcheck.stores.memory import AsyncMemoryStore
-
-    return AsyncMemoryStore(store)
 
 
 # --- over HTTP --------------------------------------------------------------------------------
@@ -818,67 +695,25 @@ def test_a_route_in_a_thread_takes_steps_without_awaiting(tmp_path):
 
 
 @pytest.mark.parametrize("swallows", [False, True])
-def test_a_step_in_doubt_is_told_to_the_client_at_once_over_asgi(swallows):
-    """L6: 409 with the reference, whatever the handler makes of it, and for every retry."""
-    runs = []
-    app = FastAPI()
-    app.add_middleware(IdempotencyMiddleware, store="memory://")
+def test_a_step_in_doubt_is_a_409_at_once(guards, swallows):
+    """L6: with the reference, whatever the handler makes of it, and for every retry."""
+    runs, requests = [], []
 
     def charge():
         runs.append(1)
         raise TimeoutError
 
-    @app.post("/orders")
-    async def place(operation: CurrentOperation):
+    def place(operation):
+        requests.append(1)
         try:
-            await operation.step("charge", charge, at_most_once=True)
+            yield operation.step("charge", charge, at_most_once=True)
         except (StepInDoubt, TimeoutError):
-            if not swallows:
+            if not swallows and len(requests) > 1:
                 raise
-        return JSONResponse({}, status_code=500 if len(runs) == 1 and not told else 201)
+        return 503 if len(requests) == 1 else 201
 
-    told = []
-
-    async def main():
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://shop") as client:
-            told.append(await client.post("/orders", headers={"Idempotency-Key": "k"}))
-            told.append(await client.post("/orders", headers={"Idempotency-Key": "k"}))
-            told.append(await client.post("/orders", headers={"Idempotency-Key": "k"}))
-
-    asyncio.run(main())
-    assert [answer.status_code for answer in told] == [500, 409, 409]
-    assert [answer.json()["code"] for answer in told[1:]] == ["outcome-unknown"] * 2
-    assert runs == [1]
-
-
-@pytest.mark.parametrize("swallows", [False, True])
-def test_a_step_in_doubt_is_told_to_the_client_at_once_over_wsgi(swallows):
-    """L6."""
-    runs, started = [], []
-
-    def charge():
-        runs.append(1)
-        raise TimeoutError
-
-    def application(environ, start_response):
-        try:
-            environ["coatcheck.operation"].step("charge", charge, at_most_once=True)
-        except (StepInDoubt, TimeoutError):
-            if not swallows and len(started) > 0:
-                raise
-        start_response("503 Oh no", [])
-        return [b""]
-
-    guarded = WsgiMiddleware(application, store="memory://")
-    for _ in range(3):
-        environ = {
-            "REQUEST_METHOD": "POST",
-            "PATH_INFO": "/orders",
-            "QUERY_STRING": "",
-            "HTTP_IDEMPOTENCY_KEY": "k",
-            "wsgi.input": io.BytesIO(b""),
-        }
-        list(guarded(environ, lambda status, *_: started.append(status)))
-    assert [status[:3] for status in started] == ["503", "409", "409"]
+    post = small_api(guards, place)
+    answers = [post() for _ in range(3)]
+    assert [answer.status for answer in answers] == [503, 409, 409]
+    assert [answer.code for answer in answers[1:]] == ["outcome-unknown"] * 2
     assert runs == [1]

@@ -8,7 +8,8 @@ from coatcheck import AsyncEngine, Policy
 from coatcheck.core.deferred import DeferredToken, encode_token
 from coatcheck.core.record import RUNNING, in_doubt
 from coatcheck.stores.memory import AsyncMemoryStore
-from tests.support.engines import Clock, WatchedStore
+from tests.support.engines import WatchedStore
+from tests.support.times import Clock
 
 POLICY = Policy(lease="60s")
 
@@ -51,7 +52,7 @@ def test_a_stopped_event_loop_of_a_worker_is_noticed(how):
     task = loop.create_task(flow)
     loop.run_forever()
     assert engine.attempts.heartbeat.leases
-    clock.pass_s(30)
+    clock.advance(30)
     engine.attempts.heartbeat.tick()
     held = dict(engine.attempts.heartbeat.leases)
     task.cancel()

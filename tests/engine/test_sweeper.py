@@ -7,32 +7,16 @@ import weakref
 import pytest
 
 from coatcheck import Engine
-from coatcheck.core.record import GONE, RUNNING, Record
+from coatcheck.core.record import GONE
 from coatcheck.engine.clock import StoreClock
 from coatcheck.engine.leases import Heartbeat
 from coatcheck.engine.sweeper import REST_S_MAX, Sweeper, batches, rest_between
 from coatcheck.operation import Lease
 from coatcheck.stores.contract import SWEEP_BATCH
-from tests.support.engines import (
-    NOW_MS,
-    WAIT_S_MAX,
-    Clock,
-    Handler,
-    WatchedStore,
-    eventually,
-    wait_for,
-)
+from tests.support.engines import CLAIM, Handler, WatchedStore
+from tests.support.times import NOW_MS, WAIT_S_MAX, Clock, eventually, wait_for
 
 LEASE_MS = 60_000
-CLAIM = Record(
-    *(b"i" * 16, NOW_MS, RUNNING, 1, b"f" * 16, NOW_MS, NOW_MS + LEASE_MS),
-    *(NOW_MS + 3_600_000, NOW_MS + 7_200_000, 7, "", "", "", None, None),
-)
-
-
-@pytest.fixture
-def clock():
-    return Clock()
 
 
 def sweep(store, now_ms, archive=None):
@@ -81,7 +65,7 @@ def test_one_sweep_deletes_a_backlog_of_any_length(clock):
     store = expired(30 * SWEEP_BATCH + 7)
     sweeper = Sweeper(store, 60, None)
     sweeper.tick(clock())
-    clock.pass_s(91)
+    clock.advance(91)
     sweeper.tick(clock())
     eventually(lambda: not sweeper.is_sweeping())
     assert store.records == []
@@ -103,11 +87,6 @@ def test_records_can_be_archived_before_they_are_swept():
     assert [len(batch) for batch in archived] == [SWEEP_BATCH, 3]
     assert sorted(record for batch in archived for record in batch) == everything
     assert store.records == []
-
-
-def test_nothing_to_archive_is_not_archived():
-    """T3."""
-    assert sweep(expired(3, at_ms=NOW_MS + 1), NOW_MS, pytest.fail) == 0
 
 
 def test_an_archive_that_fails_deletes_nothing():
@@ -156,14 +135,14 @@ def test_sweeps_come_about_as_often_as_was_asked_for(clock):
     store = expired(1)
     sweeper = Sweeper(store, 60, None)
     sweeper.tick(clock())
-    clock.pass_s(29)
+    clock.advance(29)
     sweeper.tick(clock())
     assert store.sweeps == []
-    clock.pass_s(61)
+    clock.advance(61)
     sweeper.tick(clock())
     eventually(lambda: not sweeper.is_sweeping())
     assert store.sweeps == [1]
-    clock.pass_s(29)
+    clock.advance(29)
     sweeper.tick(clock())
     sweeper.close()
     assert store.sweeps == [1]
@@ -193,7 +172,7 @@ def test_an_engine_without_a_sweep_interval_never_sweeps(clock):
     """T3."""
     store = expired(1)
     sweeper = Sweeper(store, None, None)
-    clock.pass_s(1_000_000)
+    clock.advance(1_000_000)
     sweeper.tick(clock())
     assert store.sweeps == []
 
@@ -205,7 +184,7 @@ def test_an_engine_sweeps_and_archives_by_itself(guards, clock):
     engine = guards.engine(store, clock=clock, archive=archived.extend)
     guards.run(engine, "k", Handler())
     engine.attempts.heartbeat.tick()
-    clock.pass_s(90)
+    clock.advance(90)
     engine.attempts.heartbeat.tick()
     eventually(lambda: len(archived) == 3)
     assert len(store.records) == 1
@@ -234,7 +213,7 @@ def test_an_archive_that_takes_long_delays_no_renewal(clock):
     heartbeat.start_renewing(Lease(CLAIM, LEASE_MS))
     heartbeat.tick()
     for _ in range(10):
-        clock.pass_s(20)
+        clock.advance(20)
         heartbeat.tick()
         wait_for(archive.is_running)
         assert store._records[CLAIM.id].lease_until_ms == clock.now_ms + LEASE_MS
@@ -257,7 +236,7 @@ def test_a_sweep_that_fails_is_repeated(clock, caplog):
     sweeper = Sweeper(store, 1, archive)
     sweeper.tick(clock())
     for number in range(1, 3):
-        clock.pass_s(20)
+        clock.advance(20)
         sweeper.tick(clock())
         eventually(lambda number=number: len(archived) == number)
         eventually(lambda: not sweeper.is_sweeping())
@@ -271,7 +250,7 @@ def test_a_sweep_ends_with_its_engine(clock):
     store, archive = expired(3 * SWEEP_BATCH), SlowArchive()
     sweeper = Sweeper(store, 1, archive)
     sweeper.tick(clock())
-    clock.pass_s(20)
+    clock.advance(20)
     sweeper.tick(clock())
     wait_for(archive.is_running)
     stopping = threading.Thread(target=sweeper.close)
@@ -282,7 +261,7 @@ def test_a_sweep_ends_with_its_engine(clock):
     assert not sweeper.is_sweeping()
     assert archive.calls == 1
     assert len(store.records) == 2 * SWEEP_BATCH
-    clock.pass_s(20)
+    clock.advance(20)
     sweeper.tick(clock())
     assert archive.calls == 1
 
@@ -293,7 +272,7 @@ def test_a_sweep_does_not_keep_a_forgotten_engine_alive():
     store = expired(3 * SWEEP_BATCH)
     engine = Engine(store, clock=clock, archive=archive, sweep_every_s=1)
     engine.attempts.heartbeat.tick()
-    clock.pass_s(20)
+    clock.advance(20)
     engine.attempts.heartbeat.tick()
     wait_for(archive.is_running)
     thread, living = (

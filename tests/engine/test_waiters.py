@@ -12,14 +12,10 @@ from coatcheck.core.policy import duration_ms
 from coatcheck.core.record import GONE, RUNNING
 from coatcheck.engine.waiters import POLL_FIRST_S, POLL_LAST_S, Waiters, poll_pauses_s
 from coatcheck.stores.memory import AsyncMemoryStore
-from tests.support.engines import Handler, WatchedStore, eventually, held_up, wait_for
+from tests.support.engines import Handler, WatchedStore, held_up
+from tests.support.times import eventually, wait_for
 
 PATIENT = Policy(wait="20s")
-
-
-@pytest.fixture
-def store():
-    return WatchedStore()
 
 
 def until_waiting(engine, count, store):
@@ -115,19 +111,6 @@ def test_the_number_of_waiters_is_bounded(guards, store):
     assert [call.result() for call in calls] == ["done"] * 3
 
 
-def test_no_request_waits_if_the_limit_is_zero(guards, store):
-    """X2."""
-    engine = guards.engine(store, Policy(wait="20s", waiters_max=0))
-    handler = held_up("done")
-    first = guards.beside(engine, "k", handler)
-    wait_for(handler.is_running)
-    with pytest.raises(LimitExceeded):
-        guards.run(engine, "k", handler)
-    assert engine.attempts.waiters.waiting == {}
-    handler.may_end.set()
-    assert first.result() == "done"
-
-
 # --- in another process -----------------------------------------------------------------------
 
 
@@ -188,22 +171,6 @@ def test_every_waiter_is_woken_once():
     waiters.wake(RECORD)
     assert woken == [(0, RECORD), (2, RECORD)]
     assert waiters.count(RECORD.id) == 0
-
-
-def test_a_waiter_for_another_record_is_not_woken():
-    waiters, woken = Waiters(), []
-    waiters.join(b"other", woken.append, 10)
-    waiters.wake(RECORD)
-    assert woken == []
-    assert waiters.count(b"other") == 1
-
-
-def test_leaving_without_having_joined_does_nothing():
-    waiters = Waiters()
-    waiters.leave(RECORD.id, print)
-    waiters.join(RECORD.id, str, 10)
-    waiters.leave(RECORD.id, print)
-    assert waiters.count(RECORD.id) == 1
 
 
 def test_without_waiters_nothing_is_kept_in_memory():

@@ -1,6 +1,5 @@
 """The store goes down after the claim: the completion is retried, and nothing is done twice (D2, L5)."""
 
-import io
 import signal
 import threading
 import time
@@ -14,30 +13,33 @@ from coatcheck.core.record import COMPLETED, FAILED, RUNNING, Swap, completed, i
 from coatcheck.engine import attempts
 from coatcheck.engine.write_retry import WriteRetry
 from coatcheck.errors import StoreUnavailable
-from coatcheck.server.wsgi import IdempotencyMiddleware
-from tests.support.engines import NOW_MS, WatchedStore
+from tests.engine.small_api import small_api
+from tests.support.engines import WatchedStore
 from tests.support.servers.redis import Redis
+from tests.support.times import NOW_MS
 
 DOWN = StoreUnavailable("down")
 DEAF = StoreUnavailable("deaf", is_ambiguous=True)
 A_SWAP = Swap(b"i" * 16, 1, None)
 
 
-@pytest.fixture
-def store():
-    return WatchedStore()
-
-
-def run_without_store(guards, engine, store, key="k", result="done"):
-    """A handler during whose work the store goes down."""
-    calls = []
+def unplugged(guards, store, handler=lambda: "done", **options):
+    """An engine on a store that went down during the work of "k"."""
+    engine = guards.engine(store, Policy(patience=0), **options)
 
     def work():
-        calls.append(1)
         store.is_down = True
-        return result
+        return handler()
 
-    return calls, lambda: guards.run(engine, key, work, scope="s")
+    with pytest.raises((StoreUnavailable, ZeroDivisionError)):
+        guards.run(engine, "k", work, scope="s")
+    return engine
+
+
+def has_been_written(store, state):
+    """Wait until a record with this *state* was written."""
+    store.is_down = False
+    store.wait_for(lambda record: record is not None and record.state == state)
 
 
 # --- how long ---------------------------------------------------------------------------------
@@ -133,98 +135,38 @@ def test_a_claim_is_not_repeated_while_the_store_is_down(guards, store):
     assert guards.run(engine, "k", lambda: "done", scope="s") == "done"
 
 
-def test_the_heartbeat_writes_the_completion_when_the_store_is_back(guards, store):
-    """L5: nothing runs twice, although no client comes back."""
-    engine = guards.engine(store, Policy(patience=0))
-    calls, run = run_without_store(guards, engine, store)
-    with pytest.raises(StoreUnavailable):
-        run()
-    assert store.record.state == RUNNING
-    store.is_down = False
-    store.wait_for(lambda record: record is not None and record.state == COMPLETED)
-    assert guards.run(engine, "k", lambda: "again", scope="s") == "done"
-    assert calls == [1]
-
-
-def test_the_client_may_get_the_answer_at_once(guards, store):
-    """D2: by choice, and the completion is still written later."""
-    engine = guards.engine(store, Policy(patience=0, unrecorded="answer"))
-    calls, run = run_without_store(guards, engine, store)
-    assert run() == "done"
-    store.is_down = False
-    store.wait_for(lambda record: record is not None and record.state == COMPLETED)
-    assert calls == [1]
-
-
 def test_a_release_is_written_later_as_well(guards, store):
     """L4: so that the retry need not wait for the lease."""
-    engine = guards.engine(store, Policy(patience=0))
-
-    def fail():
-        store.is_down = True
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        guards.run(engine, "k", fail)
-    store.is_down = False
-    store.wait_for(lambda record: record is not None and record.state == FAILED)
+    unplugged(guards, store, lambda: 1 / 0)
+    has_been_written(store, FAILED)
 
 
-def test_a_completion_is_written_on_top_of_a_renewal(guards, store):
-    """L5: the heartbeat may have renewed the claim between the two tries."""
-    engine = guards.engine(store, Policy(patience=0), sweep_every_s=None)
-    _, run = run_without_store(guards, engine, store)
-    with pytest.raises(StoreUnavailable):
-        run()
-    claim = store.record
-    newer = renewed(claim, NOW_MS)
-    store._records[claim.id] = newer  # as if it had been there when the store went
-    store.is_down = False
-    store.wait_for(lambda record: record is not None and record.state == COMPLETED)
-    assert store.record.version == newer.version + 1
-
-
-def test_a_late_release_keeps_the_key_bound_to_a_request_that_took_a_step(store):
+def test_a_late_release_keeps_the_key_bound_to_a_request_that_took_a_step(guards, store):
     """F1, L7: it answered 403, but only after a step."""
 
-    def application(environ, start_response):
-        environ["coatcheck.operation"].step("charge", lambda: 100)
+    def place(operation):
+        yield operation.step("charge", lambda: 100)
         store.is_down = True
-        start_response("403 Forbidden", [])
-        return [b""]
+        return 403
 
-    guarded = IdempotencyMiddleware(application, store=store, policy=Policy(patience=0))
-    environ = {
-        "REQUEST_METHOD": "POST",
-        "PATH_INFO": "/orders",
-        "HTTP_IDEMPOTENCY_KEY": "k",
-        "wsgi.input": io.BytesIO(b""),
-    }
-    list(guarded(environ, lambda *_: None))
+    small_api(guards, place, store, policy=Policy(patience=0))()
     fingerprint = store.record.fingerprint
-    store.is_down = False
-    store.wait_for(lambda record: record is not None and record.state == FAILED)
+    has_been_written(store, FAILED)
     assert store.record.fingerprint == fingerprint != b""
-    guarded.engine.close()
 
 
-def test_a_completion_is_written_although_another_process_has_marked_it_in_doubt(guards, store):
-    """L6: the process that saw the lease expire does not know the outcome; the executor does."""
-    engine = guards.engine(store, Policy(patience=0), sweep_every_s=None)
-    _, run = run_without_store(guards, engine, store)
-    with pytest.raises(StoreUnavailable):
-        run()
-    store._records[store.record.id] = in_doubt(store.record)
-    store.is_down = False
-    store.wait_for(lambda record: record is not None and record.state == COMPLETED)
+@pytest.mark.parametrize("change", [lambda claim: renewed(claim, NOW_MS), in_doubt])
+def test_a_completion_is_written_on_top_of_a_renewal_or_a_doubt(guards, store, change):
+    """L5, L6: of our own heartbeat, or of a process that saw the lease expire."""
+    unplugged(guards, store, sweep_every_s=None)
+    store._records[store.record.id] = newer = change(store.record)
+    has_been_written(store, COMPLETED)
+    assert store.record.version == newer.version + 1
 
 
 def test_a_completion_that_comes_too_late_changes_nothing(guards, store):
     """L5: another attempt has taken over, and its answer is the final one."""
-    engine = guards.engine(store, Policy(patience=0))
-    _, run = run_without_store(guards, engine, store)
-    with pytest.raises(StoreUnavailable):
-        run()
+    engine = unplugged(guards, store)
     other = store.record._replace(nonce=1, attempt=2, version=store.record.version + 5)
     store._records[other.id] = other
     store.is_down = False
@@ -250,10 +192,7 @@ def test_only_the_executor_of_an_operation_schedules_its_completion(guards, stor
 
 def test_closing_writes_what_can_be_written(guards, store):
     """L5: a deployment ends the process while a completion is pending."""
-    engine = guards.engine(store, Policy(patience=0))
-    _, run = run_without_store(guards, engine, store)
-    with pytest.raises(StoreUnavailable):
-        run()
+    engine = unplugged(guards, store)
     store.is_down = False
     guards.done(engine.close())
     assert store.record.state == COMPLETED

@@ -29,7 +29,7 @@ def url_of(kind, directory):
 
 
 def execute(url, line, then):
-    """The zombie: says when it executes, and goes on when it is told to."""
+    """The zombie: reports that it executes, and waits for the test."""
     with Engine(url, POLICY) as engine:
         line.send(engine.run("k", lambda order: work(line, then), "an order", scope="s"))
 
@@ -126,7 +126,7 @@ def wake(process, line):
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgres"])
 @pytest.mark.parametrize("target", [execute, execute_async])
-def test_a_zombie_cannot_overwrite_who_took_over_and_its_client_gets_that_answer(
+def test_a_zombie_cannot_overwrite_its_successor_and_its_client_gets_that_result(
     target, kind, tmp_path
 ):
     """L5: SIGSTOP past the lease, a take-over, SIGCONT; the answer that stands is the second."""
@@ -136,17 +136,17 @@ def test_a_zombie_cannot_overwrite_who_took_over_and_its_client_gets_that_answer
 
         def take_over(_order):
             fences.append(current_operation().fence)
-            return "by who took over"
+            return "by the successor"
 
-        assert engine.run("k", take_over, "an order", scope="s") == "by who took over"
+        assert engine.run("k", take_over, "an order", scope="s") == "by the successor"
         assert fences[0] > fence
-        assert wake(process, line) == "by who took over"
+        assert wake(process, line) == "by the successor"
         (record,) = engine.store.find(Query()).records
     assert (record.state, record.attempt) == (COMPLETED, 2)
 
 
 def test_a_zombie_learns_before_its_next_step_that_it_has_lost(tmp_path):
-    """L5, L7: the step does not run, although nobody else has told it yet."""
+    """L5, L7: the step does not run, although no renewal has noticed it yet."""
     url = url_of("sqlite", tmp_path)
     with Engine(url, POLICY) as engine, zombie(execute, url, "step") as (process, line, _):
         assert engine.run("k", lambda order: order, "an order", scope="s") == "an order"
@@ -163,7 +163,7 @@ def test_a_zombie_can_be_cancelled_in_the_middle_of_its_work(tmp_path):
     assert (record.state, record.attempt) == (COMPLETED, 2)
 
 
-def test_a_zombie_that_nobody_has_missed_goes_on_as_before(tmp_path):
+def test_a_zombie_without_a_successor_completes(tmp_path):
     """L5: its lease ran out, but its attempt is still the last one."""
     url = url_of("sqlite", tmp_path)
     with zombie(execute, url) as (process, line, _):

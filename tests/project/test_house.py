@@ -202,7 +202,7 @@ def test_every_module_and_every_public_thing_is_explained():
     report(offences)
 
 
-def test_every_room_says_what_may_not_be_in_it():
+def test_every_package_says_what_may_not_be_in_it():
     offences = []
     for init in SOURCE.glob("*/__init__.py"):
         readme = init.with_name("README.md")
@@ -245,7 +245,7 @@ def test_core_reads_no_clock_draws_no_number_and_does_no_io():
     report(offences)
 
 
-def test_flows_say_which_type_comes_back_from_an_effect():
+def test_flows_state_which_type_comes_back_from_an_effect():
     """`yield from effect` knows; a bare `yield` has no type, unless what it is put into has one."""
     offences = []
     for path in modules(SOURCE / "core"):
@@ -266,7 +266,7 @@ def test_flows_say_which_type_comes_back_from_an_effect():
     report(offences)
 
 
-def test_third_party_packages_come_in_through_their_own_door():
+def test_third_party_packages_are_imported_in_their_own_place():
     offences = []
     for path in modules(SOURCE):
         inside = path.relative_to(SOURCE)

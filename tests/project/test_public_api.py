@@ -1,4 +1,4 @@
-"""The public names: sorted, importable, explained, and free of charge for whoever imports them."""
+"""The public names: sorted, importable, explained, and cheap to import."""
 
 import inspect
 import subprocess
@@ -67,7 +67,7 @@ def test_a_bare_import_is_quick():
     assert min(imported()[0] for _ in range(3)) < IMPORT_CPU_S_MAX
 
 
-def test_a_door_without_its_package_names_the_extra():
+def test_a_module_without_its_package_names_the_extra():
     assert "pip install 'coatcheck[fastapi]'" in output_of(WITHOUT_FASTAPI)
 
 

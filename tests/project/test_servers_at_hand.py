@@ -1,4 +1,4 @@
-"""Whoever needs servers gets them, or one clear line: the tests, and the benchmarks beside them."""
+"""Tests and benchmarks get the servers they need, or one clear line."""
 
 import re
 import subprocess
@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 NO_SUCH = 'from tests.support import servers; servers.find_program("no-such-server", package="no-such-package")'
 
 
-def test_a_benchmark_says_what_is_not_installed_without_pytest():
+def test_a_benchmark_reports_what_is_not_installed_without_pytest():
     hidden = f"import sys; sys.modules['pytest'] = None; {NO_SUCH}"
     done = subprocess.run(
         [sys.executable, "-c", hidden], cwd=ROOT, capture_output=True, text=True, check=False

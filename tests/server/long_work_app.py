@@ -1,8 +1,5 @@
 """Long work for real servers, in both flavours; what it does is on disk.
 
-    WORK_DIRECTORY=… uvicorn tests.server.long_work_app:asgi_app
-    WORK_DIRECTORY=… python long_work_app.py 5      # waitress, on the socket of descriptor 5
-
 `/jobs` accepts, and then waits for `release-<key>` to appear; `/jobs/sync` does so in a thread of
 FastAPI's. `/broken` accepts and fails. Over WSGI they defer, and a worker does the same. Each
 execution is a line of `effects`.
@@ -13,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -27,12 +22,11 @@ from flask import Flask
 import coatcheck
 from coatcheck.server.fastapi import CurrentOperation, IdempotencyMiddleware, idempotent
 from coatcheck.server.wsgi import IdempotencyMiddleware as WsgiMiddleware
+from tests.support.times import WAIT_S_MAX
 
-DIRECTORY = Path(os.environ["WORK_DIRECTORY"])
+DIRECTORY = Path(os.environ["SHOP_DIRECTORY"])
 STORE = f"sqlite:///{DIRECTORY}/jobs.db"
 RECOVERY = os.environ.get("WORK_RECOVERY", "retry")
-# 20 s: a hundred times what any of these waits takes; past it something hangs, and says so.
-WAIT_S_MAX = 20.0
 LEASE = os.environ.get("WORK_LEASE", "60s")
 
 
@@ -48,12 +42,12 @@ def is_released(key: str) -> bool:
 def wait_for_release(key: str) -> None:
     deadline = time.monotonic() + WAIT_S_MAX
     while not is_released(key):
-        assert time.monotonic() < deadline, "nobody released this"
+        assert time.monotonic() < deadline, "no test released this"
         time.sleep(0.005)
 
 
 def ask(operation: coatcheck.Operation) -> coatcheck.Happened:
-    """What became of it: somebody else has finished it."""
+    """It has happened: another process has finished it."""
     body = json.dumps({"asked about": operation.key}).encode()
     return coatcheck.Happened(201, [("content-type", "application/json")], body)
 
@@ -81,7 +75,7 @@ async def work(operation: CurrentOperation) -> dict[str, str]:
     await operation.progress(0.5, "half of it")
     deadline = time.monotonic() + WAIT_S_MAX
     while not is_released(operation.key):
-        assert time.monotonic() < deadline, "nobody released this"
+        assert time.monotonic() < deadline, "no test released this"
         await asyncio.sleep(0.005)
     return {"done": operation.key}
 
@@ -121,6 +115,7 @@ def flask_app() -> Flask:
         return str(os.getpid())
 
     @app.post("/jobs")
+    @app.post("/jobs/sync")
     def work() -> str:
         return defer(work_deferred)
 
@@ -132,9 +127,7 @@ def flask_app() -> Flask:
 
 
 def current() -> coatcheck.Operation:
-    operation = coatcheck.current_operation()
-    assert operation is not None
-    return operation
+    return coatcheck.current_operation()
 
 
 def work_deferred(operation: coatcheck.Operation) -> coatcheck.Happened:
@@ -150,7 +143,5 @@ def break_deferred(operation: coatcheck.Operation) -> coatcheck.Happened:
     raise RuntimeError("after the client has been answered")
 
 
-if __name__ == "__main__":
-    from waitress import serve
-
-    serve(flask_app(), sockets=[socket.socket(fileno=int(sys.argv[1]))], threads=2)
+if os.environ["SHOP_FLAVOUR"] == "wsgi":
+    wsgi_app = flask_app()

@@ -1,8 +1,5 @@
 """Large answers for real servers, in both flavours; what each execution does is on disk.
 
-    STREAM_DIRECTORY=… uvicorn tests.server.mid_stream_app:asgi_app
-    STREAM_DIRECTORY=… python mid_stream_app.py 5      # waitress, on the socket of descriptor 5
-
 `POST /kept` answers with as much as is kept of a response at most, `POST /streamed` with more than
 that; `POST /committed` is the first in transaction mode. All of them answer in parts.
 """
@@ -10,8 +7,6 @@ that; `POST /committed` is the first in transaction mode. All of them answer in 
 from __future__ import annotations
 
 import os
-import socket
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,21 +27,10 @@ KEPT_PARTS = 8 * 1024 * 1024 // len(PART)
 PARTS = {"/kept": KEPT_PARTS, "/committed": KEPT_PARTS, "/streamed": 4 * KEPT_PARTS}
 
 
-def directory() -> Path:
-    """Where everything is."""
-    return Path(os.environ["STREAM_DIRECTORY"])
-
-
-def store() -> str:
-    """Where the records are."""
-    return f"sqlite:///{directory()}/records.db"
-
-
 def began() -> None:
     """Have the effect."""
     operation = coatcheck.current_operation()
-    assert operation is not None
-    with (directory() / "effects").open("a") as effects:
+    with (DIRECTORY / "effects").open("a") as effects:
         effects.write(f"{operation.key} {operation.attempt}\n")
 
 
@@ -62,8 +46,8 @@ async def answer(request: Request) -> StreamingResponse:
     return StreamingResponse(parts_of(request.url.path), 201, media_type="text/plain")
 
 
-def asgi_app() -> Any:
-    """For uvicorn, as a factory."""
+def made_for_asgi() -> Any:
+    """For uvicorn."""
 
     async def pid(_request: Request) -> PlainTextResponse:
         return PlainTextResponse(str(os.getpid()))
@@ -77,11 +61,11 @@ def asgi_app() -> Any:
             Route("/committed", committed, methods=["POST"]),
         ]
     )
-    app.add_middleware(IdempotencyMiddleware, store=store())
+    app.add_middleware(IdempotencyMiddleware, store=STORE)
     return app
 
 
-def wsgi_app() -> Any:
+def made_for_wsgi() -> Any:
     """For waitress."""
 
     def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
@@ -93,8 +77,8 @@ def wsgi_app() -> Any:
         start_response("201 Created", [("Content-Type", "text/plain")])
         return parts_of(path)
 
-    recorded = WsgiMiddleware(app, store=store())
-    committed = WsgiMiddleware(app, store=store(), policy=coatcheck.Policy(mode="transaction"))
+    recorded = WsgiMiddleware(app, store=STORE)
+    committed = WsgiMiddleware(app, store=STORE, policy=coatcheck.Policy(mode="transaction"))
 
     def mounted(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         guarded = committed if environ["PATH_INFO"] == "/committed" else recorded
@@ -103,7 +87,11 @@ def wsgi_app() -> Any:
     return mounted
 
 
-if __name__ == "__main__":
-    from waitress import serve
-
-    serve(wsgi_app(), sockets=[socket.socket(fileno=int(sys.argv[1]))], threads=2)
+FLAVOUR = os.environ.get("SHOP_FLAVOUR")
+if FLAVOUR is not None:
+    DIRECTORY = Path(os.environ["SHOP_DIRECTORY"])
+    STORE = f"sqlite:///{DIRECTORY}/records.db"
+if FLAVOUR == "asgi":
+    asgi_app = made_for_asgi()
+elif FLAVOUR == "wsgi":
+    wsgi_app = made_for_wsgi()

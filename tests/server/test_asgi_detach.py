@@ -54,13 +54,13 @@ def behind_a_base_middleware(app):
     return app
 
 
-def behind_somebody(app):
+def behind_another_app(app):
     app = guarded(app)
 
-    async def somebody(asgi_scope, receive, send) -> None:
+    async def front(asgi_scope, receive, send) -> None:
         await app(asgi_scope, receive, send)
 
-    return somebody
+    return front
 
 
 class Serving:
@@ -100,8 +100,8 @@ def test_an_exchange_that_nothing_cancels_needs_no_task_of_its_own(guard, make, 
     asyncio.run(story())
 
 
-@pytest.mark.parametrize("guard", [behind_a_base_middleware, behind_somebody])
-def test_whoever_else_is_in_front_may_cancel(guard):
+@pytest.mark.parametrize("guard", [behind_a_base_middleware, behind_another_app])
+def test_behind_an_unknown_middleware_an_exchange_has_its_own_task(guard):
     """L11."""
 
     async def story() -> None:
@@ -140,7 +140,7 @@ def test_a_timeout_in_front_of_a_served_application_does_not_stop_the_work():
     asyncio.run(story())
 
 
-def test_the_operation_is_over_for_whoever_is_in_front(monkeypatch):
+def test_the_operation_has_ended_for_a_middleware_in_front(monkeypatch):
     """The server's task goes on after an exchange, and must not look as if it were still in it."""
     inside, after = [], []
 

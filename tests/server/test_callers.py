@@ -77,7 +77,7 @@ def test_an_api_key_can_be_in_any_header():
 
 
 @pytest.mark.parametrize("caller", [callers.credential, callers.api_key(), callers.api_key("X-T")])
-def test_who_sends_none_is_not_one_caller_with_all_others_who_do_not(caller):
+def test_a_request_without_a_credential_has_no_caller_of_its_own(caller):
     """S1, S2: then the default decides."""
     assert caller(request(accept="*/*")) is None
 
@@ -144,7 +144,7 @@ NOBODY = [{}, {"user": UnauthenticatedUser()}, {"REMOTE_USER": ""}, {"user": Mod
 
 
 @pytest.mark.parametrize("native", NOBODY)
-def test_of_who_is_not_logged_in_the_default_decides(native):
+def test_without_a_logged_in_user_the_default_decides(native):
     """S2: two strangers are not one, and neither are two sessions."""
     assert callers.user(request(native, authorization="a")) is None
 
@@ -179,7 +179,7 @@ CERTIFIED = [
 
 @pytest.mark.parametrize(("one", "other"), CERTIFIED)
 def test_two_certificates_are_two_callers(one, other):
-    """S1, S2: as the server tells of them; one that was not verified is nobody else's either."""
+    """S1, S2: as the server reports them; one that was not verified is another caller."""
     alice = callers.client_certificate(request(one))
     assert alice == callers.client_certificate(request(one))
     assert alice != callers.client_certificate(request(other))
@@ -187,7 +187,7 @@ def test_two_certificates_are_two_callers(one, other):
 
 @pytest.mark.parametrize(("one", "other"), CERTIFIED)
 def test_the_default_caller_knows_certificates(one, other):
-    """S1: nobody has to ask for it."""
+    """S1: by default."""
     engine = Engine("memory://")
     guard = RequestGuard(engine, None, None, lambda: False)
     ids = {guard.claim_request(request(n), engine.policy, "k", None).id for n in (one, other, one)}

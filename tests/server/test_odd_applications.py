@@ -73,7 +73,7 @@ def logged_in_shop() -> Starlette:
 # --- whose key it is ------------------------------------------------------------------------
 
 
-def test_two_remote_users_are_two_callers_by_themselves():
+def test_two_remote_users_are_two_callers_by_default():
     """S1, S2: the server in front has told who they are."""
     client, served = flask_shop()
     for who in ("ada", "bob", "ada"):
@@ -83,7 +83,7 @@ def test_two_remote_users_are_two_callers_by_themselves():
     assert served == ["ada", "bob"]
 
 
-def test_two_users_of_a_middleware_in_front_are_two_callers_by_themselves():
+def test_two_users_of_a_middleware_in_front_are_two_callers_by_default():
     """S1, S2: also where no header of ours tells them apart."""
     asks = [("/", {**KEY, "X-Forwarded-User": who}) for who in ("ada", "bob")]
     answers = posted(logged_in_shop(), *asks)
@@ -101,7 +101,7 @@ def test_two_users_of_a_middleware_in_front_are_two_callers_by_themselves():
     ],
 )
 def test_two_sessions_never_get_each_other_s_answer(caller, headers):
-    """S1, S2: where nobody was found, and where a key tells the application and not the user."""
+    """S1, S2: without a user, and with a key that identifies the application only."""
     client, served = flask_shop(caller=caller)
     statuses = [
         client.post("/orders", headers={**KEY, **headers, "Cookie": f"session={who}"}).status_code
@@ -111,7 +111,7 @@ def test_two_sessions_never_get_each_other_s_answer(caller, headers):
 
 
 def test_a_cookie_beside_a_user_s_own_credential_may_change():
-    """S1: it is an advertiser's, because somebody else has told who that is."""
+    """S1: the credential identifies the user, so the cookie is not compared."""
     client, served = flask_shop()
     for session in ("one", "two"):
         headers = {**KEY, "Authorization": "Bearer ada", "Cookie": f"session={session}"}
@@ -151,7 +151,7 @@ def test_a_caller_may_be_a_number(who):
 
 
 @pytest.mark.parametrize("who", [7.5, ["ada"]])
-def test_a_caller_that_is_no_text_is_told_so(who):
+def test_a_caller_that_is_no_text_is_refused(who):
     """S2: but not with what it is, because that may be a credential."""
     client, served = flask_shop(caller=lambda _request: who)
     client.application.testing = True
@@ -166,22 +166,22 @@ class _Callable:
         return "k"
 
 
-def test_neither_may_a_guarded_function_s_key_or_what_a_policy_keeps_be_awaited():
+def test_async_functions_for_key_and_keep_are_refused():
     """K4, L4: two orders must not be one because two coroutines had one address."""
 
     def key_of(order: str):
         return _Callable()(order)
 
-    with pytest.raises(Misconfigured, match=r"keep= .* must not be async"):
+    with pytest.raises(Misconfigured, match=r"keep=.* must not be async"):
         Policy(keep=_Callable().__call__)
     for kind in (Engine, AsyncEngine):
         engine = kind("memory://")
-        with pytest.raises(Misconfigured, match=r"key= .* must not be async"):
+        with pytest.raises(Misconfigured, match=r"key=.* must not be async"):
             engine.guard(key=_Callable())
     with Engine("memory://") as engine:
         placed = []
         place = engine.guard(key=key_of, scope="orders")(placed.append)
-        with pytest.raises(Misconfigured, match=r"key= .* must not be async"):
+        with pytest.raises(Misconfigured, match=r"key=.* must not be async"):
             place("A")
         assert placed == []
 
@@ -191,13 +191,13 @@ def test_neither_may_a_guarded_function_s_key_or_what_a_policy_keeps_be_awaited(
 def test_a_function_that_would_have_to_be_awaited_is_refused(kind, name):
     """K4, S2: else the key would be the address of a coroutine, and each retry another key."""
     for function in (_Callable().__call__, _Callable()):
-        with pytest.raises(Misconfigured, match=f"{name}= .* must not be async"):
+        with pytest.raises(Misconfigured, match=f"{name}=.* must not be async"):
             kind(lambda: None, store="memory://", **{name: function})
 
 
 @pytest.mark.parametrize("kind", [Asgi, Wsgi])
 @pytest.mark.parametrize("name", ["key", "caller"])
-def test_what_cannot_be_called_stops_a_deployment_and_no_request(kind, name):
+def test_a_key_or_caller_that_cannot_be_called_is_refused_at_start(kind, name):
     """K4, S2."""
     with pytest.raises(Misconfigured, match=f"{name}= is a str; it must be a function"):
         kind(lambda: None, store="memory://", **{name: "X-Tenant"})
@@ -211,7 +211,7 @@ def test_a_url_that_was_given_for_an_engine_is_not_repeated(kind):
     assert "hunter2" not in str(told.value)
 
 
-def test_what_a_key_function_makes_to_be_awaited_is_refused_before_anything_runs():
+def test_a_key_function_that_returns_an_awaitable_is_refused_before_anything_runs():
     """K4."""
     number = _Callable()
     client, served = flask_shop(key=lambda request: number(request))  # noqa: PLW0108 - looks sync

@@ -1,12 +1,10 @@
 """Real servers and real sockets: what only shows when bytes travel.
 
-Each server is started once, on a listening socket of the tests' own, and all of its tests use keys
-of their own. What other middleware, streams and errors do to us there is in `test_server_traps.py`.
+What other middleware, streams and errors do there is in `test_traps.py`.
 """
 
 import json
 import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -18,23 +16,25 @@ from typing import Any
 
 import pytest
 
-from tests.server.laws.api import Response
-from tests.server.laws.shop import WAIT_S_MAX
-from tests.support import web_servers
-from tests.support.web_servers import KINDS, Kind, in_two_processes, request_of
+from tests.support.http import Response
+from tests.support.times import WAIT_S_MAX, eventually
+from tests.support.web_servers import KINDS, WAITRESS, Kind, Server, in_two_processes, request_of
 
 
-class Server(web_servers.Server):
+class Shop:
     """A server with the shop of the HTTP laws; its effects are in a file."""
 
-    def __init__(self, kind: Kind, directory: Path) -> None:
-        super().__init__(kind, directory, "tests.server.laws.app")
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._server, name)
 
     def post(self, key: str, path: str = "/orders", body: bytes = b"{}") -> Response:
-        return self.exchange("POST", path, f"Idempotency-Key: {key}\r\n", body)
+        return self._server.post(key, path, body)
 
     def post_until_final(self, key: str, path: str = "/orders") -> Response:
-        """Retry with the same key as long as the answer is that the first still runs."""
+        """Retry with the same key as long as the first request still runs."""
         deadline = time.monotonic() + WAIT_S_MAX
         while (response := self.post(key, path)).status == 409:
             assert response.code == "in-progress"
@@ -42,27 +42,18 @@ class Server(web_servers.Server):
         return response
 
     def effects(self, key: str) -> int:
-        file = self.directory / "effects"
-        lines = file.read_text().splitlines() if file.exists() else []
-        return sum(line.split()[1] == key for line in lines)
+        return sum(line.split()[1] == key for line in self._server.lines_of("effects"))
 
     def wait_for_effect(self, key: str) -> None:
-        deadline = time.monotonic() + WAIT_S_MAX
-        while not self.effects(key):
-            assert time.monotonic() < deadline, "the handler was never entered"
-            time.sleep(0.002)
+        eventually(lambda: self.effects(key))
 
     def release(self, key: str) -> None:
-        (self.directory / f"release-{key}").touch()
+        (self._server.directory / f"release-{key}").touch()
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: kind.name)
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    server = Server(request.param, tmp_path_factory.mktemp("shop"))
-    yield server
-    server.close()
-    assert server.process.returncode in (0, -signal.SIGTERM), server.log()
-    assert "Traceback" not in server.log(), server.log()
+@pytest.fixture
+def server(web_server: Server) -> Shop:
+    return Shop(web_server)
 
 
 NUMBERS = count()
@@ -76,7 +67,7 @@ def key() -> str:
 # --- answers --------------------------------------------------------------------------------
 
 
-def test_a_retry_gets_the_first_answer(server: Server, key: str):
+def test_a_retry_gets_the_first_answer(server: Shop, key: str):
     """L1, L2: with fresh headers of its own message."""
     first, again = server.post(key), server.post(key)
     assert (first.status, again.status) == (201, 201)
@@ -89,7 +80,7 @@ def test_a_retry_gets_the_first_answer(server: Server, key: str):
     assert server.effects(key) == 1
 
 
-def test_simultaneous_requests_have_one_effect(server: Server, key: str):
+def test_simultaneous_requests_have_one_effect(server: Shop, key: str):
     """L1: all but the last byte of each is there already when it is let go."""
     rounds = 3
     for number in range(rounds):
@@ -100,7 +91,7 @@ def test_simultaneous_requests_have_one_effect(server: Server, key: str):
         assert server.effects(name) == 1
 
 
-def together(server: Server, key: str, clients: int, path: str = "/orders") -> list[Response]:
+def together(server: Shop, key: str, clients: int, path: str = "/orders") -> list[Response]:
     start = threading.Barrier(clients)
     whole = request_of("POST", path, f"Idempotency-Key: {key}\r\n", b"{}")
 
@@ -115,7 +106,7 @@ def together(server: Server, key: str, clients: int, path: str = "/orders") -> l
         return list(threads.map(client, range(clients)))
 
 
-def test_a_duplicate_waits_for_the_first_in_whatever_process(server: Server, key: str):
+def test_a_duplicate_waits_for_the_first_in_whatever_process(server: Shop, key: str):
     """L1, L3: with several processes, in another one."""
     if not server.kind.keeps_alive or server.kind.processes == 1:
         first_connection, second_connection = server.connect(), server.connect()
@@ -138,7 +129,7 @@ def test_a_duplicate_waits_for_the_first_in_whatever_process(server: Server, key
     assert server.effects(key) == 1
 
 
-def test_an_answer_without_content_leaves_the_connection_in_order(server: Server, key: str):
+def test_an_answer_without_content_leaves_the_connection_in_order(server: Shop, key: str):
     """L2: 204 the first time and again."""
     request = request_of("POST", "/nothing", f"Idempotency-Key: {key}\r\n", b"{}")
     if not server.kind.keeps_alive:
@@ -157,7 +148,7 @@ def test_an_answer_without_content_leaves_the_connection_in_order(server: Server
         assert connection.read().status == 200
 
 
-def test_a_large_body_reaches_the_handler_whole(server: Server, key: str):
+def test_a_large_body_reaches_the_handler_whole(server: Shop, key: str):
     """F1: three megabytes, spooled to disk on the way."""
     from hashlib import sha256
 
@@ -172,7 +163,7 @@ def test_a_large_body_reaches_the_handler_whole(server: Server, key: str):
 
 
 @pytest.mark.parametrize("size", [100, 60_000, 300_000])
-def test_a_refused_request_does_not_spoil_its_connection(server: Server, key: str, size: int):
+def test_a_refused_request_does_not_spoil_its_connection(server: Shop, key: str, size: int):
     """K3: its body is unread; what follows is the next request, or the end of the connection."""
     body = b'{"filling": "%b"}' % (b"GET /evil HTTP/1.1\r\n\r\n" * (size // 22))
     with closing(server.connect()) as connection:
@@ -189,7 +180,7 @@ def test_a_refused_request_does_not_spoil_its_connection(server: Server, key: st
     assert server.effects(key) == 1
 
 
-def test_a_replayed_request_does_not_spoil_its_connection(server: Server, key: str):
+def test_a_replayed_request_does_not_spoil_its_connection(server: Shop, key: str):
     """L2: ten of them on one connection."""
     if not server.kind.keeps_alive:
         assert len({server.post(key).body for _ in range(10)}) == 1
@@ -204,8 +195,8 @@ def test_a_replayed_request_does_not_spoil_its_connection(server: Server, key: s
 
 
 @pytest.mark.parametrize("name", ["right", "wrong,"])
-def test_a_client_that_waits_for_100_continue_is_served(server: Server, key: str, name: str):
-    """K3, L1: it may be told to go on or get its answer at once; nobody waits for ever."""
+def test_a_client_that_waits_for_100_continue_is_served(server: Shop, key: str, name: str):
+    """K3, L1: it gets 100 or its response at once; neither side waits for ever."""
     sent = key if name == "right" else name
     headers = f"Idempotency-Key: {sent}\r\nExpect: 100-continue\r\n"
     body = b'{"item": 1}'
@@ -222,7 +213,7 @@ def test_a_client_that_waits_for_100_continue_is_served(server: Server, key: str
     assert server.effects(key) == (1 if name == "right" else 0)
 
 
-def sends_100(server: Server) -> bool:
+def sends_100(server: Shop) -> bool:
     """All but wsgiref, whose HTTP/1.0 has no such thing: a client then sends without."""
     return server.kind.name != "wsgiref"
 
@@ -238,7 +229,7 @@ def chunked(key: str, *chunks: bytes, path: str = "/orders") -> bytes:
     return head + body + b"0\r\n\r\n"
 
 
-def test_a_chunked_request_is_the_same_however_it_is_cut(server: Server, key: str):
+def test_a_chunked_request_is_the_same_however_it_is_cut(server: Shop, key: str):
     """F1: and the handler gets all of it."""
     if not server.kind.takes_chunks:
         return
@@ -258,7 +249,7 @@ def test_a_chunked_request_is_the_same_however_it_is_cut(server: Server, key: st
 # --- clients that leave ---------------------------------------------------------------------
 
 
-def test_a_request_that_is_half_sent_does_not_hold_its_key(server: Server, key: str):
+def test_a_request_that_is_half_sent_does_not_hold_its_key(server: Shop, key: str):
     """L11: while it is open and after it is gone."""
     whole = request_of("POST", "/orders", f"Idempotency-Key: {key}\r\n", b'{"item": 1}')
     with closing(server.connect()) as half:
@@ -270,7 +261,7 @@ def test_a_request_that_is_half_sent_does_not_hold_its_key(server: Server, key: 
     assert server.effects(key) == 1
 
 
-def test_a_request_that_breaks_off_runs_nothing(server: Server, key: str):
+def test_a_request_that_breaks_off_runs_nothing(server: Shop, key: str):
     """L11: whatever was sent of it."""
     whole = request_of("POST", "/orders", f"Idempotency-Key: {key}\r\n", b'{"item": 1}')
     for sent in (len(whole) - 1, len(whole) - 10, len(whole) - 30, 10):
@@ -281,7 +272,7 @@ def test_a_request_that_breaks_off_runs_nothing(server: Server, key: str):
     assert server.effects(key) == 1
 
 
-def test_a_client_that_leaves_during_the_work_finds_its_result_later(server: Server, key: str):
+def test_a_client_that_leaves_during_the_work_finds_its_result_later(server: Shop, key: str):
     """L11."""
     connection = server.connect()
     connection.send(request_of("POST", "/slow", f"Idempotency-Key: {key}\r\n", b"{}"))
@@ -293,7 +284,7 @@ def test_a_client_that_leaves_during_the_work_finds_its_result_later(server: Ser
     assert server.effects(key) == 1
 
 
-def test_a_client_that_leaves_at_any_moment_has_one_effect(server: Server, key: str):
+def test_a_client_that_leaves_at_any_moment_has_one_effect(server: Shop, key: str):
     """L11: from before the request is read to after the answer was sent."""
     pause = threading.Event()
     for number, moment_s in enumerate((0.0, 0.0, 0.001, 0.002, 0.005, 0.01)):
@@ -310,32 +301,25 @@ def test_a_client_that_leaves_at_any_moment_has_one_effect(server: Server, key: 
 
 
 @contextmanager
-def running(kind: Kind, directory: Path) -> Iterator[Server]:
-    server = Server(kind, directory)
+def running(kind: Kind, directory: Path) -> Iterator[Shop]:
+    server = Server(kind, directory, "tests.server.web_app")
     try:
-        yield server
+        yield Shop(server)
     finally:
         server.close()
 
 
 def test_what_was_completed_survives_a_restart(tmp_path: Path, key: str):
-    """L2: by another kind of server, too."""
-    by_name = {kind.name: kind for kind in KINDS}
-    with running(by_name["waitress"], tmp_path) as server:
+    """L1, L2: also of another kind of server, in both processes of an engine made before the fork."""
+    threaded = next(kind for kind in KINDS if kind.name == "gunicorn-threads")
+    with running(WAITRESS, tmp_path) as server:
         first = server.post(key)
-    with running(by_name["gunicorn-sync"], tmp_path) as server:
+    with running(threaded, tmp_path) as server:
         again = server.post(key)
         assert (again.body, again.is_replay) == (first.body, True)
-        assert server.effects(key) == 1
-
-
-def test_an_engine_made_before_the_fork_works_in_every_child(tmp_path: Path):
-    """L1: gunicorn --preload; each child opens connections and threads of its own."""
-    kind = next(kind for kind in KINDS if kind.name == "gunicorn-threads")
-    with running(kind, tmp_path) as server:
         one, other = in_two_processes(server)
         with closing(one), closing(other):
-            answers: list[Any] = []
+            answers: list[Response] = []
             for number in range(20):
                 for connection in (one, other):
                     headers = f"Idempotency-Key: both-{number}\r\n"
@@ -343,4 +327,5 @@ def test_an_engine_made_before_the_fork_works_in_every_child(tmp_path: Path):
                     answers.append(connection.read())
         assert {answer.status for answer in answers} == {201}
         assert sum(answer.is_replay for answer in answers) == 20
+        assert server.effects(key) == 1
         assert all(server.effects(f"both-{number}") == 1 for number in range(20))

@@ -19,7 +19,8 @@ from coatcheck.server.routes import (
     policy_of_mark,
 )
 from coatcheck.server.wsgi import IdempotencyMiddleware
-from tests.support.engines import Clock, WatchedStore
+from tests.support.engines import WatchedStore
+from tests.support.times import Clock
 
 JSON = {"Content-Type": "application/json"}
 
@@ -143,6 +144,6 @@ def test_declared_routes_are_recovered_in_the_background(app):
         operation = engine.begin(request, policy)
         engine.attempts.heartbeat.stop_renewing(operation)  # its process has died
         assert store.record.state == RUNNING
-        clock.pass_s(61)
+        clock.advance(61)
         engine.recovery.round()
         assert store.record.state == IN_DOUBT

@@ -1,37 +1,39 @@
-"""What others fell into, in real servers: streams, codings, tasks, errors in the middle (L2, L12).
+"""Traps that others fell into, in real servers: streams, codings, tasks, errors in the middle (L2, L12).
 
-The same checks on every server, where it has the trap at all. Each is started once, and all of its
-tests use names of their own. A retry is sent to each of a server's processes: to the one that may
-answer from memory, and to the one that has to ask the store.
+Each test uses names of its own. A retry is sent to each of a server's processes: to the one that
+may answer from memory, and to the one that has to read the store.
 """
 
 import gzip
-import re
-import signal
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from hashlib import sha256
 from itertools import count
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.server.laws.api import Response
-from tests.server.traps_app import BINARY, KEPT_PARTS, PART, STREAMED_PARTS, TAG, TEXT
-from tests.support import web_servers
+from tests.server.web_app import BINARY, KEPT_PARTS, PART, STREAMED_PARTS, TAG, TEXT
+from tests.support.http import Response
 from tests.support.servers import until
-from tests.support.web_servers import KINDS, Connection, Kind, in_two_processes, request_of
+from tests.support.web_servers import KINDS, Connection, Server, in_two_processes, request_of
 
 # gunicorn with one thread keeps no connection, by which a retry finds each of its processes.
 SERVERS = [kind for kind in KINDS if kind.name != "gunicorn-sync"]
+pytestmark = pytest.mark.parametrize(
+    "web_server", SERVERS, indirect=True, ids=lambda kind: kind.name, scope="session"
+)
 NUMBERS = count()
 
 
-class Server(web_servers.Server):
-    """A server with the application of `tests.server.traps_app.py`."""
+class Traps:
+    """A server with the application of `tests/server/web_app.py`."""
 
-    def __init__(self, kind: Kind, directory: Path) -> None:
-        super().__init__(kind, directory, "tests.server.traps_app")
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._server, name)
 
     def ask(self, method: str, path: str, headers: str = "", body: bytes = b"") -> "Asking":
         return Asking(self, request_of(method, path, headers, body), method)
@@ -45,7 +47,7 @@ class Server(web_servers.Server):
         assert self.exchange("POST", f"/bare/open?name={name}").body == b"open"
 
     def events(self, name: str) -> list[str]:
-        lines = [line.split() for line in (self.directory / "events").read_text().splitlines()]
+        lines = [line.split() for line in self.lines_of("events")]
         return [event for found, event in lines if found == name]
 
     def runs(self, name: str) -> int:
@@ -55,7 +57,7 @@ class Server(web_servers.Server):
 class Asking:
     """One request, which can be sent again and again."""
 
-    def __init__(self, server: Server, request: bytes, method: str) -> None:
+    def __init__(self, server: Traps, request: bytes, method: str) -> None:
         self._server = server
         self._request = request
         self._has_body = method != "HEAD"
@@ -84,18 +86,9 @@ class Asking:
         return connection.read(has_body=self._has_body)
 
 
-@pytest.fixture(scope="module", params=SERVERS, ids=lambda kind: kind.name)
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    server = Server(request.param, tmp_path_factory.mktemp("traps"))
-    yield server
-    server.close()
-    assert server.process.returncode in (0, -signal.SIGTERM), server.log()
-    raised = re.findall(
-        r"^(?:\s*\| )?([\w.]+(?:Error|Exception|Boom))\b", server.log(), re.MULTILINE
-    )
-    # wsgiref, when `close` has failed, wants to say so to a client that it has let go of already.
-    quirks = {"TypeError"} if request.param.name == "wsgiref" else set()
-    assert set(raised) <= {"tests.server.traps_app.Boom", *quirks}, server.log()
+@pytest.fixture
+def server(web_server: Traps) -> Traps:
+    return Traps(web_server)
 
 
 @pytest.fixture
@@ -118,7 +111,7 @@ def assert_replays(first: Response, retries: list[Response]) -> None:
 
 
 @pytest.mark.parametrize("stack", ["guarded", "base", "based"])
-def test_an_answer_in_parts_is_kept_whole(server: Server, name: str, stack: str):
+def test_an_answer_in_parts_is_kept_whole(server: Traps, name: str, stack: str):
     """L2, L12: also where a `BaseHTTPMiddleware` inside or outside cuts it; cookies come once."""
     if server.kind.flavour == "wsgi" and stack != "guarded":
         return
@@ -134,7 +127,7 @@ def test_an_answer_in_parts_is_kept_whole(server: Server, name: str, stack: str)
     assert server.runs(name) == 1
 
 
-def test_binary_bodies_arrive_byte_by_byte(server: Server, name: str):
+def test_binary_bodies_arrive_byte_by_byte(server: Traps, name: str):
     """F1, L2: every byte there is, in both directions; and what looks like the end of a chunk."""
     asking = server.post(f"/guarded/binary?name={name}", body=BINARY[::-1])
     first = asking.once()
@@ -146,7 +139,7 @@ def test_binary_bodies_arrive_byte_by_byte(server: Server, name: str):
     assert server.runs(name) == 1
 
 
-def test_a_large_body_that_is_made_while_it_is_sent_is_kept(server: Server, name: str):
+def test_a_large_body_that_is_made_while_it_is_sent_is_kept(server: Traps, name: str):
     """L2, L12: a megabyte, from a generator."""
     asking = server.post(f"/guarded/large?name={name}")
     first = asking.once()
@@ -155,18 +148,18 @@ def test_a_large_body_that_is_made_while_it_is_sent_is_kept(server: Server, name
     assert server.runs(name) == 1
 
 
-def test_what_is_too_large_to_be_kept_is_not_held_up(server: Server, name: str):
-    """L12, X2: it reaches the first client as it is made; a retry is told, and runs nothing."""
+def test_what_is_too_large_to_be_kept_is_not_held_up(server: Traps, name: str):
+    """L12, X2: it reaches the first client as it is made; a retry gets a clear problem, and runs nothing."""
     asking = server.post(f"/guarded/too-large?name={name}")
     head, body = read_through_the_gate(server, name, asking, PART * STREAMED_PARTS)
     assert (head.status, body) == (201, PART * (STREAMED_PARTS + 1))
     assert head.reference
-    assert_told(asking.everywhere(), "result-unavailable")
+    assert_over(asking.everywhere(), "result-unavailable")
     assert server.runs(name) == 1
 
 
 def read_through_the_gate(
-    server: Server, name: str, asking: Asking, before: bytes
+    server: Traps, name: str, asking: Asking, before: bytes
 ) -> tuple[Response, bytes]:
     """Read what comes *before* the gate, open it with another request, and read the rest."""
     with asking.begun() as connection:
@@ -181,7 +174,7 @@ def read_through_the_gate(
         return head, read + b"".join(parts)
 
 
-def assert_told(answers: list[Response], code: str) -> None:
+def assert_over(answers: list[Response], code: str) -> None:
     """It is over, and a retry would change nothing."""
     assert len(answers) == 2
     for answer in answers:
@@ -196,7 +189,7 @@ def assert_told(answers: list[Response], code: str) -> None:
 )
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_streams_that_are_not_guarded_pass_untouched(
-    server: Server, name: str, method: str, what: str, first: bytes
+    server: Traps, name: str, method: str, what: str, first: bytes
 ):
     """S3, L12: the first part arrives before the last is made, and all is as without us."""
     key = f"Idempotency-Key: {name}\r\n" if method == "GET" else ""
@@ -212,27 +205,27 @@ def undated(response: Response) -> list[tuple[str, str]]:
     return sorted(header for header in response.headers if header[0] != "date")
 
 
-def test_events_with_a_key_are_not_held_up(server: Server, name: str):
+def test_events_with_a_key_are_not_held_up(server: Traps, name: str):
     """L12: they can never be kept, and the record says so."""
     asking = server.post(f"/guarded/events?name={name}")
     head, body = read_through_the_gate(server, name, asking, b"data: 1\n\n")
     assert (head.status, body) == (200, b"data: 1\n\ndata: 2\n\n")
-    assert_told(asking.everywhere(), "result-unavailable")
+    assert_over(asking.everywhere(), "result-unavailable")
     assert server.runs(name) == 1
 
 
-def test_an_endless_stream_ends_when_its_client_leaves(server: Server, name: str):
-    """L11, L12: nobody listens any more; and nothing runs for a retry."""
+def test_an_endless_stream_ends_when_its_client_leaves(server: Traps, name: str):
+    """L11, L12: and nothing runs for a retry."""
     asking = server.post(f"/guarded/endless?name={name}")
     with asking.begun() as connection:
         next(connection.parts_of(connection.read_head()))
         connection.hang_up()
     until(lambda: "left" in server.events(name))
-    assert_told(asking.everywhere(), "result-unavailable")
+    assert_over(asking.everywhere(), "result-unavailable")
     assert server.runs(name) == 1
 
 
-def test_head_passes_through_untouched(server: Server, name: str):
+def test_head_passes_through_untouched(server: Traps, name: str):
     """S3: with the length of what it does not bring; each time anew."""
     key = f"Idempotency-Key: {name}\r\n"
     asking = server.ask("HEAD", f"/guarded/page?name={name}", key)
@@ -244,7 +237,7 @@ def test_head_passes_through_untouched(server: Server, name: str):
     assert_in_order(server, request_of("HEAD", f"/guarded/page?name={name}", key), has_body=False)
 
 
-def test_not_modified_passes_through_untouched(server: Server, name: str):
+def test_not_modified_passes_through_untouched(server: Traps, name: str):
     """S3: what a cache asks has nothing to do with us, key or not."""
     headers = f"Idempotency-Key: {name}\r\nIf-None-Match: {TAG}\r\n"
     bare = server.ask("GET", f"/bare/page?name={name}", headers).once()
@@ -254,7 +247,7 @@ def test_not_modified_passes_through_untouched(server: Server, name: str):
     assert server.runs(name) == 3
 
 
-def test_not_modified_is_an_answer_like_any_other(server: Server, name: str):
+def test_not_modified_is_an_answer_like_any_other(server: Traps, name: str):
     """L2: replayed without a body, and without the length of one."""
     path = f"/guarded/unchanged?name={name}"
     first = server.post(path).once()
@@ -268,7 +261,7 @@ def test_not_modified_is_an_answer_like_any_other(server: Server, name: str):
     assert_in_order(server, request_of("POST", path, f"Idempotency-Key: {name}\r\n", b"{}"))
 
 
-def assert_in_order(server: Server, request: bytes, *, has_body: bool = True) -> None:
+def assert_in_order(server: Traps, request: bytes, *, has_body: bool = True) -> None:
     """What follows *request* on its connection is the next answer, or the connection's end."""
     with closing(server.connect()) as connection:
         connection.send(request)
@@ -285,7 +278,7 @@ def assert_in_order(server: Server, request: bytes, *, has_body: bool = True) ->
 CODED = "Accept-Encoding: gzip\r\n"
 
 
-def test_gzip_inside_is_undone_for_a_client_that_does_not_take_it(server: Server, name: str):
+def test_gzip_inside_is_undone_for_a_client_that_does_not_take_it(server: Traps, name: str):
     """L12: kept as it was coded, and given as each retry wants it."""
     path = f"/zipped/text?name={name}"
     first = server.post(path, CODED).once()
@@ -302,8 +295,8 @@ def test_gzip_inside_is_undone_for_a_client_that_does_not_take_it(server: Server
 
 
 @pytest.mark.parametrize("first", [CODED, ""], ids=["coded", "plain"])
-def test_gzip_outside_codes_for_each_client(server: Server, name: str, first: str):
-    """L12: kept plain, whoever came first."""
+def test_gzip_outside_codes_for_each_client(server: Traps, name: str, first: str):
+    """L12: kept plain, whatever the first client accepts."""
     path = f"/zipping/text?name={name}"
     assert decoded(server.post(path, first).once()) == TEXT
     for coded in server.post(path, CODED).everywhere():
@@ -323,8 +316,8 @@ def decoded(response: Response) -> bytes:
 # --- after the answer -----------------------------------------------------------------------
 
 
-def test_what_is_done_after_the_answer_does_not_delay_it(server: Server, name: str):
-    """L2: a background task, or `close`; it ends although nobody waits, and is not done again."""
+def test_what_is_done_after_the_answer_does_not_delay_it(server: Traps, name: str):
+    """L2: a background task, or `close`; it ends without a client, and is not repeated."""
     asking = server.post(f"/guarded/task?name={name}")
     first = asking.once()
     assert (first.status, first.body) == (201, TEXT)
@@ -336,51 +329,22 @@ def test_what_is_done_after_the_answer_does_not_delay_it(server: Server, name: s
     assert server.events(name).count("done") == server.runs(name) == 1
 
 
-def test_close_is_called_once_and_not_for_replays(server: Server, name: str):
-    """L2: WSGI; when the server is done with the answer, however that was made."""
-    if server.kind.flavour == "asgi":
-        return
-    for number, what in enumerate(("text", "in-parts", "written", "too-large")):
-        of_its_own = f"{name}-{number}"
-        server.open_gate(of_its_own)
-        asking = server.post(f"/guarded/{what}?name={of_its_own}")
-        assert asking.once().status == 201
-        until(lambda: "closed" in server.events(of_its_own))  # noqa: B023 - used at once
-        asking.everywhere()
-        assert server.events(of_its_own).count("closed") == 1
-
-
-@pytest.mark.parametrize("stack", ["guarded", "bare"])
-def test_what_is_written_comes_before_what_is_returned(server: Server, name: str, stack: str):
-    """L2, L12: WSGI's `write`; kept whole where it is guarded, and passed where it is not."""
-    if server.kind.flavour == "asgi":
-        return
-    asking = server.post(f"/{stack}/written?name={name}")
-    first = asking.once()
-    assert (first.status, first.body) == (201, TEXT)
-    assert len(first.all("set-cookie")) == 2
-    retries = asking.everywhere()
-    if stack == "guarded":
-        assert_replays(first, retries)
-    assert server.runs(name) == (1 if stack == "guarded" else 3)
-
-
 # --- errors ---------------------------------------------------------------------------------
 
 
-def test_an_error_after_the_first_bytes_left_breaks_the_answer_off(server: Server, name: str):
-    """L4, L12: its client sees that it is not whole; a retry is told, and runs nothing."""
+def test_an_error_after_the_first_bytes_left_breaks_the_answer_off(server: Traps, name: str):
+    """L4, L12: its client sees that it is not whole; a retry gets a clear problem, and runs nothing."""
     asking = server.post(f"/guarded/breaks?name={name}")
     with asking.begun() as connection:
         head = connection.read_head()
         assert head.status == 201
         with pytest.raises(ConnectionError):
             b"".join(connection.parts_of(head))
-    assert_told(asking.everywhere(), "result-unavailable")
+    assert_over(asking.everywhere(), "result-unavailable")
     assert server.runs(name) == 1
 
 
-def test_an_error_before_anything_left_is_an_error_as_always(server: Server, name: str):
+def test_an_error_before_anything_left_is_an_error_as_always(server: Traps, name: str):
     """L4: not half an answer; the key is given back, and the retry runs, once."""
     asking = server.post(f"/guarded/breaks-early?name={name}")
     first = asking.once()
@@ -393,7 +357,7 @@ def test_an_error_before_anything_left_is_an_error_as_always(server: Server, nam
     assert server.runs(name) == 2
 
 
-def test_an_error_after_the_answer_changes_nothing_of_it(server: Server, name: str):
+def test_an_error_after_the_answer_changes_nothing_of_it(server: Traps, name: str):
     """L4: of a background task, or of `close`; it is for the server's log."""
     asking = server.post(f"/guarded/breaks-late?name={name}")
     first = asking.once()

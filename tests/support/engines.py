@@ -10,20 +10,33 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from coatcheck import AsyncEngine, Engine
-from coatcheck.core.record import Record, Swap
-from coatcheck.errors import StoreUnavailable
-from coatcheck.stores import AsyncStore, Store, ThreadedStore
-from coatcheck.stores.memory import AsyncMemoryStore, MemoryStore
+import pytest
 
-# 20 s: a hundred times what any of these waits takes; after that something hangs, and the test fails.
-WAIT_S_MAX = 20.0
-NOW_MS = 1_800_000_000_000
+from coatcheck import AsyncEngine, Engine
+from coatcheck.core.record import RUNNING, Record, Swap
+from coatcheck.errors import StoreUnavailable
+from coatcheck.stores import AsyncStore, Query, Store, ThreadedStore
+from coatcheck.stores.memory import AsyncMemoryStore, MemoryStore
+from tests.support.times import NOW_MS, WAIT_S_MAX, Clock, eventually, wait_for
+
+__all__ = ["NOW_MS", "WAIT_S_MAX", "Clock", "eventually", "wait_for"]
+
+LEASE_S = 60
+# A round of recovery is due once a minute, at the latest after one and a half.
+ROUND_S = 90
+BY_ADA = {"by": "ada", "why": "asked the bank"}
+CLAIM = Record(
+    *(b"i" * 16, NOW_MS, RUNNING, 1, b"f" * 16, NOW_MS, NOW_MS + 1_000 * LEASE_S),
+    *(NOW_MS + 3_600_000, NOW_MS + 7_200_000, 7, "", "", "", None, None),
+)
+
+
+class Killed(BaseException):
+    """An error that neither a handler nor an engine catches: the process ends here."""
 
 
 class Guards:
@@ -54,16 +67,26 @@ class Guards:
         return self.done(engine.run(key, self.flavoured(function), *args, **kw))
 
     def flavoured(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """*function*, sync or async as its engine needs it."""
-        if not self.is_async:
+        """
+        *function*, sync or async as its engine needs it.
+
+        A generator function is a handler for both: what it yields is awaited if it has to be.
+        """
+        if not self.is_async and not inspect.isgeneratorfunction(function):
             return function
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            return _driven(function(*args, **kwargs))
 
         async def awaited(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
+            if inspect.isgenerator(result):
+                return await _driven_async(result)
             return await result if inspect.isawaitable(result) else result
 
-        awaited.__qualname__ = getattr(function, "__qualname__", type(function).__qualname__)
-        return awaited
+        flavoured = awaited if self.is_async else called
+        flavoured.__qualname__ = getattr(function, "__qualname__", type(function).__qualname__)
+        return flavoured
 
     def done(self, result: Any) -> Any:
         """*result*, awaited if it has to be."""
@@ -79,6 +102,12 @@ class Guards:
         """The same as `run`, in another thread."""
         return self._threads.submit(self.run, *args, **kwargs)
 
+    def abandon(self, engine: Any, *keys: str, **options: Any) -> None:
+        """Attempts that began, and whose process died in the middle."""
+        for key in keys or ("k",):
+            with pytest.raises(Killed):
+                self.run(engine, key, Handler(Killed()), **options)
+
     def close(self) -> None:
         """End everything that was made here."""
         for engine in self._engines:
@@ -86,18 +115,27 @@ class Guards:
         self._threads.shutdown()
 
 
-class Clock:
-    """A clock that a test sets."""
+def _driven(handler: Generator[Any, Any, Any]) -> Any:
+    result = None
+    try:
+        while True:
+            result = handler.send(result)
+    except StopIteration as end:
+        return end.value
 
-    def __init__(self, now_ms: int = NOW_MS) -> None:
-        self.now_ms = now_ms
 
-    def __call__(self) -> int:
-        return self.now_ms
-
-    def pass_s(self, seconds: float) -> None:
-        """Let time pass."""
-        self.now_ms += round(seconds * 1_000)
+async def _driven_async(handler: Generator[Any, Any, Any]) -> Any:
+    go_on, result = handler.send, None
+    try:
+        while True:
+            yielded = go_on(result)
+            try:
+                result = await yielded if inspect.isawaitable(yielded) else yielded
+                go_on = handler.send
+            except BaseException as error:  # noqa: BLE001 - raised where it was yielded
+                go_on, result = handler.throw, error
+    except StopIteration as end:
+        return end.value
 
 
 class WatchedStore(MemoryStore):
@@ -159,19 +197,6 @@ class WatchedStore(MemoryStore):
         return record
 
 
-def eventually(is_true: Callable[[], object]) -> None:
-    """Wait until *is_true* is; it is called often, because not everything can be waited for."""
-    deadline = time.monotonic() + WAIT_S_MAX
-    while not is_true():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.001)
-
-
-def wait_for(event: threading.Event) -> None:
-    """Wait until *event* is set."""
-    assert event.wait(WAIT_S_MAX), "it never happened"
-
-
 class Handler:
     """A function that counts its calls, and can be stopped in the middle."""
 
@@ -196,3 +221,21 @@ def held_up(result: Any = "done") -> Handler:
     handler = Handler(result)
     handler.may_end.clear()
     return handler
+
+
+def only_record(engine: Any) -> Record:
+    """The only record in the store of *engine*, whatever store that is."""
+    (record,) = engine.attempts._store.find(Query()).records
+    return record
+
+
+def recovery_round(engine: Any, clock: Clock | None = None) -> None:
+    """Let the heartbeat start a round of recovery, and wait for its end."""
+    if clock is not None:
+        clock.advance(ROUND_S)
+    before = engine.recovery._thread
+    engine.attempts.heartbeat.tick()
+    thread = engine.recovery._thread
+    assert thread is not before, "no round has begun"
+    thread.join(WAIT_S_MAX)
+    assert not thread.is_alive()

@@ -16,8 +16,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.server.laws.api import Response
-from tests.server.laws.shop import WAIT_S_MAX
+from tests.support.http import Response
+from tests.support.times import WAIT_S_MAX
 
 ROOT = Path(__file__).resolve().parents[2]
 UVICORN = [sys.executable, "-m", "uvicorn", "{app}:asgi_app", "--no-access-log"]
@@ -36,20 +36,17 @@ class Kind(NamedTuple):
     processes: int = 1
 
 
+UVICORN_ALONE = Kind("uvicorn", [*UVICORN, "--fd={fd}"], "asgi")
+WAITRESS = Kind("waitress", [*OWN, "waitress", "{fd}", "{app}:wsgi_app"])
 KINDS = (
     Kind("uvicorn", [*UVICORN, "--workers=2", "--fd={fd}"], "asgi", processes=2),
-    Kind(
-        "gunicorn-sync",
-        [*GUNICORN, "--bind=fd://{fd}"],
-        keeps_alive=False,
-        processes=2,
-    ),
+    Kind("gunicorn-sync", [*GUNICORN, "--bind=fd://{fd}"], keeps_alive=False, processes=2),
     Kind(
         "gunicorn-threads",
         [*GUNICORN, "--bind=fd://{fd}", "--worker-class=gthread", "--threads=8"],
         processes=2,
     ),
-    Kind("waitress", [*OWN, "waitress", "{fd}", "{app}:wsgi_app"]),
+    WAITRESS,
     Kind(
         "wsgiref",
         [*OWN, "wsgiref", "{fd}", "{app}:wsgi_app"],
@@ -60,47 +57,64 @@ KINDS = (
 
 
 class Server:
-    """A server that runs the application of the module *app*, and where that writes its files."""
+    """A server that runs the application of the module *app*; it can be killed and begun again."""
 
-    def __init__(self, kind: Kind, directory: Path, app: str) -> None:
+    def __init__(self, kind: Kind, directory: Path, app: str, **environ: str) -> None:
         self.kind = kind
         self.directory = directory
+        self._app = app
+        self._environ = environ
         self._listening = socket.create_server(("127.0.0.1", 0), backlog=256)
         self.port = self._listening.getsockname()[1]
+        self.begin()
+
+    def begin(self) -> None:
+        """Start it, and wait until it answers."""
         fd = self._listening.fileno()
         environ = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-            "SHOP_DIRECTORY": str(directory),
-            "SHOP_FLAVOUR": kind.flavour,
+            "SHOP_DIRECTORY": str(self.directory),
+            "SHOP_FLAVOUR": self.kind.flavour,
+            **self._environ,
         }
-        self._log = (directory / "log").open("ab")
-        self.process = subprocess.Popen(
-            [word.format(fd=fd, app=app) for word in kind.command],
-            env=environ,
-            pass_fds=[fd],
-            stdout=self._log,
-            stderr=self._log,
-            start_new_session=True,
-        )
+        with (self.directory / "log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [word.format(fd=fd, app=self._app) for word in self.kind.command],
+                env=environ,
+                pass_fds=[fd],
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
         try:
             assert self.exchange("GET", "/pid").status == 200
         except BaseException:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            self.kill()
             self.close()
             sys.stderr.write(self.log())
             raise
 
+    def kill(self) -> None:
+        """kill -9, all of its processes."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(WAIT_S_MAX)
+
     def log(self) -> str:
         return (self.directory / "log").read_text()
 
+    def lines_of(self, name: str) -> list[str]:
+        """What the application has written into its file *name*."""
+        file = self.directory / name
+        return file.read_text().splitlines() if file.exists() else []
+
     def close(self) -> None:
         """Ask it to end, as an operator does; it must obey soon."""
-        self.process.send_signal(signal.SIGTERM)
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
         try:
             self.process.wait(WAIT_S_MAX)
         finally:
-            self._log.close()
             self._listening.close()
 
     def connect(self) -> "Connection":
@@ -110,6 +124,9 @@ class Server:
         with closing(self.connect()) as connection:
             connection.send(request_of(method, path, headers, body))
             return connection.read()
+
+    def post(self, key: str, path: str, body: bytes = b"{}", headers: str = "") -> Response:
+        return self.exchange("POST", path, f"Idempotency-Key: {key}\r\n{headers}", body)
 
 
 def request_of(method: str, path: str, headers: str = "", body: bytes = b"") -> bytes:

@@ -7,17 +7,12 @@ Both hold the application and the middleware to their protocols while they do.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-import io
-import json
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
-from urllib.parse import unquote_to_bytes
-from wsgiref.util import setup_testing_defaults
+from typing import Any
 from wsgiref.validate import validator
 
 from coatcheck import AsyncEngine, Engine
@@ -30,70 +25,25 @@ from coatcheck.server.request import Request
 from coatcheck.server.wsgi import IdempotencyMiddleware as WsgiMiddleware
 from coatcheck.stores import Query, Store, ThreadedStore
 from coatcheck.stores.memory import AsyncMemoryStore, MemoryStore
+from tests.support.http import (
+    ORDER,
+    AsgiExchange,
+    Headers,
+    Response,
+    environ_of,
+    exchange_wsgi,
+    with_key,
+)
+from tests.support.times import WAIT_S_MAX, Clock, eventually
 
-from .shop import WAIT_S_MAX, Shop
-
-Headers = Sequence[tuple[str, str]]
+from .shop import Shop
 
 # Handlers of one law that run at the same time, with room to spare.
 THREADS = 64
-ORDER = b'{"item": 1}'
-
-
-class Clock:
-    """Time as an argument: it goes on when a law says so."""
-
-    def __init__(self) -> None:
-        self.now_ms = 1_800_000_000_000
-
-    def __call__(self) -> int:
-        return self.now_ms
-
-    def advance(self, seconds: float) -> None:
-        self.now_ms += round(seconds * 1_000)
-
-
-class Response(NamedTuple):
-    """What the client got; where the application's error reached the server, a bare 500."""
-
-    status: int
-    headers: list[tuple[str, str]]  # names in lower case, one entry for each line
-    body: bytes
-    error: Exception | None = None
-
-    def all(self, name: str) -> list[str]:
-        return [value for found, value in self.headers if found == name]
-
-    def header(self, name: str) -> str | None:
-        values = self.all(name)
-        assert len(values) <= 1, f"{name} came {len(values)} times"
-        return values[0] if values else None
-
-    @property
-    def is_replay(self) -> bool:
-        return self.header("idempotent-replayed") == "true"
-
-    @property
-    def reference(self) -> str:
-        reference = self.header("idempotency-reference")
-        assert reference is not None, self
-        return reference
-
-    @property
-    def problem(self) -> dict[str, Any]:
-        """The problem document that this answer is."""
-        assert self.header("content-type") == "application/problem+json", self
-        document: dict[str, Any] = json.loads(self.body)
-        assert document["status"] == self.status
-        return document
-
-    @property
-    def code(self) -> str:
-        return self.problem["code"]
 
 
 class Workers:
-    """What all laws share: a way to start threads, and an event loop that runs in one."""
+    """Shared by all laws: a way to start threads, and an event loop that runs in one."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -108,7 +58,7 @@ class Workers:
         def work() -> None:
             try:
                 future.set_result(function(*args))
-            except BaseException as error:  # noqa: BLE001 - for whoever asks the future
+            except BaseException as error:  # noqa: BLE001 - raised by the future
                 future.set_exception(error)
 
         threading.Thread(target=work, daemon=True).start()
@@ -133,11 +83,25 @@ class Api(ABC):
     engine: Engine | AsyncEngine
     middleware: AsgiMiddleware | WsgiMiddleware
 
-    def __init__(self, store: Store, shop: Shop, clock: Clock, workers: Workers) -> None:
+    def __init__(
+        self,
+        store: Store,
+        shop: Shop,
+        clock: Clock,
+        workers: Workers,
+        *,
+        settings: dict[str, Any],
+        middleware: dict[str, Any],
+    ) -> None:
         self.store = store
         self.shop = shop
         self.clock = clock
         self.workers = workers
+        self._open({"clock": clock, **settings}, middleware)
+
+    @abstractmethod
+    def _open(self, settings: dict[str, Any], middleware: dict[str, Any]) -> None:
+        """Make the engine and the middleware."""
 
     @abstractmethod
     def start(
@@ -152,10 +116,6 @@ class Api(ABC):
     @abstractmethod
     def run(self, key: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`engine.run` of this flavour, with a plain function."""
-
-    @abstractmethod
-    def guard(self, function: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
-        """`engine.guard` of this flavour, around a plain function."""
 
     @abstractmethod
     def claim(self, key: str, path: str) -> Record:
@@ -191,7 +151,7 @@ class Api(ABC):
         return sum(call.path == path for call in self.shop.effects)
 
     def record(self, reference: str) -> Record:
-        """The record of the operation that people call *reference*."""
+        """The record of the operation with this *reference*."""
         parsed = parse_reference(reference)
         assert parsed is not None
         (record,) = self.store.find(Query(id_prefix=prefix_of(parsed))).records
@@ -201,7 +161,7 @@ class Api(ABC):
         return list(self.store.find(Query()).records)
 
     def waiters(self) -> int:
-        """How many duplicates stand in line now."""
+        """How many duplicates wait now."""
         return sum(len(line) for line in list(self.engine.attempts.waiters.waiting.values()))
 
     def _request_of_post(self, key: str, path: str) -> Any:
@@ -211,36 +171,17 @@ class Api(ABC):
         return self.middleware.guard.claim_request(request, policy, key, None)
 
 
-def with_key(key: str | None, headers: Headers = ()) -> Headers:
-    """*headers*, with a content type and a key where they have none."""
-    given = {name.lower() for name, _ in headers}
-    defaults = [] if "content-type" in given else [("Content-Type", "application/json")]
-    if key is not None:
-        defaults.append(("Idempotency-Key", key))
-    return [*defaults, *headers]
-
-
 # --- ASGI -----------------------------------------------------------------------------------
 
 
 class AsgiApi(Api):
     """Through the ASGI middleware, on an event loop in a thread of its own."""
 
-    def __init__(
-        self,
-        store: Store,
-        shop: Shop,
-        clock: Clock,
-        workers: Workers,
-        *,
-        settings: dict[str, Any],
-        middleware: dict[str, Any],
-    ) -> None:
-        super().__init__(store, shop, clock, workers)
-        is_memory = isinstance(store, MemoryStore)
-        async_store = AsyncMemoryStore(store) if is_memory else ThreadedStore(store)
-        self.engine: AsyncEngine = AsyncEngine(async_store, **{"clock": clock, **settings})
-        self.middleware = AsgiMiddleware(shop.asgi, engine=self.engine, **middleware)
+    def _open(self, settings: dict[str, Any], middleware: dict[str, Any]) -> None:
+        is_memory = isinstance(self.store, MemoryStore)
+        async_store = AsyncMemoryStore(self.store) if is_memory else ThreadedStore(self.store)
+        self.engine: AsyncEngine = AsyncEngine(async_store, **settings)
+        self.middleware = AsgiMiddleware(self.shop.asgi, engine=self.engine, **middleware)
 
     def start(
         self, method: str, target: str, headers: Headers = (), body: bytes = b""
@@ -251,15 +192,11 @@ class AsgiApi(Api):
     def abandon(self, method: str, target: str, headers: Headers = (), body: bytes = b"") -> None:
         entered = len(self.shop.effects)
         running = self.start(method, target, headers, body)
-        until(lambda: len(self.shop.effects) > entered)
+        eventually(lambda: len(self.shop.effects) > entered)
         running.cancel()
 
     def run(self, key: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self.workers.run(self.engine.run(key, _awaitable(function), *args, **kwargs))
-
-    def guard(self, function: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
-        guarded = self.engine.guard(**kwargs)(_awaitable(function))
-        return lambda *args: self.workers.run(guarded(*args))
 
     def claim(self, key: str, path: str) -> Record:
         request = self._request_of_post(key, path)
@@ -277,81 +214,17 @@ def _awaitable(function: Callable[..., Any]) -> Callable[..., Coroutine[Any, Any
     return call
 
 
-class AsgiExchange:
-    """One request to an ASGI application, and what came back; it watches the order of messages."""
-
-    def __init__(self, method: str, target: str, headers: Headers, body: bytes) -> None:
-        path, _, query = target.partition("?")
-        self.asgi_scope: dict[str, Any] = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1",
-            "method": method,
-            "scheme": "http",
-            "path": unquote_to_bytes(path).decode("utf-8", "replace"),
-            "raw_path": path.encode(),
-            "query_string": query.encode(),
-            "root_path": "",
-            "headers": [(n.lower().encode("latin-1"), v.encode("latin-1")) for n, v in headers],
-            "client": ("192.0.2.1", 50_000),
-            "server": ("shop.example", 80),
-        }
-        half = len(body) // 2
-        self._incoming = [(body[:half], True), (body[half:], False)] if half else [(body, False)]
-        self.messages: list[dict[str, Any]] = []
-        self.is_done = asyncio.Event()
-
-    async def receive(self) -> dict[str, Any]:
-        if self._incoming:
-            chunk, more_body = self._incoming.pop(0)
-            return {"type": "http.request", "body": chunk, "more_body": more_body}
-        await self.is_done.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(self, message: dict[str, Any]) -> None:
-        is_first = not self.messages
-        assert message["type"] == f"http.response.{'start' if is_first else 'body'}"
-        assert not self.is_done.is_set(), "a message after the last one"
-        self.messages.append(message)
-        if not is_first and not message.get("more_body", False):
-            self.is_done.set()
-
-    async def run(self, app: Callable[..., Any]) -> Response:
-        try:
-            await app(self.asgi_scope, self.receive, self.send)
-        except Exception as error:
-            if not self.messages:
-                return Response(500, [], b"", error)
-            raise
-        assert self.is_done.is_set(), "the response never ended"
-        return self.response()
-
-    def response(self) -> Response:
-        start, *bodies = self.messages
-        lines = [(n.decode("latin-1"), v.decode("latin-1")) for n, v in start["headers"]]
-        body = b"".join(message.get("body", b"") for message in bodies)
-        return Response(start["status"], [(name.lower(), value) for name, value in lines], body)
-
-
 # --- WSGI -----------------------------------------------------------------------------------
 
 
 class WsgiApi(Api):
     """Through the WSGI middleware, in threads, with PEP 3333 watched on both of its sides."""
 
-    def __init__(
-        self,
-        store: Store,
-        shop: Shop,
-        clock: Clock,
-        workers: Workers,
-        *,
-        settings: dict[str, Any],
-        middleware: dict[str, Any],
-    ) -> None:
-        super().__init__(store, shop, clock, workers)
-        self.engine: Engine = Engine(store, **{"clock": clock, **settings})
-        self.middleware = WsgiMiddleware(validator(shop.wsgi), engine=self.engine, **middleware)
+    def _open(self, settings: dict[str, Any], middleware: dict[str, Any]) -> None:
+        self.engine: Engine = Engine(self.store, **settings)
+        self.middleware = WsgiMiddleware(
+            validator(self.shop.wsgi), engine=self.engine, **middleware
+        )
         self._app = validator(self.middleware)
 
     def start(
@@ -369,13 +242,10 @@ class WsgiApi(Api):
 
         entered = len(self.shop.effects)
         self.workers.submit(hang_up)
-        until(lambda: len(self.shop.effects) > entered)
+        eventually(lambda: len(self.shop.effects) > entered)
 
     def run(self, key: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self.engine.run(key, function, *args, **kwargs)
-
-    def guard(self, function: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
-        return self.engine.guard(**kwargs)(function)
 
     def claim(self, key: str, path: str) -> Record:
         operation = self.engine.begin(self._request_of_post(key, path), self.engine.policy)
@@ -387,74 +257,6 @@ class WsgiApi(Api):
         self.engine.close()
 
 
-# What follows a body on the same connection, which nobody may read.
-NEXT_REQUEST = b"GET /secret HTTP/1.1\r\n\r\n"
-
-
-def environ_of(method: str, target: str, headers: Headers, body: bytes) -> dict[str, Any]:
-    """The environ that a server makes of a request."""
-    path, _, query = target.partition("?")
-    environ: dict[str, Any] = {
-        "REQUEST_METHOD": method,
-        "SCRIPT_NAME": "",
-        "PATH_INFO": unquote_to_bytes(path).decode("latin-1"),
-        "QUERY_STRING": query,
-        "SERVER_PROTOCOL": "HTTP/1.1",
-        "REMOTE_ADDR": "192.0.2.1",
-        "CONTENT_LENGTH": str(len(body)),
-        "wsgi.input": io.BytesIO(body + NEXT_REQUEST),
-    }
-    setup_testing_defaults(environ)
-    for name, value in headers:
-        field = name.upper().replace("-", "_")
-        field = field if field in ("CONTENT_TYPE", "CONTENT_LENGTH") else f"HTTP_{field}"
-        is_repeated = field.startswith("HTTP_") and field in environ
-        environ[field] = f"{environ[field]},{value}" if is_repeated else value
-    return environ
-
-
-def exchange_wsgi(app: Callable[..., Any], environ: dict[str, Any]) -> Response:
-    """One request to a WSGI application, and what came back."""
-    started: list[tuple[str, list[tuple[str, str]]]] = []
-    written: list[bytes] = []
-
-    def start_response(
-        status: str, headers: list[tuple[str, str]], exc_info: Any = None
-    ) -> Callable[[bytes], object]:
-        if started:
-            assert exc_info is not None
-            if written:
-                raise exc_info[1]
-            started.clear()
-        started.append((status, headers))
-        return written.append
-
-    try:
-        said = app(environ, start_response)
-        with contextlib.ExitStack() as after:
-            if hasattr(said, "close"):
-                after.callback(said.close)
-            for chunk in said:
-                assert started, "a body before its headers"
-                written.append(chunk)
-    except Exception as error:
-        if written:
-            raise
-        return Response(500, [], b"", error)
-    ((status, headers),) = started
-    return Response(int(status[:3]), [(n.lower(), v) for n, v in headers], b"".join(written))
-
-
-def until(condition: Callable[[], bool], timeout_s: float = WAIT_S_MAX) -> None:
-    """Look until *condition* holds; what it is about happens in another thread."""
-    pause = threading.Event()
-    for _ in range(round(timeout_s / 0.002)):
-        if condition():
-            return
-        pause.wait(0.002)
-    raise AssertionError(f"this never came true: {condition}")
-
-
 async def claimed(engine: AsyncEngine, request: ClaimRequest) -> Record:
     """The claim of *request*, by a process that dies before it executes anything."""
     operation = await engine.begin(request, engine.policy)
@@ -464,3 +266,4 @@ async def claimed(engine: AsyncEngine, request: ClaimRequest) -> Record:
 
 
 ADAPTERS: dict[str, type[AsgiApi | WsgiApi]] = {"asgi": AsgiApi, "wsgi": WsgiApi}
+OpenApi = Callable[..., Api]

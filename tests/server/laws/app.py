@@ -1,8 +1,4 @@
-"""The shop as a small application for real servers, in both flavours; its effects are on disk.
-
-    SHOP_DIRECTORY=… uvicorn tests.server.laws.app:asgi_app
-    SHOP_DIRECTORY=… gunicorn tests.server.laws.app:wsgi_app
-    SHOP_DIRECTORY=… python -m tests.support.servers.wsgi waitress 5 tests.server.laws.app:wsgi_app
+"""The shop as an application for real servers; its effects are on disk.
 
 Everything that a test wants to see from outside is a file in the directory: `orders.db` is the
 store, `effects` has a line for each execution, and `/slow` waits for `release-<key>` to appear.
@@ -16,12 +12,11 @@ import time
 from hashlib import sha256
 from pathlib import Path
 
-from coatcheck.server.asgi import IdempotencyMiddleware as AsgiMiddleware
-from coatcheck.server.wsgi import IdempotencyMiddleware as WsgiMiddleware
+from tests.support.times import WAIT_S_MAX
 
-from .shop import JSON, WAIT_S_MAX, Call, Said, Shop, says
+from .shop import JSON, Call, Said, Shop, says
 
-DIRECTORY = Path(os.environ["SHOP_DIRECTORY"])
+DIRECTORY = Path(os.environ.get("SHOP_DIRECTORY", ""))
 STORE = f"sqlite:///{DIRECTORY}/orders.db"
 SAFE = ("GET", "HEAD")
 
@@ -47,10 +42,9 @@ def order(call: Call) -> Said:
 
 def slow(call: Call) -> Said:
     """Waits until the test says so: across processes, by a file."""
-    assert call.operation is not None
     deadline = time.monotonic() + WAIT_S_MAX
     while not (DIRECTORY / f"release-{call.operation.key}").exists():
-        assert time.monotonic() < deadline, "nobody released this"
+        assert time.monotonic() < deadline, "no test released this"
         time.sleep(0.005)
     return order(call)
 
@@ -62,10 +56,3 @@ shop.answers |= {
     "/nothing": says(204),
     "/pid": lambda _call: Said(200, (JSON,), [str(os.getpid()).encode()]),
 }
-
-
-# Made when the server loads the application: under gunicorn --preload, before it forks.
-if os.environ["SHOP_FLAVOUR"] == "asgi":
-    asgi_app = AsgiMiddleware(shop.asgi, store=STORE)
-else:
-    wsgi_app = WsgiMiddleware(shop.wsgi, store=STORE)

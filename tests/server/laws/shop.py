@@ -86,7 +86,7 @@ class Gate:
         return self._handler(call)
 
     def wait_until_entered(self) -> None:
-        assert self._entered.acquire(timeout=WAIT_S_MAX), "nobody came to the gate"
+        assert self._entered.acquire(timeout=WAIT_S_MAX), "no request came to the gate"
 
     def open(self) -> None:
         self._opened.set()

@@ -1,7 +1,7 @@
-"""X3: the address of an operation is for whoever sent its request, and nobody else finds it.
+"""X3: only the client that sent a request can use the address of its operation.
 
 The stranger of these laws is well informed: she runs a copy of the service, with the same clock,
-and has it tell her the address that her idea of somebody's request would be given.
+and computes the address that a guessed request would be given.
 """
 
 import json
@@ -12,10 +12,11 @@ from coatcheck import open_store
 from coatcheck.core.identity import caller_digest, digested, operation_id
 from coatcheck.core.record import Record
 from coatcheck.server.polling import token_of
+from tests.support.failing_stores import Faulty
+from tests.support.http import ORDER, Headers, Response
+from tests.support.times import eventually
 
-from .api import ORDER, Api, Headers, Response, until
-from .conftest import OpenApi
-from .doubles import Faulty
+from .api import Api, OpenApi
 from .shop import Call, Gate, Said, in_turn, says
 
 ASYNC = ("Prefer", "respond-async")
@@ -39,7 +40,7 @@ def is_unknown(api: Api, address: str, headers: Headers = ()) -> bool:
     return (response.status, response.body) == (404, b"no such page")
 
 
-def told(api: Api, headers: Headers = (), body: bytes = ORDER) -> tuple[str, Gate]:
+def address_and_gate(api: Api, headers: Headers = (), body: bytes = ORDER) -> tuple[str, Gate]:
     """The address that a duplicate is given; its operation has finished when the gate is open."""
     gate = api.shop.answers["/orders"] = Gate(says(201, b"Ada's order"))
     api.start_post(headers=headers, body=body)
@@ -53,9 +54,9 @@ def told(api: Api, headers: Headers = (), body: bytes = ORDER) -> tuple[str, Gat
 
 def finished(api: Api, headers: Headers = ()) -> str:
     """The same where it has finished."""
-    address, gate = told(api, headers)
+    address, gate = address_and_gate(api, headers)
     gate.open()
-    until(lambda: asked(api, address, headers).status == 201)
+    eventually(lambda: asked(api, address, headers).status == 201)
     return address
 
 
@@ -66,7 +67,7 @@ def guess(open_api: OpenApi):
     def guessed(headers: Headers = (), body: bytes = ORDER, secret: str = "") -> str:
         settings = {"secret": secret}
         copy = open_api(in_flight="202", store=open_store("memory://"), settings=settings)
-        address, gate = told(copy, headers, body)
+        address, gate = address_and_gate(copy, headers, body)
         gate.open()
         return address
 
@@ -74,7 +75,7 @@ def guess(open_api: OpenApi):
 
 
 @pytest.mark.parametrize("in_flight", ["wait", "202"])
-def test_a_stranger_who_knows_all_but_the_cookie_works_nothing_out(
+def test_a_stranger_without_the_cookie_cannot_compute_the_address(
     open_api: OpenApi, guess, in_flight: str
 ):
     """X3, S1: neither before nor after it has finished; her POST is refused, and so is her GET."""
@@ -96,22 +97,22 @@ def test_a_stranger_who_knows_all_but_the_cookie_works_nothing_out(
 def test_route_and_key_alone_give_no_address(api: Api):
     """X3: without `caller=` and without `secret=` both ids can be worked out by anybody."""
     assert api.post(headers=ADA).status == 201
-    nobody = caller_digest("")
-    id = operation_id(caller=nobody, route="POST /orders", key="k-1")
+    unknown = caller_digest("")
+    id = operation_id(caller=unknown, route="POST /orders", key="k-1")
     assert api.records()[0].id == id
-    for seal in (digested(b"coatcheck-poll", b"", id + nobody.encode()), b"", b"\0" * 16, id):
+    for seal in (digested(b"coatcheck-poll", b"", id + unknown.encode()), b"", b"\0" * 16, id):
         for headers in (EVE, ADA, []):
             assert is_unknown(api, f"{PATH}{(id + seal).hex()}", headers)
 
 
 def test_the_address_needs_the_cookie_of_its_request(open_api: OpenApi):
-    """X3: whoever has seen the address in a log has seen a dead end."""
+    """X3: an address from a log is useless without it."""
     api = open_api(in_flight="202")
-    address, gate = told(api, ADA)
+    address, gate = address_and_gate(api, ADA)
     for is_finished in (False, True):
         if is_finished:
             gate.open()
-            until(lambda: asked(api, address, ADA).status != 202)
+            eventually(lambda: asked(api, address, ADA).status != 202)
         assert asked(api, address, ADA).status == (201 if is_finished else 202)
         for headers in (
             EVE,
@@ -133,10 +134,10 @@ def test_the_address_needs_the_credential_of_its_request_and_no_cookie(open_api:
         assert is_unknown(api, guess(headers), headers)
 
 
-def test_where_nothing_names_the_caller_the_request_does(open_api: OpenApi, guess):
+def test_without_a_caller_the_request_identifies_the_address(open_api: OpenApi, guess):
     """X3: who could not send the same request again does not find its address either."""
     api = open_api(in_flight="202")
-    address, gate = told(api, body=b'{"item": 7}')
+    address, gate = address_and_gate(api, body=b'{"item": 7}')
     assert asked(api, address).status == 202
     assert is_unknown(api, guess(body=b'{"item": 8}'))
     assert is_unknown(api, address, EVE)
@@ -153,9 +154,7 @@ def test_an_address_is_of_one_moment(open_api: OpenApi, guess, clock):
 
 
 @pytest.mark.parametrize("headers", [ADA, ADAS_BEARER, []], ids=["cookie", "bearer", "nothing"])
-def test_with_a_secret_not_even_who_knows_everything_works_it_out(
-    open_api: OpenApi, guess, headers: Headers
-):
+def test_with_a_secret_the_address_cannot_be_computed(open_api: OpenApi, guess, headers: Headers):
     """X3: nor another service, which has a secret of its own."""
     api = open_api(in_flight="202", settings={"secret": "ours"})
     address = finished(api, headers)
@@ -168,11 +167,11 @@ def test_with_a_secret_not_even_who_knows_everything_works_it_out(
 
 
 def sealed_for(record: Record, caller: str) -> str:
-    """The address that somebody makes who knows all of *record*, and is called *caller*."""
+    """The address that *caller* can compute from all of *record*."""
     return PATH + token_of(record, caller_digest("own", caller).encode(), b"")
 
 
-def test_who_knows_the_record_of_another_caller_makes_no_address_of_it(open_api: OpenApi):
+def test_the_record_of_another_caller_gives_no_address(open_api: OpenApi):
     """X3: names may be easy to guess; the record says whose it is."""
     api = open_api(caller=lambda request: request.header(b"x-user").decode())
     assert api.post(headers=[("X-User", "ada")]).status == 201
@@ -242,19 +241,19 @@ def test_only_get_and_head_ask(open_api: OpenApi, method: str):
     assert asked(api, finished(api), method=method).body == b"no such page"
 
 
-def test_head_is_told_the_same_without_the_body(open_api: OpenApi):
+def test_head_gets_the_same_without_the_body(open_api: OpenApi):
     """L3: RFC 9110 §9.3.2; a server may send whatever it is given."""
     api = open_api(in_flight="202")
-    address, gate = told(api)
+    address, gate = address_and_gate(api)
     for _ in range(2):
         got, head = asked(api, address), asked(api, address, method="HEAD")
         assert (head.status, head.headers, head.body) == (got.status, got.headers, b"")
         assert head.header("content-length") == str(len(got.body))
         gate.open()
-        until(lambda: asked(api, address).status != 202)
+        eventually(lambda: asked(api, address).status != 202)
 
 
-def test_what_the_address_tells_is_for_no_cache(open_api: OpenApi):
+def test_the_response_at_the_address_is_not_cached(open_api: OpenApi):
     """X3: what the handler allowed for its POST is no word about a GET that asks for it."""
     lines = [
         *(("Cache-Control", "public, max-age=600"), ("Expires", "Tue, 17 Nov 2099 11:12:48 GMT")),
@@ -268,7 +267,7 @@ def test_what_the_address_tells_is_for_no_cache(open_api: OpenApi):
     gate.wait_until_entered()
     address = api.post(headers=[ASYNC]).header("location")
     gate.open()
-    until(lambda: asked(api, address).status == 201)
+    eventually(lambda: asked(api, address).status == 201)
     response = asked(api, address)
     assert response.body == b"Ada's order"
     assert response.all("cache-control") == ["no-store"]
@@ -278,7 +277,7 @@ def test_what_the_address_tells_is_for_no_cache(open_api: OpenApi):
     assert api.post().header("cache-control") == "public, max-age=600"  # a POST, as it was
 
 
-def test_an_address_shows_nothing_of_the_next_life(open_api: OpenApi, clock):
+def test_an_address_shows_nothing_of_the_next_generation(open_api: OpenApi, clock):
     """W1, X3: after its window the key is another operation's, which has an address of its own."""
     api = open_api(in_flight="202", window="1h", lease="60s")
     address = finished(api, ADA)
@@ -289,8 +288,8 @@ def test_an_address_shows_nothing_of_the_next_life(open_api: OpenApi, clock):
     assert is_unknown(api, address, ADA)
 
 
-def test_a_request_that_was_refused_at_the_door_has_no_address(open_api: OpenApi):
-    """L4, X3: whoever comes next with the key may be somebody else."""
+def test_a_request_that_was_refused_before_the_handler_has_no_address(open_api: OpenApi):
+    """L4, X3: the next request with the key may be of another client."""
     api = open_api(in_flight="202")
     gate = api.shop.answers["/orders"] = Gate(in_turn(says(401, b"who are you?"), says(201, b"ok")))
     first = api.start_post(headers=EVE)
@@ -305,8 +304,8 @@ def test_a_request_that_was_refused_at_the_door_has_no_address(open_api: OpenApi
 
 
 @over_asgi
-def test_who_is_given_an_address_is_told_how_far_it_is(open_api: OpenApi):
-    """L3, L10: the first client, a duplicate and whoever asks there are told the same."""
+def test_every_client_with_an_address_gets_the_progress(open_api: OpenApi):
+    """L3, L10: the first client, a duplicate and a poll get the same."""
     api = open_api(in_flight="202")
     gate = api.shop.answers["/orders"] = Gate()
     first = api.post(headers=[ASYNC])
@@ -321,7 +320,7 @@ def test_who_is_given_an_address_is_told_how_far_it_is(open_api: OpenApi):
 def test_the_application_chooses_where_addresses_are(open_api: OpenApi):
     """L3."""
     api = open_api(in_flight="202", status_path="/how-far/")
-    address, gate = told(api)
+    address, gate = address_and_gate(api)
     token = address.removeprefix("/how-far/")
     assert len(token) == 64
     assert asked(api, address).status == 202
@@ -331,7 +330,7 @@ def test_the_application_chooses_where_addresses_are(open_api: OpenApi):
 
 
 def test_a_transaction_has_no_address(open_api: OpenApi, tmp_path):
-    """L3, L9: nothing is there before it is all there, so a duplicate is told to come again."""
+    """L3, L9: nothing is there before it is all there, so a duplicate gets 409."""
     store = open_store(f"sqlite:///{tmp_path}/together.db")
     api = open_api(mode="transaction", in_flight="202", store=store)
     gate = api.shop.answers["/orders"] = Gate()
@@ -344,15 +343,14 @@ def test_a_transaction_has_no_address(open_api: OpenApi, tmp_path):
 
 
 @over_asgi
-def test_who_is_told_to_ask_later_has_something_to_ask_for(open_api: OpenApi, new_store):
-    """L10: also where it is told so in the moment in which a refusal at the door is forgotten."""
+def test_a_client_that_gets_202_has_an_operation_to_poll(open_api: OpenApi, new_store):
+    """L10: also if it accepts while a refusal before the handler is being released."""
     store = Faulty(new_store())
     api = open_api(store=store, in_flight="202")
     refused = says(403, b"not you")
 
     def refuse(call: Call) -> Said:
         operation = call.operation
-        assert operation is not None
 
         def lose_patience(_swaps: object) -> None:
             store.before = len

@@ -2,8 +2,11 @@
 
 import pytest
 
-from .api import Api, until, with_key
-from .conftest import OpenApi
+from coatcheck.core.record import Swap
+from tests.support.http import with_key
+from tests.support.times import eventually
+
+from .api import Api, OpenApi
 from .shop import Gate
 
 
@@ -47,9 +50,9 @@ def test_a_waiter_is_checked_again_when_it_wakes(open_api: OpenApi):
     api = open_api(wait="10s", lease="60s")
     claim = api.claim("k-1", "/orders")
     waiting = api.start_post("k-1")
-    until(lambda: api.waiters() == 1)
+    eventually(lambda: api.waiters() == 1)
     other = claim._replace(version=claim.version + 1, fingerprint=b"?" * 16, nonce=7)
-    api.store.swap([swap_of(claim, other)])
+    api.store.swap([Swap(claim.id, claim.version, other)])
     assert waiting.result(20).code == "key-reused"
     assert api.effects() == 0
 
@@ -81,21 +84,10 @@ def test_json_is_compared_by_value(api: Api, body: bytes):
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [
-        (b"9007199254740993", b"9007199254740992"),
-        (b"100000000000000000.01", b"100000000000000000.02"),
-        (b"0.1", b"0.10000000000000001"),
-        (b"1", b'"1"'),
-        (b"true", b'"true"'),
-        (b"null", b'""'),
-        (b"[1, 2]", b"[2, 1]"),
-        (b'{"x": null}', b"{}"),
-        (b'{"x": 1, "x": 2}', b'{"x": 2}'),
-        ('"\u00e9"'.encode(), '"e\u0301"'.encode()),
-    ],
+    [(b"9007199254740993", b"9007199254740992"), (b"1", b'"1"'), (b'{"x": null}', b"{}")],
 )
 def test_different_values_are_never_one_request(api: Api, one: bytes, other: bytes):
-    """F2: exact numbers, kinds, order and duplicate members all count."""
+    """F2: exact numbers, kinds and members all count; `tests/core` has more of them."""
     api.post(body=b'{"v": %b}' % one)
     assert api.post(body=b'{"v": %b}' % other).code == "key-reused"
     assert api.effects() == 1
@@ -202,9 +194,3 @@ def test_a_body_over_a_megabyte_is_compared_too(api: Api):
     assert api.send("POST", "/orders", headers, body).is_replay
     assert api.send("POST", "/orders", headers, body[:-1] + b"!").code == "key-reused"
     assert api.effects() == 1
-
-
-def swap_of(before, after):
-    from coatcheck.core.record import Swap
-
-    return Swap(before.id, before.version, after)

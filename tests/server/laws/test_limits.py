@@ -2,8 +2,9 @@
 
 import pytest
 
-from .api import Api, until
-from .conftest import OpenApi
+from tests.support.times import eventually
+
+from .api import Api, OpenApi
 from .shop import Gate, in_turn, says
 
 
@@ -32,32 +33,15 @@ def test_an_unguarded_body_has_no_limit_of_ours(open_api: OpenApi):
     assert len(api.shop.effects[0].body) == 100_000
 
 
-def test_only_so_many_may_wait_for_one_key(open_api: OpenApi):
-    """X2: the others are told to come back; who waits already is served."""
-    api = open_api(waiters_max=3, wait="1h", lease="2h")
-    gate = api.shop.answers["/orders"] = Gate()
-    first = api.start_post()
-    gate.wait_until_entered()
-    waiting = [api.start_post() for _ in range(3)]
-    until(lambda: api.waiters() == 3)
-    refused = api.post()
-    assert (refused.status, refused.code) == (429, "too-many-waiting")
-    assert refused.header("retry-after") == "1"
-    gate.open()
-    assert {future.result(20).status for future in (first, *waiting)} == {201}
-    assert api.post().is_replay
-    assert api.effects() == 1
-
-
 def test_the_limit_of_waiters_is_for_each_key(open_api: OpenApi):
-    """X2: one crowded key does not turn others away."""
+    """X2: one key with many duplicates does not affect others."""
     api = open_api(waiters_max=1, wait="1h", lease="2h")
     gate = api.shop.answers["/orders"] = Gate()
     running = [api.start_post("k-1"), api.start_post("k-2")]
     gate.wait_until_entered()
     gate.wait_until_entered()
     running += [api.start_post("k-1"), api.start_post("k-2")]
-    until(lambda: api.waiters() == 2)
+    eventually(lambda: api.waiters() == 2)
     gate.open()
     assert {future.result(20).status for future in running} == {201}
 
@@ -79,21 +63,22 @@ def test_a_caller_may_have_only_so_many_keys(open_api: OpenApi, clock):
 
 
 @pytest.mark.parametrize("in_flight", ["wait", "202"])
-def test_keys_that_still_run_are_in_use(open_api: OpenApi, in_flight: str):
-    """X2: a flood comes at once, and not one by one when each before it has ended."""
+def test_keys_of_running_requests_are_in_use(open_api: OpenApi, in_flight: str):
+    """X2: they count before they have completed."""
     api = open_api(live_keys_max=2, in_flight=in_flight)
     gate = api.shop.answers["/orders"] = Gate()
     running = [api.start_post(f"k-{number}") for number in range(2)]
     gate.wait_until_entered()
     gate.wait_until_entered()
     one_more = api.start_post("k-2")
-    until(lambda: one_more.done() or api.effects() == 3)
+    eventually(lambda: one_more.done() or api.effects() == 3)
     gate.open()
     assert {future.result(20).status for future in running} == {201}
     assert api.effects() == 2
     assert one_more.result(20).code == "too-many-keys"
 
 
+@pytest.mark.persists
 def test_a_known_key_replays_over_the_limit_also_from_the_store(open_api: OpenApi):
     """X2: on a node that does not have it in memory."""
     one, other = open_api(live_keys_max=1), open_api(live_keys_max=1)
@@ -127,7 +112,7 @@ def test_the_longest_key_can_be_chosen(open_api: OpenApi, limit: int):
     assert api.post("k" * (limit + 1)).code == "key-invalid"
 
 
-def test_a_refused_key_is_not_written_down(api: Api):
+def test_a_refused_key_is_not_stored(api: Api):
     """X2: what is refused costs no room in the store."""
     for number in range(10):
         api.post("k" * (256 + number))

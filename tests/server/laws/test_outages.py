@@ -1,4 +1,4 @@
-"""D2: when the store cannot be reached nothing executes, and nothing is claimed that is not so."""
+"""D2: while the store cannot be reached nothing executes, and no unrecorded success is reported."""
 
 import sqlite3
 from contextlib import closing
@@ -6,12 +6,11 @@ from contextlib import closing
 import pytest
 
 from coatcheck.core.record import COMPLETED, RUNNING, Swap
-from coatcheck.errors import StoreUnavailable
+from tests.support.failing_stores import Faulty, LosesOne, unavailable
+from tests.support.times import eventually
 
-from .api import Api, until
-from .conftest import OpenApi
-from .doubles import Faulty, LosesOne, unavailable
-from .shop import Gate, in_turn, raises, says
+from .api import Api, OpenApi
+from .shop import in_turn, raises, says
 
 
 @pytest.fixture
@@ -32,6 +31,7 @@ def is_completion(swap: Swap) -> bool:
     return swap.record is not None and swap.record.state == COMPLETED
 
 
+@pytest.mark.persists
 def test_without_the_store_nothing_executes(api: Api, store: Faulty):
     """D2: 503 with Retry-After, and the same key works when the store is back."""
     store.is_down = True
@@ -75,36 +75,29 @@ def test_a_store_that_fails_at_the_completion_is_not_a_success(api: Api, store: 
     assert api.effects() == 1
 
 
-def test_after_a_lost_completion_nothing_runs_twice(api: Api, store: Faulty):
-    """D2, L5: the heartbeat writes it when the store is back, and the retry is answered."""
+@pytest.mark.persists
+def test_after_a_lost_completion_nothing_runs_twice(api: Api, store: Faulty, clock):
+    """D2, L5: the heartbeat writes it when the store is back, also after the lease."""
     store.before = lambda swaps: is_completion(swaps[0]) and unavailable(swaps)
     assert api.post().status == 503
+    clock.advance(61)
     store.before = len
-    until(lambda: api.records()[0].state == COMPLETED)
-    assert api.post().status == 201
+    eventually(lambda: api.records()[0].state == COMPLETED)
+    assert (api.post().status, api.post().is_replay) == (201, True)
     assert [call.operation.attempt for call in api.shop.effects] == [1]
 
 
-def test_a_client_may_be_told_the_truth_although_it_is_not_recorded_yet(open_api, store: Faulty):
-    """D2: by choice; and the end is written later."""
+def test_a_client_may_get_its_response_although_it_is_not_recorded_yet(open_api, store: Faulty):
+    """D2: by choice; the completion is written later."""
     api = open_api(store=store, patience=0, unrecorded="answer")
     store.before = lambda swaps: is_completion(swaps[0]) and unavailable(swaps)
     first = api.post()
     assert (first.status, first.is_replay) == (201, False)
     store.before = len
-    until(lambda: api.records()[0].state == COMPLETED)
+    eventually(lambda: api.records()[0].state == COMPLETED)
     again = api.post()
     assert again.is_replay
     assert (again.body, api.effects()) == (first.body, 1)
-
-
-def test_a_blink_of_the_store_is_not_seen_by_the_client(open_api, store: Faulty):
-    """D2: the completion is tried again while its client waits."""
-    api = open_api(store=store)
-    blinks = [True, True]
-    store.before = lambda swaps: is_completion(swaps[0]) and blinks and unavailable(blinks.pop())
-    assert api.post().status == 201
-    assert (blinks, api.effects()) == ([], 1)
 
 
 def test_a_handlers_error_matters_more_than_the_stores(api: Api, store: Faulty):
@@ -114,6 +107,7 @@ def test_a_handlers_error_matters_more_than_the_stores(api: Api, store: Faulty):
     assert isinstance(api.post().error, ValueError)
 
 
+@pytest.mark.persists
 @pytest.mark.parametrize("lost", [is_claim, is_completion])
 def test_a_write_whose_acknowledgement_was_lost_is_recognised(api: Api, store: Faulty, lost):
     """D2: the engine meets its own record; the request succeeds and is executed once."""
@@ -125,6 +119,7 @@ def test_a_write_whose_acknowledgement_was_lost_is_recognised(api: Api, store: F
     assert api.effects() == 1
 
 
+@pytest.mark.persists
 def test_a_release_whose_acknowledgement_was_lost_is_recognised(api: Api, store: Faulty):
     """D2, L4."""
     api.shop.answers["/orders"] = in_turn(says(503), says(201, b"done"))
@@ -134,33 +129,8 @@ def test_a_release_whose_acknowledgement_was_lost_is_recognised(api: Api, store:
     assert api.post().body == b"done"
 
 
-def test_a_lost_acknowledgement_and_then_an_outage_is_an_outage(api: Api, store: Faulty, clock):
-    """D2: whether the claim stands is unknown, so nothing executes; the lease clears it up."""
-
-    def cut(swaps) -> None:
-        LosesOne(is_claim)(swaps)
-
-    store.after = cut
-    refused = api.post()
-    assert (refused.status, refused.code) == (503, "store-unavailable")
-    assert api.shop.effects == []
-    store.after = len
-    clock.advance(61)
-    assert api.post().status == 201
-    assert api.effects() == 1
-
-
-def test_a_replay_from_memory_needs_no_store(api: Api, store: Faulty):
-    """D2: what is completed never changes."""
-    first = api.post()
-    store.is_down = True
-    again = api.post()
-    assert again.is_replay
-    assert again.body == first.body
-
-
 def test_a_duplicate_that_waits_when_the_store_goes_down_is_refused(api: Api, store: Faulty):
-    """D2: it cannot know what became of the first."""
+    """D2: it cannot know the outcome of the first."""
     api.claim("k-1", "/orders")
     store.before = lambda swaps: setattr(store, "is_down", True)
     refused = api.post("k-1")
@@ -168,24 +138,8 @@ def test_a_duplicate_that_waits_when_the_store_goes_down_is_refused(api: Api, st
     assert api.shop.effects == []
 
 
-def test_a_renewal_that_fails_is_tried_again(api: Api, store: Faulty, clock):
-    """D2, L5: an outage shorter than the lease costs nothing."""
-    gate = api.shop.answers["/orders"] = Gate(says(201, b"done"))
-    first = api.start_post()
-    gate.wait_until_entered()
-    clock.advance(25)
-    store.is_down = True
-    with pytest.raises(Exception, match="down"):
-        api.engine.attempts.heartbeat.tick()
-    store.is_down = False
-    api.engine.attempts.heartbeat.tick()
-    assert api.records()[0].lease_until_ms == clock.now_ms + 60_000
-    gate.open()
-    assert first.result(20).body == b"done"
-
-
 @pytest.mark.parametrize("new_store", ["sqlite"], indirect=True)
-def test_a_file_that_somebody_else_has_locked_is_an_outage(open_api: OpenApi, new_store):
+def test_a_file_that_another_process_has_locked_is_an_outage(open_api: OpenApi, new_store):
     """D2: a real store that really cannot write."""
     api = open_api(store=new_store("?busy_timeout=50ms"))
     api.post("k-0")
@@ -198,31 +152,14 @@ def test_a_file_that_somebody_else_has_locked_is_an_outage(open_api: OpenApi, ne
     assert api.post("k-1").status == 201
 
 
-def refusing_ends(failure: Exception):
-    """A store that takes every claim, and then nothing more of it."""
+def test_a_claim_whose_completion_failed_is_renewed_no_longer(api: Api, store: Faulty):
+    """L5, D2: waiting does not cure a defect, and it must not block the key for ever."""
 
     def fail_to_complete(swaps):
         if any(swap.expected for swap in swaps):
-            raise failure
+            raise ValueError("a defect")
 
-    return fail_to_complete
-
-
-def test_a_claim_whose_completion_failed_is_renewed_no_longer(api: Api, store: Faulty):
-    """L5, D2: a defect is not cured by waiting, and must not hold the key while we live."""
-    store.before = refusing_ends(ValueError("a defect"))
+    store.before = fail_to_complete
     assert api.post().status == 500
     assert api.effects() == 1
     assert not api.engine.attempts.heartbeat.leases
-
-
-def test_a_claim_whose_completion_found_no_store_is_held_until_it_does(api: Api, store: Faulty):
-    """L5, D2: the work is done, and a retry waits here for its end."""
-    store.before = refusing_ends(StoreUnavailable("down"))
-    assert api.post().status == 503
-    (lease,) = api.engine.attempts.heartbeat.leases.values()
-    assert lease.pending.record.state == COMPLETED
-    store.before = len
-    until(lambda: not api.engine.attempts.heartbeat.leases)
-    assert api.post().is_replay
-    assert api.effects() == 1

@@ -4,13 +4,12 @@ import pytest
 
 from coatcheck import Policy, Response
 
-from .api import Api
-from .conftest import OpenApi
+from .api import Api, OpenApi
 from .shop import Call, Said, in_turn, raises, says
 
 FINAL = (200, 201, 202, 204, 301, 303, 304, 400, 402, 404, 405, 409, 410, 412, 418, 422, 451)
 NOT_NOW = (408, 425, 429)
-AT_THE_DOOR = (401, 403, 407, 413, 415)
+BEFORE_THE_HANDLER = (401, 403, 407, 413, 415)
 BROKEN = (500, 501, 502, 503, 504, 507)
 
 
@@ -25,7 +24,7 @@ def test_a_final_answer_is_remembered(api: Api, status: int):
     assert api.effects() == 1
 
 
-@pytest.mark.parametrize("status", [*NOT_NOW, *AT_THE_DOOR, *BROKEN])
+@pytest.mark.parametrize("status", [*NOT_NOW, *BEFORE_THE_HANDLER, *BROKEN])
 def test_an_answer_that_is_not_final_reaches_the_client_and_is_not_kept(api: Api, status: int):
     """L4: the next retry runs again, as the next attempt, and what it says is final."""
     api.shop.answers["/orders"] = in_turn(says(status, b"not yet"), says(201, b"done"))
@@ -39,6 +38,7 @@ def test_an_answer_that_is_not_final_reaches_the_client_and_is_not_kept(api: Api
     assert first.reference == second.reference
 
 
+@pytest.mark.persists
 def test_an_exception_gives_the_key_back(api: Api):
     """L4: the next retry is the second attempt, with the same derived keys."""
     api.shop.answers["/orders"] = in_turn(raises(RuntimeError("a bug")), says(201, b"done"))
@@ -59,7 +59,7 @@ def test_after_a_failure_the_key_still_belongs_to_its_request(api: Api, status: 
     assert api.post(body=b'{"item": 1}').status == 201
 
 
-def test_what_is_asked_for_after_a_refusal_at_the_door_derives_other_keys(api: Api):
+def test_another_request_after_a_refusal_before_the_handler_derives_other_keys(api: Api):
     """F1, L8: a provider that knows the first one's keys would answer with what that asked for."""
     api.shop.answers["/orders"] = in_turn(says(403), says(403), says(201))
     for item in (1, 1, 2):
@@ -68,8 +68,8 @@ def test_what_is_asked_for_after_a_refusal_at_the_door_derives_other_keys(api: A
     assert one == again != other
 
 
-@pytest.mark.parametrize("status", AT_THE_DOOR)
-def test_a_refusal_at_the_door_does_not_use_up_the_key(api: Api, status: int):
+@pytest.mark.parametrize("status", BEFORE_THE_HANDLER)
+def test_a_refusal_before_the_handler_does_not_use_up_the_key(api: Api, status: int):
     """L4: a corrected request may follow, and then the key belongs to that one."""
     api.shop.answers["/orders"] = in_turn(says(status, b"no"), says(201, b"welcome"))
     assert api.post(body=b'{"item": 1}').status == status
@@ -78,7 +78,7 @@ def test_a_refusal_at_the_door_does_not_use_up_the_key(api: Api, status: int):
     assert api.post(body=b'{"item": 2}').is_replay
 
 
-def test_nor_do_several_of_them(api: Api):
+def test_several_refusals_before_the_handler_do_not_use_up_the_key(api: Api):
     """L4: nothing ran, however often it was refused."""
     shut = (says(415), says(413), says(403))
     api.shop.answers["/orders"] = in_turn(*shut, says(503), says(201))
@@ -96,7 +96,7 @@ def test_with_a_better_credential_the_same_key_runs(api: Api):
 
 
 def test_everything_can_be_kept(open_api: OpenApi):
-    """L4: keep="all" stores 5xx too, but never what says "not now" or was refused at the door."""
+    """L4: keep="all" stores 5xx too, but never what says "not now" or was refused before the handler."""
     api = open_api(keep="all")
     for status in BROKEN:
         path = f"/{status}"
@@ -104,7 +104,7 @@ def test_everything_can_be_kept(open_api: OpenApi):
         api.post(path=path)
         again = api.post(path=path)
         assert (again.status, again.body, again.is_replay) == (status, b"broken", True)
-    for status in (*NOT_NOW, *AT_THE_DOOR):
+    for status in (*NOT_NOW, *BEFORE_THE_HANDLER):
         path = f"/{status}"
         api.shop.answers[path] = in_turn(says(status), says(201))
         api.post(path=path)
@@ -119,7 +119,7 @@ def test_an_exception_is_no_answer_that_could_be_kept(open_api: OpenApi):
     assert api.post().body == b"done"
 
 
-def test_a_function_can_say_what_is_kept(open_api: OpenApi):
+def test_a_function_can_choose_what_is_kept(open_api: OpenApi):
     """L4: it sees the whole answer."""
     seen: list[Response] = []
 
@@ -138,7 +138,7 @@ def test_a_function_can_say_what_is_kept(open_api: OpenApi):
 
 @pytest.mark.parametrize("chunks", [[b"a" * 30], [b"a" * 15] * 2], ids=["one chunk", "several"])
 @pytest.mark.parametrize(("status", "code"), [(200, "result-unavailable"), (503, None)])
-def test_no_function_is_asked_about_a_part_of_an_answer(open_api: OpenApi, chunks, status, code):
+def test_the_keep_function_never_gets_a_part_of_a_response(open_api: OpenApi, chunks, status, code):
     """L4, L12: one that is too large to be kept is judged by its status."""
     asked: list[Response] = []
     api = open_api(keep=asked.append, response_bytes_max=20)
@@ -158,10 +158,10 @@ def test_no_function_is_asked_about_a_part_of_an_answer(open_api: OpenApi, chunk
     ],
 )
 @pytest.mark.parametrize("in_flight", ["wait", "202"])
-def test_a_function_that_fails_runs_nothing_twice(
+def test_a_keep_function_that_fails_runs_nothing_twice(
     open_api: OpenApi, caplog, recovery, status, told, *, in_flight
 ):
-    """L4, L12: its answer is kept, or in doubt where a failure would be; and somebody is told."""
+    """L4, L12: its answer is kept, or in doubt where a failure would be; and it is logged."""
 
     def keep(_response: Response) -> bool:
         raise ZeroDivisionError("a bug in keep")
@@ -178,7 +178,7 @@ def test_a_function_that_fails_runs_nothing_twice(
     assert "a bug in keep" in caplog.text
 
 
-def test_a_function_that_was_to_be_awaited_has_failed(open_api: OpenApi, caplog):
+def test_an_async_keep_function_has_failed(open_api: OpenApi, caplog):
     """L12: what it promises is not what it says."""
 
     async def judge(_response: Response) -> bool:
@@ -248,6 +248,7 @@ def test_the_payments_preset_never_runs_twice_by_itself(open_api: OpenApi, clock
     assert api.effects("/broken") == api.effects("/bug") == 1
 
 
+@pytest.mark.persists
 def test_two_engines_with_different_policies_share_one_store(open_api: OpenApi, clock):
     """L4, T1: each goes by its own policy, and by what stands in the record."""
     careful, quick = open_api(window="72h", keep="all"), open_api(window="2h", mismatch=409)
@@ -270,7 +271,7 @@ def test_an_answer_with_no_body_and_no_headers_is_an_answer(api: Api):
     assert again.is_replay
 
 
-def test_a_handler_can_tell_its_attempts_apart(api: Api):
+def test_a_handler_knows_the_number_of_its_attempt(api: Api):
     """L4, L5: so that the second can look before it leaps."""
 
     def careful(call: Call) -> Said:

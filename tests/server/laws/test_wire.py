@@ -8,10 +8,10 @@ from urllib.parse import urlsplit
 import pytest
 
 from coatcheck.core.problem import KINDS
+from tests.support.failing_stores import Faulty
+from tests.support.http import Response
 
-from .api import Response
-from .conftest import OpenApi
-from .doubles import Faulty
+from .api import OpenApi
 from .shop import Gate, says
 
 
@@ -106,7 +106,7 @@ def store_down_at_the_end(open_api, clock, store) -> Response:
         store.is_down = True
 
     store.after = fall
-    return open_api(store=store).post()
+    return open_api(store=store, patience=0).post()
 
 
 ROWS = (
@@ -244,15 +244,15 @@ def test_the_address_is_closed_while_the_store_is_down(open_api: OpenApi, new_st
     assert api.send("GET", address).code == "store-unavailable"
 
 
-def test_many_who_ask_have_one_address(open_api: OpenApi):
+def test_all_duplicates_get_one_address(open_api: OpenApi):
     """L3."""
     api = open_api(in_flight="202")
     api.claim("k-1", "/orders")
     assert len({api.post().header("location") for _ in range(5)}) == 1
 
 
-def test_the_address_says_that_an_executor_is_gone_and_what_to_do(open_api: OpenApi, clock):
-    """L3, L5: nobody asks for ever after a crash."""
+def test_the_address_shows_that_the_executor_is_gone_and_what_to_do(open_api: OpenApi, clock):
+    """L3, L5: no client polls for ever after a crash."""
     api = open_api(in_flight="202", lease="60s", window="24h")
     api.claim("k-1", "/orders")
     address = api.post().header("location")
@@ -267,7 +267,7 @@ def test_the_address_says_that_an_executor_is_gone_and_what_to_do(open_api: Open
     assert api.send("GET", address).status == 404
 
 
-def test_the_address_is_for_reading(open_api: OpenApi):
+def test_the_address_is_only_for_reading(open_api: OpenApi):
     """L3: whatever would change something there is the application's."""
     api = open_api(in_flight="202", methods={"PATCH", "POST"})
     api.claim("k-1", "/orders")

@@ -40,7 +40,7 @@ def find_program(name: str, *places: str, package: str) -> str:
 def missing(message: str) -> None:
     """A server cannot be had."""
     pytest = sys.modules.get("pytest")
-    if pytest is None:  # a benchmark: whoever has started it is told, and that is all
+    if pytest is None:  # a benchmark
         raise SystemExit(message)
     if os.environ.get("CI"):
         pytest.fail(message)
@@ -72,7 +72,7 @@ class Server:
 
     def __init__(self, name: str, user: str = "", *, on_disk: bool = False) -> None:
         self.name = name
-        # As root, some servers want to be somebody else.
+        # As root, some servers need another user.
         self.user = user if user and os.getuid() == 0 else ""
         # In memory where that can be: the laws commit thousands of times, and are not about disks.
         parent = None if on_disk or not _has_room(MEMORY) else MEMORY
@@ -134,7 +134,7 @@ class Server:
         Send a signal to it, and wait until it has stopped, or has ended.
 
         Its children, which a server may have one of for each session, notice that a moment later,
-        and would still answer; but for those that somebody has stopped.
+        and would still answer; except for those that were stopped.
         """
         assert self.process is not None
         children = _children_of(self.process.pid)

@@ -27,7 +27,7 @@ class Dynamodb(Server):
         return f"region=eu-west-1&endpoint=http://127.0.0.1:{self.port}"
 
     def fresh_url(self) -> str:
-        """A store that nobody has used; patient, because crowds stand in line for the stand-in."""
+        """A fresh store; patient, because many calls wait for the stand-in."""
         return f"dynamodb://laws_{next(self._numbers)}?{self.place}&timeout=30s"
 
     def start(self) -> None:

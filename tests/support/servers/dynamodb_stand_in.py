@@ -79,7 +79,7 @@ def answer_to(request: Request) -> bytes:
     """What moto says, as it goes over the wire."""
     try:
         status, headers, said = DynamoHandler.dispatch(request, request.raw_url, request.headers)
-    except Exception as error:  # noqa: BLE001 - whoever asked is told, and others go on
+    except Exception as error:  # noqa: BLE001 - sent to the client
         status, headers, said = HTTPStatus.INTERNAL_SERVER_ERROR, {}, repr(error)
     content = said if isinstance(said, bytes) else said.encode()
     head = [f"HTTP/1.1 {int(status)} {HTTPStatus(status).phrase}"]
@@ -104,7 +104,7 @@ def make_moto_quick() -> None:
 
 
 async def serve(port: int) -> None:
-    """Until somebody ends it."""
+    """Until it is killed."""
     server = await asyncio.get_running_loop().create_server(Connection, "127.0.0.1", port)
     await server.serve_forever()
 

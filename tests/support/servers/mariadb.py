@@ -57,7 +57,7 @@ class Mariadb(Server):
         return f"mysql://root@127.0.0.1:{self.port}"
 
     def fresh_url(self) -> str:
-        """A store that nobody has used."""
+        """A fresh store."""
         name = f"laws_{next(self._numbers)}"
         self.ask(f"create database {name}")
         # Without TLS, which it does not offer: to make ready for it takes longer than a law.

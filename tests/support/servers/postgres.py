@@ -44,7 +44,7 @@ class Postgres(Server):
         return f"postgresql://postgres@127.0.0.1:{self.port}/postgres"
 
     def fresh_url(self) -> str:
-        """A store that nobody has used."""
+        """A fresh store."""
         return f"{self.url}?schema=laws_{next(self._numbers)}"
 
     def start(self) -> None:

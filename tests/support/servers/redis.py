@@ -41,7 +41,7 @@ class Redis(Server):
         return f"redis://127.0.0.1:{self.port}/0"
 
     def fresh_url(self) -> str:
-        """A store that nobody has used."""
+        """A fresh store."""
         number = next(self._numbers)
         return f"redis://127.0.0.1:{self.port}/{number % 1024}?prefix=laws{number}:"
 
@@ -64,7 +64,7 @@ class Redis(Server):
         return said_by(self.port, *words)
 
     def is_master(self) -> bool:
-        """Whether it takes writes; whoever promotes it hangs up on everybody in that moment."""
+        """Whether it takes writes; its promotion closes all connections."""
         try:
             return b"role:master" in self.ask("INFO", "replication")
         except redis.exceptions.ConnectionError:
@@ -133,7 +133,7 @@ class SentinelSet:
         return f"redis+sentinel://{places}/{Sentinel.SERVICE}/0"
 
     def fresh_url(self) -> str:
-        """A store that nobody has used."""
+        """A fresh store."""
         number = next(self._numbers)
         return f"{self.url.removesuffix('0')}{number % 1024}?prefix=laws{number}:"
 
@@ -185,7 +185,7 @@ class Cluster:
         return f"redis+cluster://{places}"
 
     def fresh_url(self) -> str:
-        """A store that nobody has used."""
+        """A fresh store."""
         return f"{self.url}?prefix=laws{next(self._numbers)}:"
 
     def remove(self) -> None:
@@ -210,7 +210,7 @@ def redis_server() -> Redis:
     return Redis()
 
 
-# 60 s: those that nobody kills are not to be taken for dead because the machine is busy.
+# 60 s: a server that lives must not count as dead because the machine is busy.
 PATIENT_MS = 60_000
 
 

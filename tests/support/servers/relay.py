@@ -20,11 +20,11 @@ class Relay:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def point_at(self, port: int) -> None:
-        """Whoever comes from now on is led to *port*; who is there already stays."""
+        """Forward new connections to *port*; existing ones stay."""
         self._target = port
 
     def fall_silent_after(self, word: bytes) -> None:
-        """Whoever says *word* from now on is heard, but no answer reaches it any more."""
+        """Drop the answers of connections that send *word* from now on."""
         self._last_word = word
 
     def _is_heard(self, is_savepoint_gone: threading.Event, said: bytes) -> bool:
@@ -33,7 +33,7 @@ class Relay:
         return True
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Accept no more connections."""
         with suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
@@ -46,7 +46,7 @@ class Relay:
                 return
             try:
                 server = socket.create_connection(("127.0.0.1", self._target))
-            except OSError:  # nobody is there
+            except OSError:  # the server is gone
                 client.close()
                 continue
             is_savepoint_gone = threading.Event()

@@ -1,8 +1,10 @@
-"""An `api` for every adapter on every store."""
+"""A guarded application for each adapter, in memory; what is marked `persists` on SQLite as well."""
 
+import re
 import shutil
+import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +12,21 @@ import pytest
 
 from coatcheck import Policy, open_store
 from coatcheck.stores import Store
-
-from .api import ADAPTERS, Api, Clock, Workers
-from .shop import Shop
-
-OpenApi = Callable[..., Api]
+from tests.server.laws.api import ADAPTERS, Api, OpenApi, Workers
+from tests.server.laws.shop import Shop
+from tests.support.times import Clock
+from tests.support.web_servers import KINDS, Server
 
 MIDDLEWARE_SETTINGS = ("caller", "key")
-STORES = ("memory", "sqlite")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a law in memory, and on SQLite if its promise depends on what a store keeps."""
+    chosen = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    if "new_store" in metafunc.fixturenames and "new_store" not in chosen:
+        persists = metafunc.definition.get_closest_marker("persists") is not None
+        stores = ("memory", "sqlite") if persists else ("memory",)
+        metafunc.parametrize("new_store", stores, indirect=True)
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +52,7 @@ class NewStore:
         return open_store(f"sqlite:///{self.path}{options}") if self.path else self._memory
 
 
-@pytest.fixture(params=STORES)
+@pytest.fixture
 def new_store(request: pytest.FixtureRequest) -> Iterator[NewStore]:
     if request.param == "memory":
         yield NewStore(None)
@@ -99,3 +108,18 @@ def open_api(
 def api(open_api: OpenApi) -> Api:
     """The default policy."""
     return open_api()
+
+
+@pytest.fixture(scope="session", params=KINDS, ids=lambda kind: kind.name)
+def web_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """A real server of each kind, once for all tests; each test uses keys of its own."""
+    server = Server(request.param, tmp_path_factory.mktemp("web"), "tests.server.web_app")
+    yield server
+    server.close()
+    assert server.process.returncode in (0, -signal.SIGTERM), server.log()
+    raised = re.findall(
+        r"^(?:\s*\| )?([\w.]+(?:Error|Exception|Boom))\b", server.log(), re.MULTILINE
+    )
+    # wsgiref, when `close` has failed, wants to respond to a client that it has let go of already.
+    quirks = {"TypeError"} if request.param.name == "wsgiref" else set()
+    assert set(raised) <= {"tests.server.web_app.Boom", *quirks}, server.log()

@@ -1,11 +1,12 @@
-"""Answers that are hard to keep, for real servers, in both flavours.
+"""The application behind real servers, in both flavours: the shop, and answers that are hard to keep.
 
-    SHOP_DIRECTORY=… uvicorn tests.server.traps_app:asgi_app
-    SHOP_DIRECTORY=… gunicorn tests.server.traps_app:wsgi_app
+    SHOP_DIRECTORY=… uvicorn tests.server.web_app:asgi_app
+    SHOP_DIRECTORY=… gunicorn tests.server.web_app:wsgi_app
 
 The path says through what a request comes, and what it asks for: `/zipped/text` is the text, coded
 inside of ours. `?name=…` is what a test calls its request. What happened to it is in `events`, a
 line each; and what waits waits for `POST /bare/open?name=…`, in whatever process that arrives.
+All other paths are those of the shop in `laws/app.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from starlette.responses import Response, StreamingResponse
 from coatcheck import AsyncEngine, Engine, Policy
 from coatcheck.server.asgi import IdempotencyMiddleware as AsgiMiddleware
 from coatcheck.server.wsgi import IdempotencyMiddleware as WsgiMiddleware
-from tests.server.laws.shop import WAIT_S_MAX
+from tests.server.laws.app import STORE as SHOP_STORE
+from tests.server.laws.app import shop
+from tests.support.times import WAIT_S_MAX
 
 DIRECTORY = Path(os.environ.get("SHOP_DIRECTORY", ""))
 STORE = f"sqlite:///{DIRECTORY}/records.db"
@@ -49,7 +52,7 @@ EVENTS: Headers = [("Content-Type", "text/event-stream"), ("Cache-Control", "no-
 COOKIES: Headers = [("Set-Cookie", "a=1; Path=/"), ("Set-Cookie", "b=2; Path=/; HttpOnly")]
 SAVED: Headers = [*BYTES, ("Content-Disposition", 'attachment; filename="all.bin"')]
 TAG = '"v1"'
-# 5 ms: nobody waits for long, and nobody looks all the time.
+# 5 ms: no test waits for long.
 PAUSE_S = 0.005
 # What tests ask for on their own account.
 SERVICES = ("open", "pid")
@@ -93,7 +96,7 @@ def gate_of(name: str) -> Path:
 def wait_for_gate(asked: Asked) -> None:
     deadline = time.monotonic() + WAIT_S_MAX
     while not gate_of(asked.name).exists():
-        assert time.monotonic() < deadline, "nobody opened this"
+        assert time.monotonic() < deadline, "no test opened this"
         time.sleep(PAUSE_S)
 
 
@@ -134,7 +137,7 @@ def gated(asked: Asked, before: list[bytes], behind: list[bytes]) -> Iterator[by
 
 
 def endless(asked: Asked) -> Said:
-    """Events until nobody listens any more, or somebody should have left long ago."""
+    """Events until the client has left, or should have left long ago."""
     deadline = time.monotonic() + WAIT_S_MAX
 
     def on_and_on() -> Iterator[bytes]:
@@ -185,7 +188,7 @@ def breaks_early(asked: Asked) -> Said:
 
 
 def breaks_late(asked: Asked) -> Said:
-    """Fails when all is said."""
+    """Fails after the whole response."""
 
     def after() -> None:
         raise Boom("too late")
@@ -255,7 +258,7 @@ async def asgi(asgi_scope: Any, receive: Any, send: Any) -> None:
 
 
 async def to_its_end(parts: Any) -> AsyncIterator[bytes]:
-    """Close the generator when nobody listens any more, which Starlette leaves to the collector."""
+    """Close the generator when the client has left, which Starlette leaves to the collector."""
     try:
         async for part in iterate_in_threadpool(parts):
             yield part
@@ -283,6 +286,7 @@ def asgi_stacks() -> dict[str, Any]:
         "zipped": ours(GZipMiddleware(asgi)),
         "zipping": GZipMiddleware(ours(asgi)),
         "lifespan": ours(Starlette()),
+        "shop": AsgiMiddleware(shop.asgi, store=SHOP_STORE),
     }
 
 
@@ -291,7 +295,7 @@ def asgi_mounted() -> Any:
 
     async def mounted(asgi_scope: Any, receive: Any, send: Any) -> None:
         name = stack_of(asgi_scope["path"]) if asgi_scope["type"] == "http" else "lifespan"
-        await stacks[name](asgi_scope, receive, send)
+        await stacks.get(name, stacks["shop"])(asgi_scope, receive, send)
 
     return mounted
 
@@ -326,19 +330,13 @@ def wsgi(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         environ.get("HTTP_IF_NONE_MATCH", ""),
         environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0)),
     )
-    if asked.what == "written":
-        note(asked, "ran")
-        write = start_response("201 Created", [*PLAIN, *COOKIES])
-        for at in range(0, 5_000, 1_000):
-            write(TEXT[at : at + 1_000])
-        return Parts(asked, Said(201, [], TEXT[5_000:]))
     said = answer(asked)
     start_response(f"{said.status} {HTTPStatus(said.status).phrase}", list(said.headers))
     return Parts(asked, said)
 
 
 class Zip:
-    """Codes what is said to those who take it, as Starlette's middleware does."""
+    """Compresses responses for clients that accept it, as Starlette's middleware does."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -367,10 +365,12 @@ def wsgi_mounted() -> Any:
         "guarded": guarded,
         "zipped": WsgiMiddleware(Zip(wsgi), engine=engine),
         "zipping": Zip(guarded),
+        "shop": WsgiMiddleware(shop.wsgi, store=SHOP_STORE),
     }
 
     def mounted(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        return stacks[stack_of(environ["PATH_INFO"])](environ, start_response)
+        stack = stacks.get(stack_of(environ["PATH_INFO"]), stacks["shop"])
+        return stack(environ, start_response)
 
     return mounted
 

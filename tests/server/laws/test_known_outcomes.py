@@ -1,50 +1,24 @@
-"""Errors go by what is known of the effect: given back, asked about, or parked (L4, L6).
+"""After an error, what is known of its effect decides: released, reconciled, or in doubt (L4, L6).
 
 What the core decides is in `tests/core`; this is what a client sees of it, over both adapters.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from coatcheck import DidNotHappen, Happened, Policy, Resumable, Unknown, open_store
+from coatcheck import DidNotHappen, Happened, Resumable, Unknown
 from coatcheck.core.record import FAILED, IN_DOUBT
-from tests.server.laws.api import ADAPTERS, Api, Clock, Workers
-from tests.server.laws.shop import Call, Said, Shop, in_turn, raises, says
 
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    workers = Workers()
-    yield workers
-    workers.close()
-
-
-@pytest.fixture(params=ADAPTERS)
-def open_api(request: pytest.FixtureRequest, workers: Workers) -> Iterator[Callable[..., Api]]:
-    """Opens a guarded shop, over ASGI and over WSGI, in memory."""
-    opened: list[Api] = []
-
-    def open_one(**fields: Any) -> Api:
-        settings = {"policy": Policy(**fields), "sweep_every_s": None}
-        kind = ADAPTERS[request.param]
-        api = kind(
-            open_store("memory://"), Shop(), Clock(), workers, settings=settings, middleware={}
-        )
-        opened.append(api)
-        return api
-
-    yield open_one
-    for api in opened:
-        api.close()
+from .api import OpenApi
+from .shop import Call, Said, in_turn, raises, says
 
 
 def declares(then: Callable[[Call], Said]) -> Callable[[Call], Said]:
     """A handler that knows that it may simply run again."""
 
     def handler(call: Call) -> Said:
-        assert call.operation is not None
         call.operation.resumable()
         return then(call)
 
@@ -64,10 +38,10 @@ KNOWN = {
 
 @pytest.mark.parametrize("recovery", ["retry", "reconcile", "manual"])
 @pytest.mark.parametrize("ends", KNOWN.values(), ids=list(KNOWN))
-def test_a_handler_that_knows_is_run_again_under_every_policy(
-    open_api: Callable[..., Api], ends: Callable[[Call], Said], recovery: str
+def test_a_resumable_handler_is_run_again_under_every_policy(
+    open_api: OpenApi, ends: Callable[[Call], Said], recovery: str
 ):
-    """L4, L6: nobody is asked, and nothing is parked."""
+    """L4, L6: no reconcile function is called, and nothing is in doubt."""
     asked: list[object] = []
     asks = {"reconcile": asked.append} if recovery == "reconcile" else {}
     api = open_api(recovery=recovery, **asks)
@@ -90,14 +64,14 @@ def test_a_handler_that_knows_is_run_again_under_every_policy(
     ],
     ids=["happened", "did not happen", "unknown"],
 )
-def test_an_error_of_which_nothing_is_known_is_asked_about(
-    open_api: Callable[..., Api],
+def test_after_an_error_of_unknown_effect_the_reconcile_function_decides(
+    open_api: OpenApi,
     ends: Callable[[Call], Said],
     answer: Any,
     status: int,
     body: bytes | None,
 ):
-    """L4, L6: and what is told decides whether the handler runs again."""
+    """L4, L6: also whether the handler runs again."""
     api = open_api(recovery="reconcile", reconcile=lambda _operation: answer)
     api.shop.answers["/orders"] = in_turn(ends, says(201, b"done"))
     api.post()
@@ -109,8 +83,8 @@ def test_an_error_of_which_nothing_is_known_is_asked_about(
 
 
 @pytest.mark.parametrize("ends", ERRORS.values(), ids=list(ERRORS))
-def test_an_error_of_which_nothing_is_known_is_parked_where_only_people_know(
-    open_api: Callable[..., Api], ends: Callable[[Call], Said]
+def test_after_an_error_of_unknown_effect_manual_recovery_leaves_it_in_doubt(
+    open_api: OpenApi, ends: Callable[[Call], Said]
 ):
     """L4, L6: the control of both."""
     api = open_api(recovery="manual")
