@@ -7,6 +7,7 @@ collects all offences before it fails, so that one run tells everything there is
 import ast
 import re
 import sys
+import tokenize
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -223,6 +224,45 @@ def test_nothing_is_left_to_do_and_every_exception_has_a_reason():
                 offences.append(at(path, number, line.strip()))
             if (found := silenced.search(line)) and not reasoned.search(found[2]):
                 offences.append(at(path, number, f"silenced without a reason: {found[0]}"))
+    report(offences)
+
+
+# --------------------------------------------------------------------------------- plain words
+
+# Ids of promises belong in tests: a user or a newcomer cannot look them up.
+PROMISE_ID = re.compile(r"\b(?:[KSFLTDCEOVXR]\d{1,2}|[SC]-\d\d)\b")
+# What looks like an id and is none: a service, a network layer.
+NO_PROMISE_ID = {"S3", "L4", "L7"}
+# Riddles and metaphors: the actor has a name, and code returns, raises, logs or sends.
+RIDDLES = re.compile(
+    r"(?i:\b(?:whoever|whomever|nobody|somebody|parked|lent|fate|hears?|heard|(?:is|are|be) told"
+    r"|what stands|told of)\b)|\bElse [a-z]"
+)
+WRITTEN = (".md", ".sql", ".lua", ".js")
+
+
+def prose(path: Path) -> Iterator[tuple[int, str]]:
+    """Each line for readers: of a page all, of a module its comments, docstrings and messages."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    if path.suffix != ".py":
+        yield from enumerate(lines, 1)
+        return
+    for token in tokenize.generate_tokens(iter(f"{line}\n" for line in [*lines, ""]).__next__):
+        if token.type == tokenize.COMMENT or "STRING" in tokenize.tok_name[token.type]:
+            for number, line in enumerate(token.string.splitlines(), token.start[0]):
+                yield number, re.sub(r"#\s*noqa.*", "", line)
+
+
+def test_source_and_docs_have_no_promise_ids_and_no_riddles():
+    """A reader understands each sentence without our list of promises, on the first reading."""
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "ARCHITECTURE.md"]
+    pages += [path for path in SOURCE.rglob("*") if path.suffix in WRITTEN]
+    offences = []
+    for path in [*modules(SOURCE), *sorted(page for page in pages if page.exists())]:
+        for number, line in prose(path):
+            found = [m[0] for m in PROMISE_ID.finditer(line) if m[0] not in NO_PROMISE_ID]
+            found += [m[0] for m in RIDDLES.finditer(line)]
+            offences += [at(path, number, what.strip()) for what in found]
     report(offences)
 
 
