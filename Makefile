@@ -22,7 +22,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 .PHONY: help demo test simulate test-faults test-valkey check bench docs format clean \
   all-tests all-checks coverage-of-core check-pyright check-mypy check-ruff check-imports check-spelling
 
-help: ## list what is behind this door
+help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.bare ## watch duplicate charges disappear (half a minute)
