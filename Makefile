@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # Two workers. Each begins with a half of the tests and then takes over what the other has left, so
 # that most servers of stores are started by one worker only.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+PYTEST := $(BIN)/python -m pytest -n 4 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test simulate test-faults test-valkey check bench docs format clean \

@@ -1,6 +1,7 @@
 """Telemetry: decisions, log lines and events, each once, and no secrets in them."""
 
 import logging
+from contextlib import suppress
 
 import pytest
 
@@ -244,6 +245,15 @@ def test_each_change_of_a_claim_is_one_event(guards, heard, events, store):
     guards.run(heard, "k", Handler(), scope="orders")
     what = reference_of(store.record.id), "orders", ""
     assert events == [Claimed(*what, 1), Released(*what, 1), Claimed(*what, 2), Completed(*what, 2)]
+
+
+def test_each_change_of_a_claim_in_a_transaction_is_one_event(guards, events, clock, tmp_path):
+    """O3, L9: a rollback releases the claim."""
+    engine = guards.engine(f"sqlite:///{tmp_path}/orders.db", **listening(clock, events))
+    for handler in (Handler(ZeroDivisionError()), Handler(), Handler()):
+        with suppress(ZeroDivisionError):
+            guards.done(engine.transaction("k", guards.flavoured(handler), scope="orders"))
+    assert kinds(events) == [Claimed, Released, Claimed, Completed]
 
 
 def test_an_outcome_that_is_not_known_is_an_event(guards, heard, events):

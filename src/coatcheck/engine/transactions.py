@@ -20,6 +20,7 @@ from coatcheck.core.transaction import Begin, Commit
 from coatcheck.errors import CoatcheckError, Misconfigured, NotCommitted, StoreUnavailable
 from coatcheck.operation import Operation
 from coatcheck.stores.transaction_statements import Dialect, TransactionStatements
+from coatcheck.telemetry import Claimed, Released
 from coatcheck.transactions.contract import (
     InTransaction,
     TransactionConnection,
@@ -110,11 +111,13 @@ class OperationTransaction:
 
     def abandon(self) -> Flow[None]:
         """Undo what is not committed; does nothing if everything is over."""
-        if self._claimed is not None:
+        claim = self._claimed
+        if claim is not None:
             try:
                 yield from self._undo()
             finally:
                 self._leave()
+                self._attempts.telemetry.happened(Released, claim)
 
     def raise_if_repeatable(self, error: Exception, operation: Operation) -> None:
         """Raise `Repeat` if the database asks for another run and the policy allows it."""
@@ -137,6 +140,7 @@ class OperationTransaction:
                 kind = yield from self._claim(begin.swap)
                 is_claimed = kind is None
                 if is_claimed:
+                    self._attempts.telemetry.happened(Claimed, claim)
                     return None
                 if kind is ErrorKind.LOCKED:
                     conflict = claim._replace(nonce=_UNCOMMITTED)
