@@ -39,7 +39,7 @@ from coatcheck.engine.transactions import Database, LoopAccess, OperationTransac
 from coatcheck.engine.waiters import TaskWaiter
 from coatcheck.errors import Misconfigured
 from coatcheck.operation import DidNotHappen, Happened, Operation, enter, leave
-from coatcheck.stores import AsyncStore, Store, ThreadedStore, open_async_store
+from coatcheck.stores import AsyncStore, Store, ThreadedStore, open_async_lazily
 from coatcheck.stores.encryption import EncryptedStore, KeyRing
 from coatcheck.stores.transaction_statements import TransactionStatements
 from coatcheck.telemetry import Listener, Observer
@@ -77,11 +77,12 @@ class AsyncEngine(EngineBase):
             )
         self._check(
             store if isinstance(store, str) else store.blocking,
+            policy,
             archive=archive,
             keyring=keyring,
             transactions=transactions,
         )
-        self.store = open_async_store(store) if isinstance(store, str) else store
+        self.store = open_async_lazily(store) if isinstance(store, str) else store
         if keyring or compress:  # in a thread, because encrypting takes time
             self.store = ThreadedStore(EncryptedStore(self.store.blocking, keyring))
         self._pool: AsyncPool | None = None
@@ -89,7 +90,6 @@ class AsyncEngine(EngineBase):
         blocking = self.store.blocking
         self._set_up(
             blocking,
-            policy,
             secret=secret,
             clock=clock,
             observers=observers,
@@ -241,6 +241,7 @@ class AsyncEngine(EngineBase):
         a session maker, a function); without it, on one from the engine's `transactions`. The
         function finds it as `current_operation().connection`.
         """
+        await self.ensure_started()
         call = functools.partial(function, *args, **kwargs)
         label = scope or name_of(function)
         policy = policy_in_transaction(self.policy if policy is None else policy)

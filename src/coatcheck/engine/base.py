@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,14 +25,18 @@ from coatcheck.engine.steps import StepWriter
 from coatcheck.engine.sweeper import Archive, Sweeper
 from coatcheck.engine.transactions import Database
 from coatcheck.engine.waiters import Waiter
+from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.contract import Store
-from coatcheck.stores.registry import refuse_archive
+from coatcheck.stores.registry import info_of, refuse_archive
 from coatcheck.stores.transaction_statements import (
     TransactionStatements,
+    no_transactions,
     transaction_statements_of,
 )
 from coatcheck.telemetry import Listener, Observer, Telemetry
 from coatcheck.transactions.sources import ConnectionSource, connection_source
+
+logger = logging.getLogger("coatcheck")
 
 
 class EngineBase:
@@ -45,7 +50,6 @@ class EngineBase:
     def _set_up(
         self,
         store: Store,
-        policy: Policy | str | None,
         *,
         secret: bytes | str,
         clock: Callable[[], int] | None,
@@ -62,7 +66,6 @@ class EngineBase:
         for name, function in (("clock", clock), ("archive", archive)):
             if function is not None:
                 check_function(name, function)
-        self.policy = policy_of(policy)
         self.service = service_name(service)
         # What the labels of requests end with; see `recovery.py`.
         self.label_suffix = service_suffix(self.service)
@@ -83,17 +86,43 @@ class EngineBase:
         self.sweeper = Sweeper(store, every("sweep_every_s", sweep_every_s), archive, telemetry)
         self.attempts.tasks.append(self.sweeper.tick)
         self._database: Database | None = None
-        if self._transactions is not None or self.policy.mode == "transaction":
-            self.database()
 
     def _check(
-        self, store: object, *, archive: Archive | None, keyring: object, transactions: object
+        self,
+        store: object,
+        policy: Policy | str | None,
+        *,
+        archive: Archive | None,
+        keyring: object,
+        transactions: object,
     ) -> None:
-        """Refuse wrong settings before *store* is opened: nothing would close it."""
+        """Refuse wrong settings; *store* is a URL or a blocking store."""
+        self.policy = policy_of(policy)
         if archive is not None:
             refuse_archive(store)
         check_keyring(keyring)
         self._transactions = None if transactions is None else connection_source(transactions)
+        if transactions is not None or self.policy.mode == "transaction":
+            info = info_of(store)
+            if not isinstance(store, str):
+                transaction_statements_of(store)
+            elif info is not None and not info.transacts:
+                raise no_transactions()
+
+    def refuse_unsafe_servers(self) -> None:
+        """
+        Raise `Misconfigured` if the store's servers could lose records.
+
+        For servers that can be stopped from starting only now. Other stores are not opened, and an
+        unreachable one is tried again by the first request.
+        """
+        store = self._blocking_store()
+        info = info_of(store)
+        if info is not None and info.refuses_servers:
+            try:
+                store.now_ms()
+            except StoreUnavailable as error:
+                logger.warning("the store is unavailable, so it is checked later: %s", error)
 
     def _close_threads(self) -> None:
         self.attempts.close()

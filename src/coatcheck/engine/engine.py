@@ -36,7 +36,7 @@ from coatcheck.engine.transactions import Database, OperationTransaction, Repeat
 from coatcheck.engine.waiters import ThreadWaiter
 from coatcheck.errors import Misconfigured
 from coatcheck.operation import DidNotHappen, Happened, Operation, enter, leave
-from coatcheck.stores import Batcher, Store, open_store
+from coatcheck.stores import Batcher, Store, open_lazily
 from coatcheck.stores.encryption import EncryptedStore, KeyRing
 from coatcheck.stores.transaction_statements import TransactionStatements
 from coatcheck.telemetry import Listener, Observer
@@ -99,15 +99,14 @@ class Engine(EngineBase):
                 f"an Engine needs a blocking store, not a {type(store).__name__}: give its URL, or "
                 "open_store(url); an AsyncEngine takes the others"
             )
-        self._check(store, archive=archive, keyring=keyring, transactions=transactions)
-        opened = open_store(store) if isinstance(store, str) else store
+        self._check(store, policy, archive=archive, keyring=keyring, transactions=transactions)
+        opened = open_lazily(store) if isinstance(store, str) else store
         self.store = EncryptedStore(opened, keyring) if keyring or compress else opened
         self._pool: Pool | None = None
         batcher = Batcher(self.store)
         self._runner = Runner(batcher.swap, batcher.get)
         self._set_up(
             self.store,
-            policy,
             secret=secret,
             clock=clock,
             observers=observers,

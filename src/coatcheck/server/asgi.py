@@ -11,13 +11,16 @@ background tasks run after it, as usual.
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Callable
 
 from coatcheck.core.policy import SAFE_METHODS, Policy
 from coatcheck.core.problem import Problem
 from coatcheck.core.response import Response
 from coatcheck.engine import AsyncEngine
 from coatcheck.engine.attempts import OUTAGES
-from coatcheck.errors import Misconfigured
+from coatcheck.engine.runner import running_loop
+from coatcheck.errors import CoatcheckError, Misconfigured, MissingExtra
 from coatcheck.server.asgi_detach import may_be_cancelled
 from coatcheck.server.asgi_exchange import Exchange, finishing, respond
 from coatcheck.server.asgi_request import (
@@ -38,6 +41,8 @@ from coatcheck.server.responses import refused, store_unavailable
 from coatcheck.server.routes import NewRoutes, RoutePolicies
 from coatcheck.server.starlette_routes import StarletteRoutes
 from coatcheck.stores import AsyncStore
+
+logger = logging.getLogger("coatcheck")
 
 
 class IdempotencyMiddleware:
@@ -70,34 +75,36 @@ class IdempotencyMiddleware:
         transactions: object = None,
         routes: NewRoutes | None = None,
     ) -> None:
-        given = (store, policy, secret or None, transactions)
-        if engine is not None and any(one is not None for one in given):
-            raise Misconfigured("engine= brings its own store, policy and secret; give only it")
-        if not isinstance(engine, AsyncEngine | None):
-            # Not what it is: a URL may have a password in it.
-            raise Misconfigured(
-                f"engine is a {type(engine).__name__}; it is an AsyncEngine, and store= takes URLs"
-            )
         self.app = app
-        self.engine = engine or AsyncEngine(
-            store or "sqlite:///coatcheck.db", policy, secret=secret, transactions=transactions
-        )
-        self.engine.recovery.register_requests(self.engine.policy)
-        register = self.engine.recovery.register_route
-        if routes is None:
-            starlette = StarletteRoutes(self.engine.policy, register, app)
-            self._routes: RoutePolicies = starlette
-            is_by_host = starlette.are_by_host
-        else:
-            self._routes = routes(self.engine.policy, register)
-            is_by_host = lambda: False  # noqa: E731 - only Starlette's routes say so
-        self.guard = RequestGuard(self.engine, caller, key, is_by_host)
-        self._status_path = self.engine.policy.status_path
+        self._mistake: CoatcheckError | None = None
+        try:
+            self.engine = _engine_of(engine, store, policy, secret, transactions)
+            self.engine.recovery.register_requests(self.engine.policy)
+            register = self.engine.recovery.register_route
+            is_by_host: Callable[[], bool] = _never
+            if routes is None:
+                starlette = StarletteRoutes(self.engine.policy, register, app)
+                self._routes: RoutePolicies = starlette
+                is_by_host = starlette.are_by_host
+            else:
+                self._routes = routes(self.engine.policy, register)
+            self.guard = RequestGuard(self.engine, caller, key, is_by_host)
+            self._status_path = self.engine.policy.status_path
+        except (Misconfigured, MissingExtra) as mistake:
+            # Starlette makes its middlewares when the server sends the first message. A server
+            # takes an error then for an application without a lifespan, and starts all the same.
+            # So the error is reported when the lifespan starts.
+            if running_loop() is None:
+                raise
+            self._mistake = mistake
 
     async def __call__(  # noqa: C901 - hot path: straight on purpose
         self, asgi_scope: AsgiScope, receive: Receive, send: Send
     ) -> None:
         """Serve one connection; only requests with unsafe methods are guarded."""
+        if self._mistake is not None:
+            await self._refuse_to_start(asgi_scope, receive, send)
+            return
         # In capitals, because some servers pass on what Django takes for PATCH.
         method = asgi_scope["method"].upper() if asgi_scope["type"] == "http" else "GET"
         if method in SAFE_METHODS:
@@ -169,11 +176,35 @@ class IdempotencyMiddleware:
         if asgi_scope["type"] == "http" and self._status_path in asgi_scope["path"]:
             await self._poll_or_pass(asgi_scope, receive, send)
             return
+        if asgi_scope["type"] == "lifespan":
+            await self._lifespan(asgi_scope, receive, send)
+            return
         self._routes.let_pass(asgi_scope)
-        if asgi_scope["type"] == "lifespan":  # recover also if no request ever comes
-            self.engine.recovery.start(asyncio.get_running_loop())
-            receive = finishing(self, receive)
         await self.app(asgi_scope, receive, send)
+
+    async def _lifespan(self, asgi_scope: AsgiScope, receive: Receive, send: Send) -> None:
+        """Open the store before the application starts; a mistake stops the server."""
+        startup = await receive()
+        try:
+            await self.engine.ensure_started()
+        except OUTAGES as error:
+            logger.error(  # noqa: TRY400 - its trace says nothing more
+                "the store is unavailable: %s; guarded requests get 503 until it answers", error
+            )
+            self.engine.recovery.start(asyncio.get_running_loop())
+        except (Misconfigured, MissingExtra) as mistake:
+            self._mistake = mistake
+            await _fail_startup(send, mistake)
+            return
+        await self.app(asgi_scope, finishing(self, receive, startup), send)
+
+    async def _refuse_to_start(self, asgi_scope: AsgiScope, receive: Receive, send: Send) -> None:
+        """Report the mistake in the settings, and serve nothing."""
+        assert self._mistake is not None
+        if asgi_scope["type"] != "lifespan":
+            raise self._mistake
+        await receive()
+        await _fail_startup(send, self._mistake)
 
     async def _start(self) -> Problem | None:
         """Read the store's clock before the first request; the refusal if that fails."""
@@ -223,3 +254,33 @@ class IdempotencyMiddleware:
             await self.app(asgi_scope, receive, send)
         else:
             await respond(send, response)
+
+
+def _engine_of(
+    engine: AsyncEngine | None,
+    store: str | AsyncStore | None,
+    policy: Policy | str | None,
+    secret: bytes | str,
+    transactions: object,
+) -> AsyncEngine:
+    """The engine that was given, or a new one with the other settings."""
+    given = (store, policy, secret or None, transactions)
+    if engine is not None and any(one is not None for one in given):
+        raise Misconfigured("engine= brings its own store, policy and secret; give only it")
+    if not isinstance(engine, AsyncEngine | None):
+        # Not its value: a URL may have a password in it.
+        raise Misconfigured(
+            f"engine is a {type(engine).__name__}; it is an AsyncEngine, and store= takes URLs"
+        )
+    return engine or AsyncEngine(
+        store or "sqlite:///coatcheck.db", policy, secret=secret, transactions=transactions
+    )
+
+
+async def _fail_startup(send: Send, mistake: CoatcheckError) -> None:
+    """Have the server exit with an error that names the mistake."""
+    await send({"type": "lifespan.startup.failed", "message": f"coatcheck: {mistake}"})
+
+
+def _never() -> bool:
+    return False

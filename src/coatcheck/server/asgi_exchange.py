@@ -389,11 +389,16 @@ async def respond(send: Send, response: Response) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-def finishing(middleware: Middleware, receive: Receive) -> Receive:
-    """*receive* of a lifespan: the application may shut down when running exchanges have ended."""
+def finishing(middleware: Middleware, receive: Receive, startup: Message) -> Receive:
+    """
+    *receive* of a lifespan, of which *startup* was received already.
+
+    The application may shut down when running exchanges have ended.
+    """
+    received = [startup]
 
     async def receive_when_finished() -> Message:
-        message = await receive()
+        message = received.pop() if received else await receive()
         if message["type"] == "lifespan.shutdown":
             running = [e.task for e in RUNNING_EXCHANGES if e.middleware is middleware]
             here = asyncio.get_running_loop()

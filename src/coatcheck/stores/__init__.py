@@ -2,13 +2,14 @@
 
 Read in this order: `contract` (what a store is), `memory` (the smallest one), `batching` (groups
 the calls of threads), `async_batching` and `async_store` (the same for event loops),
-`batch_errors` (when part of a batch fails), `encryption` (a store around a store). Then one package
-for each database. `registry` has the capabilities of each store.
+`batch_errors` (when part of a batch fails), `lazy` (a store that is opened at its first use),
+`encryption` (a store around a store). Then one package for each database. `registry` has the capabilities of each store.
 Stores do not import each other, and nothing here knows what a request is.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,9 +18,10 @@ from coatcheck.errors import Misconfigured, MissingExtra
 from coatcheck.stores.async_store import BatchedAsyncStore, ThreadedStore
 from coatcheck.stores.batching import Batcher
 from coatcheck.stores.contract import AsyncStore, Finding, Page, Query, Store
+from coatcheck.stores.lazy import LazyStore
 from coatcheck.stores.memory import AsyncMemoryStore, MemoryStore
 from coatcheck.stores.migration import Migration
-from coatcheck.stores.registry import BY_SCHEME
+from coatcheck.stores.registry import BY_SCHEME, StoreInfo
 from coatcheck.stores.url import hide_password, refuse_no_text, shown
 
 __all__ = [
@@ -54,7 +56,32 @@ def open_store(url: str, *, create: bool = True) -> Store:
 
 def open_async_store(url: str) -> AsyncStore:
     """Open the store that *url* names, for async code."""
-    store = open_store(url)
+    return _async_store(open_store(url))
+
+
+def open_lazily(url: str) -> Store:
+    """
+    Return the store that *url* names, for sync code; it is opened at its first use.
+
+    Raises at once if the URL or what is installed can never work.
+    """
+    refuse_no_text(url)
+    with hide_password(url):
+        plain, _ = _without_create(url)
+        store_class, info = _store_class(plain), _info_of(plain)
+        if store_class is MemoryStore:
+            return open_store(url)
+        # A mistake in the options is found without a connection.
+        import_module(f"coatcheck.stores.{info.module.partition('.')[0]}.url").parse_url(plain)
+    return LazyStore(partial(open_store, url), info)
+
+
+def open_async_lazily(url: str) -> AsyncStore:
+    """Return the store that *url* names, for async code; see `open_lazily`."""
+    return _async_store(open_lazily(url))
+
+
+def _async_store(store: Store) -> AsyncStore:
     return AsyncMemoryStore(store) if isinstance(store, MemoryStore) else BatchedAsyncStore(store)
 
 
@@ -79,7 +106,7 @@ def _without_create(url: str) -> tuple[str, bool]:
     return address + mark * bool(options) + "&".join(options), "create=0" not in ours
 
 
-def _store_class(url: str) -> Any:  # noqa: ANN401 - a class of a module that may not be importable
+def _info_of(url: str) -> StoreInfo:
     try:
         scheme = urlsplit(url).scheme
     except ValueError as error:
@@ -88,6 +115,11 @@ def _store_class(url: str) -> Any:  # noqa: ANN401 - a class of a module that ma
     if info is None:
         known = ", ".join(f"{scheme}://" for scheme in BY_SCHEME)
         raise Misconfigured(f"no store is known for {scheme or shown(url)!r}; there are {known}")
+    return info
+
+
+def _store_class(url: str) -> Any:  # noqa: ANN401 - a class of a module that may not be importable
+    info = _info_of(url)
     try:
         module = import_module(f"coatcheck.stores.{info.module}")
     except ModuleNotFoundError as error:

@@ -41,6 +41,8 @@ class StoreInfo:
     # them first.
     archives: Literal["yes", "usually", "no"] = "yes"
     transacts: bool = False  # a record can be written in the handler's own transaction
+    # Opening it raises `Misconfigured` if its servers could lose records. Only the servers know.
+    refuses_servers: bool = False
 
 
 MEMORY = StoreInfo(
@@ -107,6 +109,7 @@ REDIS = StoreInfo(
     shared_by="any number of machines",
     sweeps=False,
     archives="no",
+    refuses_servers=True,
 )
 DYNAMODB = StoreInfo(
     title="DynamoDB",
@@ -127,17 +130,26 @@ STORES = (MEMORY, SQLITE, POSTGRES, MYSQL, REDIS, DYNAMODB)
 BY_SCHEME = {url.partition(":")[0]: info for info in STORES for url in info.urls}
 
 
+def info_of(store: object) -> StoreInfo | None:
+    """
+    Return the capabilities of *store*, which is a URL or a store.
+
+    None: the application wrote it itself, or there is no such URL.
+    """
+    if isinstance(store, str):
+        return BY_SCHEME.get(store.partition(":")[0])
+    info = getattr(store, "info", None)
+    return info if isinstance(info, StoreInfo) else None
+
+
 def refuse_archive(store: object) -> None:
     """
     Raise if nothing of *store* could ever be archived; warn if something could be missed.
 
-    *store* is a URL or a store. Nothing is known of a store that the application wrote itself.
+    *store* is a URL or a store.
     """
-    if isinstance(store, str):
-        info = BY_SCHEME.get(store.partition(":")[0])
-    else:
-        info = getattr(store, "info", None)
-    if not isinstance(info, StoreInfo) or info.archives == "yes":
+    info = info_of(store)
+    if info is None or info.archives == "yes":
         return
     if info.archives == "no":
         raise Misconfigured(

@@ -62,12 +62,17 @@ class TransactionStatements:
         )
 
 
-def transaction_statements_of(store: Store) -> TransactionStatements:
+def transaction_statements_of(store: object) -> TransactionStatements:
     """Return the statements of *store*; raise `Misconfigured` if it is not in a SQL database."""
     statements = getattr(store, "transaction_statements", None)
     if not isinstance(statements, TransactionStatements):
-        raise Misconfigured(
-            "mode='transaction' needs a store in a SQL database, the one that the handler writes "
-            "to: sqlite://, postgresql:// or mysql://"
-        )
+        raise no_transactions()
     return statements
+
+
+def no_transactions() -> Misconfigured:
+    """Return the error for a store that is not in a SQL database."""
+    return Misconfigured(
+        "mode='transaction' needs a store in a SQL database, the one that the handler writes "
+        "to: sqlite://, postgresql:// or mysql://"
+    )
