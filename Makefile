@@ -14,8 +14,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # would compile the package anew, and pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Two workers. Each begins with a half of the tests and then takes over what the other has left, so
-# that most servers of stores are started by one worker only.
+# Four workers, also on two cores: the tests wait for servers and disks more than they compute.
 PYTEST := $(BIN)/python -m pytest -n 4 --dist worksteal
 
 .DEFAULT_GOAL := help

@@ -18,7 +18,7 @@ from coatcheck.server.asgi import IdempotencyMiddleware
 SOURCE = str(Path(coatcheck.__file__).parent)
 
 NEW_KEY_MAX = 57
-REPLAY_MAX = 35
+REPLAY_MAX = 33
 RUN_MAX = 53
 
 
