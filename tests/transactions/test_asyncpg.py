@@ -246,6 +246,7 @@ def test_who_is_cancelled_at_its_claim_gives_its_connection_back_in_order(shop):
 
     async def main():
         async with acquired(shop) as (connection, engine):
+            await engine.ensure_started()
             with closing(psycopg.connect(shop.place)) as other:
                 other.execute("lock table coatcheck_records in exclusive mode")
                 task = asyncio.ensure_future(order(engine, 1))

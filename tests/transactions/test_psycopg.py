@@ -312,6 +312,7 @@ def test_a_caller_cancelled_during_a_round_trip_leaves_its_connection_usable(sho
     async def main():
         connection = await psycopg.AsyncConnection.connect(shop.place)
         async with connection, AsyncEngine(shop.store, transactions=connection) as engine:
+            await engine.ensure_started()
             with closing(psycopg.connect(shop.place)) as other:
                 other.execute(LOCKS[step])
                 task = asyncio.ensure_future(engine.transaction("a", insert_either, 1))

@@ -563,6 +563,7 @@ def test_a_serialization_failure_is_retried_only_where_that_is_said_to_be_safe(
 def test_a_connection_in_a_transaction_already_is_refused(anywhere, open_engine):
     """L9: losing against a duplicate rolls back, and that must not undo earlier work."""
     engine = open_engine(anywhere)
+    engine.ensure_started()  # the store cannot be opened while SQLite's file is locked
     with closing(anywhere.connect()) as connection:
         cursor = connection.cursor()
         cursor.execute("insert into orders values (1)")
@@ -598,6 +599,7 @@ def test_a_session_that_is_refused_keeps_its_earlier_work(anywhere, open_engine)
     drivers = {"sqlite": "pysqlite", "postgres": "psycopg", "mysql": "pymysql"}
     alchemy = sa.create_engine(alchemy_url(anywhere, drivers[anywhere.kind]))
     engine = open_engine(anywhere)
+    engine.ensure_started()
     with orm.Session(alchemy) as session:
         session.execute(sa.text("insert into orders values (1)"))
         with pytest.raises(Misconfigured, match="in a transaction already"):

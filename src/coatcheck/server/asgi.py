@@ -184,6 +184,7 @@ class IdempotencyMiddleware:
 
     async def _lifespan(self, asgi_scope: AsgiScope, receive: Receive, send: Send) -> None:
         """Open the store before the application starts; a mistake stops the server."""
+        self._routes.let_pass(asgi_scope)  # reads the routes, whose policies the recovery needs
         startup = await receive()
         try:
             await self.engine.ensure_started()

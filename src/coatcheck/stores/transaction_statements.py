@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from coatcheck.core.record import Swap
 from coatcheck.errors import Misconfigured
-from coatcheck.stores.contract import Store
 
 Dialect: TypeAlias = Literal["sqlite", "postgresql", "mysql"]
 
