@@ -198,14 +198,16 @@ def _read_bytes(blob: bytes, at: int) -> tuple[bytes, int]:
 # --- replays --------------------------------------------------------------------------------
 
 
-def for_client(response: Response, accept_encoding: bytes) -> Response | None:
+def for_client(response: Response, accept_encoding: bytes | None) -> Response | None:
     """
     *response* in a coding that this client accepts; None if that is not possible.
 
     The first client may have accepted gzip, and this one may not (RFC 9110 §12.5.3). Then the body
     is decoded, its entity tag becomes weak, and digests and signatures of the coded bytes are left
-    out.
+    out. A client that sends no `Accept-Encoding` (None) accepts any coding.
     """
+    if accept_encoding is None:
+        return response
     coding = b""
     for name, value in response.headers:
         if name == b"content-encoding":
@@ -213,8 +215,8 @@ def for_client(response: Response, accept_encoding: bytes) -> Response | None:
     if coding in (b"", b"identity") or _accepts(accept_encoding, coding):
         return response
     body = _decoded(response.body, coding)
-    if body is None:  # a client that sends no Accept-Encoding accepts any coding
-        return None if accept_encoding else response
+    if body is None:
+        return None
     return Response(response.status, list(_identity_headers(response.headers)), body)
 
 

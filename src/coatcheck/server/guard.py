@@ -163,7 +163,7 @@ class RequestGuard:
     ) -> Response:
         """The response for a request for which no handler ran."""
         if isinstance(answer, Replay):
-            return replayed(answer, claim, policy, request.fields.get(b"accept-encoding", b""))
+            return replayed(answer, claim, policy, request.fields.get(b"accept-encoding"))
         # A transaction that is not committed has nothing to poll for yet.
         if policy.in_flight == "202" and policy.mode == "record" and answer.record is not None:
             return self.accepted(answer.record, policy, request)
@@ -182,7 +182,7 @@ class RequestGuard:
         """The status of *record*; None: *token* is not its polling address for this client."""
         if record is None or not self._is_address(token, record, request):
             return None
-        policy, accept_encoding = self._engine.policy, request.header(b"accept-encoding")
+        policy, accept_encoding = self._engine.policy, request.fields.get(b"accept-encoding")
         location, now_ms = _location(token, policy, request), self._attempts.now_ms()
         status = StatusRequest(location, now_ms, accept_encoding)
         response = status_of(self._attempts.current(record), status, policy)

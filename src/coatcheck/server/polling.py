@@ -158,7 +158,7 @@ class StatusRequest(NamedTuple):
 
     location: str
     now_ms: int
-    accept_encoding: bytes
+    accept_encoding: bytes | None
 
 
 def status_of(record: Record, asked: StatusRequest, policy: Policy) -> Response:

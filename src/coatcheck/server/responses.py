@@ -65,11 +65,11 @@ def refused(refusal: Problem, policy: Policy) -> Response:
 
 
 def replayed(
-    replay: Replay, claim: ClaimRequest, policy: Policy, accept_encoding: bytes
+    replay: Replay, claim: ClaimRequest, policy: Policy, accept_encoding: bytes | None
 ) -> Response:
     """The answer on the wire for a replay."""
     names, blob = (policy.replayed_name, policy.reference_name), replay.response
-    is_short = len(blob) + len(accept_encoding) <= REMEMBERED_BYTES_MAX
+    is_short = len(blob) + len(accept_encoding or b"") <= REMEMBERED_BYTES_MAX
     make = _remembered if is_short else _replayed
     reason = "its response is kept in a content coding that this request does not accept"
     try:
@@ -84,7 +84,7 @@ def replayed(
 
 
 def _replayed(
-    blob: bytes, id: bytes, accept_encoding: bytes, names: tuple[bytes, bytes]
+    blob: bytes, id: bytes, accept_encoding: bytes | None, names: tuple[bytes, bytes]
 ) -> Response | None:
     """The replay of *blob*; None if this client does not accept its coding."""
     response = for_client(decode_response(blob), accept_encoding)

@@ -180,12 +180,21 @@ def test_a_client_that_takes_the_coding_gets_the_coded_bytes(api: Api):
     assert again.header("etag") == '"v1"'
 
 
-@pytest.mark.parametrize("accepts", [None, "identity", "br", "gzip;q=0", "gzip; q=0.0, *"])
-def test_a_client_that_does_not_take_the_coding_gets_plain_bytes(api: Api, accepts: str | None):
+def test_a_retry_without_accept_encoding_gets_the_stored_bytes(api: Api):
+    """L2, L12: no header means that any coding is acceptable (RFC 9110 section 12.5.3)."""
+    api.shop.answers["/orders"] = coded_if_accepted
+    first = api.post(headers=[("Accept-Encoding", "gzip")])
+    again = api.post()
+    assert (again.is_replay, again.body) == (True, first.body)
+    assert (again.header("content-encoding"), again.header("etag")) == ("gzip", '"v1"')
+
+
+@pytest.mark.parametrize("accepts", ["", "identity", "br", "gzip;q=0", "gzip; q=0.0, *"])
+def test_a_client_that_does_not_take_the_coding_gets_plain_bytes(api: Api, accepts: str):
     """L12: the coding fits the retry, not the first request."""
     api.shop.answers["/orders"] = coded_if_accepted
     api.post(headers=[("Accept-Encoding", "gzip")])
-    again = api.post(headers=[] if accepts is None else [("Accept-Encoding", accepts)])
+    again = api.post(headers=[("Accept-Encoding", accepts)])
     assert again.is_replay
     assert again.all("content-encoding") == []
     assert again.body == PLAIN
@@ -211,7 +220,7 @@ def test_deflate_is_understood_in_both_of_its_forms(api: Api, coded: bytes):
     headers = [("Content-Encoding", "deflate"), TEXT]
     api.shop.answers["/orders"] = says(200, coded, headers=headers)
     api.post(headers=[("Accept-Encoding", "deflate")])
-    assert api.post().body == PLAIN
+    assert api.post(headers=[("Accept-Encoding", "identity")]).body == PLAIN
 
 
 def test_a_coding_that_cannot_be_decoded_here_is_refused(api: Api):
