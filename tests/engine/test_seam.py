@@ -5,6 +5,7 @@ function with a stored input is run again by another node.
 """
 
 import asyncio
+import contextvars
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -281,6 +282,23 @@ def test_a_block_that_raises_releases_its_claim(guards, engine, store, decisions
     attempt = attempted(guards, engine, completing("done"))
     assert (attempt.is_replay, attempt.result, store.record.attempt) == (False, "done", 2)
     assert outcomes(decisions) == [("failed", ""), ("executed", "")]
+
+
+def test_a_block_may_end_in_another_context_than_it_began(guards, engine, store, decisions):
+    """L5: frameworks close generators in a thread or a task of their own."""
+    attempt, error = engine.attempt("k", scope="orders"), ZeroDivisionError()
+    if guards.is_async:
+
+        async def use():
+            await asyncio.create_task(attempt.__aenter__())
+            await asyncio.create_task(attempt.__aexit__(type(error), error, None))
+
+        asyncio.run(use())
+    else:
+        contextvars.copy_context().run(attempt.__enter__)
+        attempt.__exit__(type(error), error, None)
+    assert (store.record.state, engine.attempts.heartbeat.leases) == (FAILED, {})
+    assert outcomes(decisions) == [("failed", "")]
 
 
 @pytest.mark.parametrize("recovery", ["retry", "manual"])
