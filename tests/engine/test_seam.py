@@ -7,6 +7,7 @@ function with a stored input is run again by another node.
 import asyncio
 import contextvars
 import json
+import sqlite3
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -684,6 +685,24 @@ def test_a_call_that_kills_every_process_is_run_again_only_so_often(guards, stor
     engine, _ = another_node(guards, store, clock, work, policy=policy)
     recovery_round(engine, clock)
     assert (work.inputs, store.record.state, store.record.attempt) == ([], IN_DOUBT, 2)
+
+
+def test_a_registered_function_runs_again_when_the_database_asks_for_it(guards, tmp_path):
+    """L9: as `engine.transaction` does; the caller does not see that it had to."""
+    policy, runs = Policy(mode="transaction", transaction_retries=1), []
+
+    def collide_once(given):
+        runs.append(given)
+        if len(runs) == 1:
+            error = sqlite3.OperationalError("database is locked")
+            error.sqlite_errorcode = sqlite3.SQLITE_BUSY_SNAPSHOT
+            raise error
+        return "done"
+
+    engine = guards.engine(f"sqlite:///{tmp_path}/records.db")
+    call = registered(guards, engine, collide_once, policy=policy)
+    assert guards.done(call.run("k", 1)) == "done"
+    assert runs == [1, 1]
 
 
 def test_a_key_of_a_registered_function_belongs_to_its_input(guards, engine):
