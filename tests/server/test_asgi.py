@@ -20,6 +20,7 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, S
 from starlette.routing import Mount, Route, WebSocketRoute
 
 from coatcheck import AsyncEngine, Policy, current_operation
+from coatcheck.engine.transactions import Repeat
 from coatcheck.server import callers
 from coatcheck.server.asgi import IdempotencyMiddleware
 from coatcheck.server.asgi_exchange import RUNNING_EXCHANGES
@@ -81,6 +82,20 @@ class Endpoint:
             return await self(request)
 
         return endpoint
+
+
+def test_a_collision_that_is_not_of_this_request_is_an_error_like_any_other(guard, engine):
+    """L1, L4: a guarded function of the handler may pass on that its own database wants a repeat."""
+    runs = []
+
+    async def collide(_scope, receive, _send):
+        await receive()
+        runs.append(1)
+        raise Repeat(len(runs)) if len(runs) == 1 else ZeroDivisionError
+
+    answer = send(guard(collide))
+    assert (answer.status, type(answer.error), runs) == (500, Repeat, [1])
+    assert engine.attempts.heartbeat.leases == {}
 
 
 # --- other middleware, inside and outside ---------------------------------------------------

@@ -208,10 +208,8 @@ class Exchange(BufferedReceive):
         Returns `Repeat` if the handler is to run again, None if the client has its answer; raises
         the error otherwise.
         """
-        if isinstance(self._failure, Repeat) and not self._is_over:
-            return self._failure  # what comes out of a framework may be another error
-        if isinstance(error, Repeat):
-            return error
+        if isinstance(self._failure, Repeat):  # what comes out of a framework may be another error
+            return self._failure
         if not self._is_ended:
             self._is_ended = True
             try:
