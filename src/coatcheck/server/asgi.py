@@ -152,9 +152,10 @@ class IdempotencyMiddleware:
         if attempts.replay_cache.knows(claim.id):
             known = attempts.find_replay(claim, policy)
         if known is not None:
+            response = guard.response_of(known, claim, policy, request)
             if isinstance(request.body, LargeBody):
                 request.body.close()
-            await respond(send, guard.response_of(known, claim, policy, request))
+            await respond(send, response)
             return
 
         exchange = Exchange(self, request, receive, send, claim=claim, policy=policy)
