@@ -286,10 +286,11 @@ class Exchange(BufferedReceive):
         """Store the response, and only then send it; *more_body*: the rest is passed on."""
         self._is_ended = True
         engine, operation, send = self.middleware.engine, self._operation, self._client_send
-        if self._is_deferred and response.status < HTTPStatus.BAD_REQUEST:
-            engine.attempts.report(self._claim, Executed(operation.claim))
-            await self._respond(self._accepted())
-        else:
+        try:
+            if self._is_deferred and response.status < HTTPStatus.BAD_REQUEST:
+                engine.attempts.report(self._claim, Executed(operation.claim))
+                await self._respond(self._accepted())
+                return
             try:
                 answer = await engine.complete(operation, outcome, status=response.status)
             except Exception as error:
@@ -307,9 +308,10 @@ class Exchange(BufferedReceive):
                 headers = [*headers, (self._policy.reference_name, reference)]
                 await send({"type": "http.response.start", "status": status, "headers": headers})
                 await send({"type": "http.response.body", "body": body, "more_body": more_body})
-        self._is_over = True
-        if self._over is not None:
-            self._over.set()
+        finally:  # also if the client is gone
+            self._is_over = not isinstance(self._failure, Repeat)
+            if self._over is not None and self._is_over:
+                self._over.set()
 
     # --- what the client gets -------------------------------------------------------------------
 
