@@ -29,6 +29,7 @@ from coatcheck.core.keep import COMPLETE, Outcome
 from coatcheck.core.record import COMPLETED, FAILED, IN_DOUBT, RUNNING
 from coatcheck.errors import StepInDoubt, Uncertain
 from coatcheck.server import asgi, wsgi
+from coatcheck.stores.memory import MemoryStore
 from coatcheck.telemetry import Recovered
 from tests.support.engines import (
     BY_ADA,
@@ -88,6 +89,22 @@ def test_a_result_that_is_recorded_later_is_one_decision(
     assert store.record.state == COMPLETED
     assert len(decisions) == 1
     assert call(Handler("again")) == "done"
+
+
+def test_a_completion_that_fails_for_another_reason_is_one_decision(guards, clock, decisions):
+    """O3: a store may have a bug, or a disk."""
+
+    class Broken(MemoryStore):
+        def swap(self, swaps):
+            if swaps[0].record.state == COMPLETED:
+                raise OSError("no space left")
+            return super().swap(swaps)
+
+    engine = guards.engine(Broken(), clock=clock, observers=[decisions.append])
+    with pytest.raises(OSError, match="no space"):
+        guards.run(engine, "k", Handler())
+    assert outcomes(decisions) == [("failed", "")]
+    assert engine.attempts.heartbeat.leases == {}
 
 
 def calls_of_run(guards, engine):

@@ -258,7 +258,7 @@ class Attempts:
         except Exception as error:
             if transaction is not None:
                 transaction.raise_if_repeatable(error, operation)
-                self.report(operation.request, None)
+            self.report(operation.request, None)
             raise
         else:
             if not isinstance(answer, Executed):
