@@ -64,7 +64,8 @@ class Lease:
     """
 
     __slots__ = (
-        *("_on_lost", "_on_renewed", "claim", "failures", "is_lost", "lease_ms", "loop", "pending"),
+        *("_on_lost", "_on_renewed", "claim", "failures", "is_ending", "is_lost", "lease_ms"),
+        *("loop", "pending"),
     )
 
     def __init__(self, claim: Record, lease_ms: int, loop: Loop | None = None) -> None:
@@ -73,6 +74,7 @@ class Lease:
         self.loop = loop  # the event loop on which the handler runs, if it runs on one
         self.pending: Swap | None = None  # the completion that is still to be written
         self.failures = 0  # failed writes of the lease renewer in a row, each of this claim alone
+        self.is_ending = False  # its end is being written, which finds out if it is lost
         self.is_lost = False
         self._on_lost: list[Callable[[], object]] | None = None
         self._on_renewed: list[Callable[[], object]] | None = None
@@ -213,6 +215,7 @@ class Operation(Lease):
         self.loop = loop
         self.pending = None
         self.failures = 0
+        self.is_ending = False
         self.is_lost = False
         self._on_lost = self._on_renewed = None
         self.policy = policy

@@ -7,13 +7,14 @@ import weakref
 
 import pytest
 
-from coatcheck import AsyncEngine, Engine, Policy
-from coatcheck.core.record import RUNNING, completed, failed
+from coatcheck import AsyncEngine, Engine, Policy, current_operation
+from coatcheck.core.record import COMPLETED, RUNNING, completed, failed
 from coatcheck.engine.clock import StoreClock
 from coatcheck.engine.leases import LEASE_MS_MAX, TICKS_PER_LEASE, Heartbeat
 from coatcheck.errors import StoreUnavailable
 from coatcheck.operation import Operation
-from coatcheck.stores.memory import AsyncMemoryStore
+from coatcheck.stores.memory import AsyncMemoryStore, MemoryStore
+from coatcheck.telemetry import Claimed, Completed
 from tests.support.engines import CLAIM, LEASE_S, Handler, WatchedStore, held_up
 from tests.support.times import NOW_MS, WAIT_S_MAX, eventually, wait_for
 
@@ -159,6 +160,28 @@ def test_a_claim_that_is_lost_is_marked_and_left_alone(heartbeat, store, clock, 
     assert operation.is_lost
     assert heartbeat.leases == {}
     assert store.records == ([] if current is None else [current])
+
+
+def test_a_renewal_that_finds_our_own_completion_loses_nothing(guards, clock):
+    """L5, O3: it comes after the write, and before the request knows that it was written."""
+    events, lost = [], Calls()
+
+    class Renewing(MemoryStore):
+        def swap(self, swaps):
+            conflicts = super().swap(swaps)
+            if swaps[0].record.state == COMPLETED:
+                clock.advance(LEASE_S / 2)
+                engine.attempts.heartbeat.tick()
+            return conflicts
+
+    def handler():
+        current_operation().on_lost(lambda: lost.append(1))
+
+    engine = guards.engine(Renewing(), clock=clock, listeners=[events.append])
+    guards.run(engine, "k", handler, policy=Policy(lease=LEASE_S))
+    assert [type(event) for event in events] == [Claimed, Completed]
+    assert lost.settled() == []
+    assert engine.attempts.heartbeat.leases == {}
 
 
 def test_a_zombie_does_not_end_the_lease_of_its_successor(heartbeat):

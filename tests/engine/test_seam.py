@@ -5,7 +5,9 @@ function with a stored input is run again by another node.
 """
 
 import asyncio
+import contextvars
 import json
+import sqlite3
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -27,6 +29,7 @@ from coatcheck.core.keep import COMPLETE, Outcome
 from coatcheck.core.record import COMPLETED, FAILED, IN_DOUBT, RUNNING
 from coatcheck.errors import StepInDoubt, Uncertain
 from coatcheck.server import asgi, wsgi
+from coatcheck.stores.memory import MemoryStore
 from coatcheck.telemetry import Recovered
 from tests.support.engines import (
     BY_ADA,
@@ -86,6 +89,22 @@ def test_a_result_that_is_recorded_later_is_one_decision(
     assert store.record.state == COMPLETED
     assert len(decisions) == 1
     assert call(Handler("again")) == "done"
+
+
+def test_a_completion_that_fails_for_another_reason_is_one_decision(guards, clock, decisions):
+    """O3: a store may have a bug, or a disk."""
+
+    class Broken(MemoryStore):
+        def swap(self, swaps):
+            if swaps[0].record.state == COMPLETED:
+                raise OSError("no space left")
+            return super().swap(swaps)
+
+    engine = guards.engine(Broken(), clock=clock, observers=[decisions.append])
+    with pytest.raises(OSError, match="no space"):
+        guards.run(engine, "k", Handler())
+    assert outcomes(decisions) == [("failed", "")]
+    assert engine.attempts.heartbeat.leases == {}
 
 
 def calls_of_run(guards, engine):
@@ -281,6 +300,23 @@ def test_a_block_that_raises_releases_its_claim(guards, engine, store, decisions
     attempt = attempted(guards, engine, completing("done"))
     assert (attempt.is_replay, attempt.result, store.record.attempt) == (False, "done", 2)
     assert outcomes(decisions) == [("failed", ""), ("executed", "")]
+
+
+def test_a_block_may_end_in_another_context_than_it_began(guards, engine, store, decisions):
+    """L5: frameworks close generators in a thread or a task of their own."""
+    attempt, error = engine.attempt("k", scope="orders"), ZeroDivisionError()
+    if guards.is_async:
+
+        async def use():
+            await asyncio.create_task(attempt.__aenter__())
+            await asyncio.create_task(attempt.__aexit__(type(error), error, None))
+
+        asyncio.run(use())
+    else:
+        contextvars.copy_context().run(attempt.__enter__)
+        attempt.__exit__(type(error), error, None)
+    assert (store.record.state, engine.attempts.heartbeat.leases) == (FAILED, {})
+    assert outcomes(decisions) == [("failed", "")]
 
 
 @pytest.mark.parametrize("recovery", ["retry", "manual"])
@@ -666,6 +702,24 @@ def test_a_call_that_kills_every_process_is_run_again_only_so_often(guards, stor
     engine, _ = another_node(guards, store, clock, work, policy=policy)
     recovery_round(engine, clock)
     assert (work.inputs, store.record.state, store.record.attempt) == ([], IN_DOUBT, 2)
+
+
+def test_a_registered_function_runs_again_when_the_database_asks_for_it(guards, tmp_path):
+    """L9: as `engine.transaction` does; the caller does not see that it had to."""
+    policy, runs = Policy(mode="transaction", transaction_retries=1), []
+
+    def collide_once(given):
+        runs.append(given)
+        if len(runs) == 1:
+            error = sqlite3.OperationalError("database is locked")
+            error.sqlite_errorcode = sqlite3.SQLITE_BUSY_SNAPSHOT
+            raise error
+        return "done"
+
+    engine = guards.engine(f"sqlite:///{tmp_path}/records.db")
+    call = registered(guards, engine, collide_once, policy=policy)
+    assert guards.done(call.run("k", 1)) == "done"
+    assert runs == [1, 1]
 
 
 def test_a_key_of_a_registered_function_belongs_to_its_input(guards, engine):

@@ -20,9 +20,11 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, S
 from starlette.routing import Mount, Route, WebSocketRoute
 
 from coatcheck import AsyncEngine, Policy, current_operation
+from coatcheck.engine.transactions import Repeat
 from coatcheck.server import callers
 from coatcheck.server.asgi import IdempotencyMiddleware
 from coatcheck.server.asgi_exchange import RUNNING_EXCHANGES
+from coatcheck.server.body import MEMORY_BYTES_MAX
 from coatcheck.stores import ThreadedStore
 from coatcheck.stores.memory import AsyncMemoryStore, MemoryStore
 from tests.support.http import ORDER, AsgiExchange, Response, with_key
@@ -81,6 +83,60 @@ class Endpoint:
             return await self(request)
 
         return endpoint
+
+
+def test_a_collision_that_is_not_of_this_request_is_an_error_like_any_other(guard, engine):
+    """L1, L4: a guarded function of the handler may pass on that its own database wants a repeat."""
+    runs = []
+
+    async def collide(_scope, receive, _send):
+        await receive()
+        runs.append(1)
+        raise Repeat(len(runs)) if len(runs) == 1 else ZeroDivisionError
+
+    answer = send(guard(collide))
+    assert (answer.status, type(answer.error), runs) == (500, Repeat, [1])
+    assert engine.attempts.heartbeat.leases == {}
+
+
+def test_a_caller_may_be_read_from_a_large_body_also_for_a_refusal_from_memory(engine):
+    """F1: the file of the body is open until the answer is found."""
+
+    async def order(_scope, receive, send):
+        while (await receive()).get("more_body"):
+            pass
+        await send({"type": "http.response.start", "status": 201, "headers": []})
+        await send({"type": "http.response.body", "body": b"1"})
+
+    app = IdempotencyMiddleware(order, engine=engine, caller=lambda request: request.json()[0])
+    bodies = [b'["ada", %d, "%s"]' % (n, b"x" * MEMORY_BYTES_MAX) for n in (1, 2)]
+    answers = [send(app, body=body) for body in bodies]
+    assert [answer.status for answer in answers] == [201, 422]
+
+
+def test_an_application_that_waits_for_the_end_of_a_broken_connection_gets_it(guard):
+    """L11: the answer is stored, and the client cannot get it any more."""
+    received = []
+
+    async def wait_for_end(_scope, receive, send):
+        while (await receive()).get("more_body"):
+            pass
+        await send({"type": "http.response.start", "status": 201, "headers": []})
+        with suppress(OSError):
+            await send({"type": "http.response.body", "body": b"1"})
+        received.append((await receive())["type"])
+
+    class Broken(AsgiExchange):
+        async def send(self, message):
+            self.is_done.set()
+            raise OSError("the client has hung up")
+
+    async def story():
+        exchange = Broken("POST", "/", with_key("k-1"), ORDER)
+        await guard(wait_for_end)(exchange.asgi_scope, exchange.receive, exchange.send)
+
+    run(story())
+    assert received == ["http.disconnect"]
 
 
 # --- other middleware, inside and outside ---------------------------------------------------

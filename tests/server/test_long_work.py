@@ -895,6 +895,32 @@ def test_a_client_that_is_gone_at_the_202_does_not_stop_the_work():
     story_of(app, story)
 
 
+def test_work_that_ends_while_its_202_is_sent_does_not_cut_it_off():
+    """L10: a server takes a response for incomplete that is not sent when the application ends."""
+    is_sending, is_said = asyncio.Event(), asyncio.Event()
+
+    async def app(asgi_scope, receive, send) -> None:
+        await is_sending.wait()
+        await say(send)
+        is_said.set()
+
+    class Slow(AsgiExchange):
+        async def send(self, message) -> None:
+            is_sending.set()
+            await is_said.wait()
+            for _ in range(10):  # so that everything else goes on as far as it can
+                await asyncio.sleep(0)
+            await super().send(message)
+
+    async def story(guarded) -> None:
+        headers = with_key("k-1", [("Prefer", "respond-async, wait=1")])
+        assert (await Slow("POST", "/orders", headers, ORDER).run(guarded)).status == 202
+        await all_ended()
+        assert (await post(guarded)).is_replay
+
+    story_of(app, story)
+
+
 def test_an_endless_stream_after_the_202_is_ended():
     """L10, L12: the application gets the disconnect of its client."""
     ended = asyncio.Event()

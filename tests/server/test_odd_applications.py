@@ -25,6 +25,8 @@ from coatcheck.server.request import fields_of
 from coatcheck.server.starlette import idempotent
 from coatcheck.server.wsgi import IdempotencyMiddleware as Wsgi
 from coatcheck.stores import open_async_store
+from coatcheck.stores.memory import AsyncMemoryStore, MemoryStore
+from tests.support.http import AsgiExchange, with_key
 
 KEY = {"Idempotency-Key": "k"}
 
@@ -256,6 +258,29 @@ def test_a_host_is_one_tenant_however_its_letters_are_written():
     answers = posted(app, *(("/", {**KEY, "Host": host}) for host in hosts))
     assert [answer.status_code for answer in answers] == [200] * 3
     assert served == ["Shop.Example", "other.example"]
+
+
+def test_a_process_that_has_served_nothing_yet_knows_the_polling_address_of_a_host():
+    """L10: where the server has no lifespan, too."""
+    store = MemoryStore()
+
+    def process() -> Asgi:
+        async def order(_request) -> JSONResponse:
+            return JSONResponse({})
+
+        shop = Starlette(routes=[Route("/", order, methods=["POST"])])
+        engine = AsyncEngine(AsyncMemoryStore(store), Policy(in_flight="202"))
+        return Asgi(Starlette(routes=[Host("{tenant}.shop", shop)]), engine=engine)
+
+    async def story() -> None:
+        headers = with_key("k", [("Host", "acme.shop"), ("Prefer", "respond-async")])
+        first = await AsgiExchange("POST", "/", headers, b"").run(process())
+        address = first.header("location")
+        assert address is not None
+        polled = await AsgiExchange("GET", address, [("Host", "acme.shop")], b"").run(process())
+        assert (first.status, polled.status, polled.body) == (202, 200, b"{}")
+
+    asyncio.run(story())
 
 
 @pytest.mark.parametrize("caller", [None, lambda _request: "ada"])

@@ -1,6 +1,7 @@
 """What is particular to WSGI: PEP 3333 in full, on both sides of the middleware."""
 
 import io
+import sqlite3
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -34,6 +35,27 @@ def post(
     app, path: str = "/", body: bytes = ORDER, *, key: str | None = "k-1", headers=()
 ) -> Response:
     return exchange_wsgi(app, environ_of("POST", path, with_key(key, headers), body))
+
+
+def test_a_request_that_runs_again_is_read_again_also_if_its_input_was_wrapped(tmp_path):
+    """L9: middlewares put an input of their own into the environ, which cannot be rewound."""
+    read = []
+
+    @validator
+    def collide_once(environ, start_response) -> Iterable[bytes]:
+        read.append(environ["wsgi.input"].read(len(ORDER)))
+        if len(read) == 1:
+            error = sqlite3.OperationalError("database is locked")
+            error.sqlite_errorcode = sqlite3.SQLITE_BUSY_SNAPSHOT  # type: ignore[misc]
+            raise error
+        start_response("201 Created", TEXT)
+        return [b"done"]
+
+    policy = Policy(mode="transaction", transaction_retries=1)
+    with Engine(f"sqlite:///{tmp_path}/records.db", policy) as engine:
+        answer = post(IdempotencyMiddleware(collide_once, engine=engine))
+        assert (answer.status, answer.body, read) == (201, b"done", [ORDER] * 2)
+        assert engine.attempts.in_transaction == {}
 
 
 # --- ways to answer -------------------------------------------------------------------------

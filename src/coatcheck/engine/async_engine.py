@@ -260,6 +260,15 @@ class AsyncEngine(EngineBase):
         policy = self.policy if policy is None else policy_of(policy)
         fingerprint = fingerprint_of_call(*arguments_of(call))
         request = request_of_call(self.attempts, key, label, fingerprint, policy)
+        return await self._run_request(request, policy, call, database)
+
+    async def _run_request(
+        self,
+        request: ClaimRequest,
+        policy: Policy,
+        call: Callable[[], Awaitable[T]],
+        database: Database | None = None,
+    ) -> T:
         repeats = 0
         while True:
             started = await self.begin(request, policy, database, repeats)
@@ -329,15 +338,6 @@ class AsyncEngine(EngineBase):
                 asyncio.run(run_again(record))
 
         return run_and_wait
-
-    async def _run_request(
-        self, request: ClaimRequest, policy: Policy, call: Callable[[], Awaitable[T]]
-    ) -> T:
-        started = await self.begin(request, policy)
-        if isinstance(started, Operation):
-            return await self._execute(started, call)
-        value: T = value_of(started)
-        return value
 
     # --- operators ------------------------------------------------------------------------------
 

@@ -1,14 +1,17 @@
 """One attempt as a context manager, for code that is not one function.
 
-with engine.attempt("order-42", scope="orders", fingerprint=order) as attempt:
-if not attempt.is_replay:
-attempt.complete(place(order))
-return attempt.result
+    with engine.attempt("order-42", scope="orders", fingerprint=order) as attempt:
+        if not attempt.is_replay:
+            attempt.complete(place(order))
+        return attempt.result
+
+A block that raises, or ends without `complete`, has failed: its claim ends as the policy says.
 """
 
 from __future__ import annotations
 
 import functools
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -93,7 +96,8 @@ class _Attempt:
     def _failure(self, error: BaseException | None) -> BaseException | None:
         """What the operation failed with, if it is to be ended now."""
         if self._token is not None:
-            leave(self._token)
+            with suppress(ValueError):  # a generator was closed in another context than it began
+                leave(self._token)
             self._token = None
         if self._operation is None or self._has_result:
             return None

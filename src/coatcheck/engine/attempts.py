@@ -247,6 +247,7 @@ class Attempts:
         flow, operation.flow = operation.flow, None
         assert flow is not None  # an operation ends once
         assert operation.request is not None
+        operation.is_ending = True
         transaction: Any = operation._transaction  # noqa: SLF001 - the engine's part of it
         if operation.has_notes:
             outcome = with_step_problems(operation, outcome, status=status)
@@ -257,7 +258,7 @@ class Attempts:
         except Exception as error:
             if transaction is not None:
                 transaction.raise_if_repeatable(error, operation)
-                self.report(operation.request, None)
+            self.report(operation.request, None)
             raise
         else:
             if not isinstance(answer, Executed):
@@ -283,6 +284,7 @@ class Attempts:
         if flow is None:  # it has ended already
             return None
         assert operation.request is not None
+        operation.is_ending = True
         transaction: Any = operation._transaction  # noqa: SLF001 - the engine's part of it
         answer: Any = None
         try:

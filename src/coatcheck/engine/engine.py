@@ -273,6 +273,15 @@ class Engine(EngineBase):
         policy = self.policy if policy is None else policy_of(policy)
         fingerprint = fingerprint_of_call(*arguments_of(call))
         request = request_of_call(self.attempts, key, label, fingerprint, policy)
+        return self._run_request(request, policy, call, database)
+
+    def _run_request(
+        self,
+        request: ClaimRequest,
+        policy: Policy,
+        call: Callable[[], T],
+        database: Database | None = None,
+    ) -> T:
         repeats = 0
         while True:
             started = self.begin(request, policy, database, repeats)
@@ -328,13 +337,6 @@ class Engine(EngineBase):
 
         self.recovery.register_resumable(name, run_again, policy)
         return RegisteredFunction(name, run)
-
-    def _run_request(self, request: ClaimRequest, policy: Policy, call: Callable[[], T]) -> T:
-        started = self.begin(request, policy)
-        if isinstance(started, Operation):
-            return self._execute(started, call)
-        value: T = value_of(started)
-        return value
 
     # --- operators ------------------------------------------------------------------------------
 

@@ -205,7 +205,7 @@ class Heartbeat:
             self._telemetry.happened(Renewed, record)
         elif current is not None and is_same_attempt(current, lease.claim):
             lease.advance_to(current)  # an earlier renewal whose acknowledgement was lost
-        elif lease.pending is None and self.leases.get(record.id) is lease:
+        elif not lease.is_ending and self.leases.get(record.id) is lease:
             self.stop_renewing(lease)
             self._lose(lease)
 

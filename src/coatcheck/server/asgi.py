@@ -159,9 +159,10 @@ class IdempotencyMiddleware:
         if attempts.replay_cache.knows(claim.id):
             known = attempts.find_replay(claim, policy)
         if known is not None:
+            response = guard.response_of(known, claim, policy, request)
             if isinstance(request.body, LargeBody):
                 request.body.close()
-            await respond(send, guard.response_of(known, claim, policy, request))
+            await respond(send, response)
             return
 
         exchange = Exchange(self, request, receive, send, claim=claim, policy=policy)
@@ -235,6 +236,7 @@ class IdempotencyMiddleware:
 
     async def _poll_or_pass(self, asgi_scope: AsgiScope, receive: Receive, send: Send) -> None:
         """Answer a client that polls for its operation; pass other requests on."""
+        self._routes.let_pass(asgi_scope)  # first: routes for hosts are part of who the caller is
         start, _, token = asgi_scope["path"].partition(self._status_path)
         # A proxy may have taken the prefix off, which some servers then do not put back.
         is_asked = start in ("", asgi_scope.get("root_path", ""))
@@ -251,7 +253,6 @@ class IdempotencyMiddleware:
                 return
             response = self.guard.status(record, token, request)
         if response is None:
-            self._routes.let_pass(asgi_scope)
             await self.app(asgi_scope, receive, send)
         else:
             await respond(send, response)

@@ -53,7 +53,6 @@ from coatcheck.server.routes import is_refused_early
 
 # An event loop alone does not keep a task alive.
 RUNNING_EXCHANGES: set[Exchange] = set()
-_ACCEPTING: set[asyncio.Task[None]] = set()
 
 # 20 s: process managers commonly kill what takes longer than 30 s to stop.
 FINISH_S_MAX = 20.0
@@ -74,10 +73,10 @@ class Exchange(BufferedReceive):
 
     # Slots, and no defaults in the class: nothing else is as fast.
     __slots__ = (
-        *("_chunks", "_claim", "_claim_policy", "_client_receive", "_client_send", "_done"),
-        *("_failure", "_headers", "_is_accepted", "_is_deferred", "_is_ended", "_is_over"),
+        *("_accepting", "_chunks", "_claim", "_claim_policy", "_client_receive", "_client_send"),
+        *("_done", "_failure", "_headers", "_is_accepted", "_is_deferred", "_is_ended", "_is_over"),
         *("_is_streaming", "_loop", "_operation", "_over", "_policy", "_request", "_size"),
-        *("_status", "_timer", "_wait_s", "is_marked", "middleware", "task"),
+        *("_status", "_wait_s", "is_marked", "middleware", "task"),
     )
 
     _operation: Operation
@@ -118,7 +117,8 @@ class Exchange(BufferedReceive):
         self._failure: Exception | None = None  # of the commit, in transaction mode
         self._over: asyncio.Event | None = None
         self._done: asyncio.Future[None] | None = None  # awaited in place of `task`
-        self._timer: asyncio.TimerHandle | None = None
+        # The timer of a 202, and then the task that sends it.
+        self._accepting: asyncio.TimerHandle | asyncio.Task[None] | None = None
         self.task = None
         self.is_marked = False  # its route is marked `idempotent`
 
@@ -194,9 +194,8 @@ class Exchange(BufferedReceive):
                 finally:
                     leave(entered)
                     operation.exchange = None  # no client waits any more, and no cycle is left
-                    if self._timer is not None:
-                        self._timer.cancel()
-                        self._timer = None
+                    if self._accepting is not None:
+                        await self._end_accepting(self._accepting)
         finally:
             if not isinstance(self._body, bytes):
                 self._body.close()
@@ -208,10 +207,8 @@ class Exchange(BufferedReceive):
         Returns `Repeat` if the handler is to run again, None if the client has its answer; raises
         the error otherwise.
         """
-        if isinstance(self._failure, Repeat) and not self._is_over:
-            return self._failure  # what comes out of a framework may be another error
-        if isinstance(error, Repeat):
-            return error
+        if isinstance(self._failure, Repeat):  # what comes out of a framework may be another error
+            return self._failure
         if not self._is_ended:
             self._is_ended = True
             try:
@@ -288,10 +285,11 @@ class Exchange(BufferedReceive):
         """Store the response, and only then send it; *more_body*: the rest is passed on."""
         self._is_ended = True
         engine, operation, send = self.middleware.engine, self._operation, self._client_send
-        if self._is_deferred and response.status < HTTPStatus.BAD_REQUEST:
-            engine.attempts.report(self._claim, Executed(operation.claim))
-            await self._respond(self._accepted())
-        else:
+        try:
+            if self._is_deferred and response.status < HTTPStatus.BAD_REQUEST:
+                engine.attempts.report(self._claim, Executed(operation.claim))
+                await self._respond(self._accepted())
+                return
             try:
                 answer = await engine.complete(operation, outcome, status=response.status)
             except Exception as error:
@@ -309,9 +307,10 @@ class Exchange(BufferedReceive):
                 headers = [*headers, (self._policy.reference_name, reference)]
                 await send({"type": "http.response.start", "status": status, "headers": headers})
                 await send({"type": "http.response.body", "body": body, "more_body": more_body})
-        self._is_over = True
-        if self._over is not None:
-            self._over.set()
+        finally:  # also if the client is gone
+            self._is_over = not isinstance(self._failure, Repeat)
+            if self._over is not None and self._is_over:
+                self._over.set()
 
     # --- what the client gets -------------------------------------------------------------------
 
@@ -351,13 +350,18 @@ class Exchange(BufferedReceive):
         if left_s == 0:
             await self._accept()
         else:
-            self._timer = asyncio.get_running_loop().call_later(left_s, self._time_is_over)
+            self._accepting = self._loop.call_later(left_s, self._time_is_over)
 
     def _time_is_over(self) -> None:
-        self._timer = None
-        accepting = asyncio.get_running_loop().create_task(self._accept())
-        _ACCEPTING.add(accepting)
-        accepting.add_done_callback(_ACCEPTING.discard)
+        self._accepting = self._loop.create_task(self._accept())
+
+    async def _end_accepting(self, accepting: asyncio.TimerHandle | asyncio.Task[None]) -> None:
+        """Cancel the timer; or wait for the 202, which a server would cut off if we ended now."""
+        if isinstance(accepting, asyncio.Task):
+            await accepting
+        else:
+            accepting.cancel()
+        self._accepting = None
 
     async def _accept(self) -> None:
         """Answer 202, and go on without the client; does nothing if its answer is under way."""

@@ -102,11 +102,11 @@ class Exchange:
     def _execute(self, operation: Operation) -> Iterable[bytes]:
         if self._policy.mode == "record":
             operation.exchange = self
-        environ = rewound(self._request)
-        environ["coatcheck.operation"] = operation
         enter(operation)
         returned: Iterable[bytes] = ()
         try:
+            environ = rewound(self._request)
+            environ["coatcheck.operation"] = operation
             returned = self._app(environ, self._start)
             chunks = iter(returned)
             rest = None if self._gather(chunks) else chunks

@@ -73,10 +73,10 @@ def give(environ: Environ, body: Body) -> None:
 
 
 def rewound(request: Request) -> Environ:
-    """The environ for the application; its body was read for the fingerprint, perhaps by a key."""
+    """The environ for the application; a `key=` function or an earlier run has read its input."""
     environ = request.native
     assert isinstance(environ, dict)  # PEP 3333 wants no other mapping
-    environ["wsgi.input"].seek(0)
+    give(environ, request.body)
     return environ
 
 
