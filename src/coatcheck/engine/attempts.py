@@ -542,10 +542,6 @@ class Attempts:
         reference = refusal.reference or ""
         self.telemetry.report(Decision("refused", reference, label, "", 0, refusal.code, 0))
 
-    def close(self) -> None:
-        """End the heartbeat."""
-        self.heartbeat.stop()
-
 
 def _remember(cache: ReplayCache, waiters: Waiters, record: Record) -> None:
     """An attempt has ended: remember a final answer, and wake the waiters."""

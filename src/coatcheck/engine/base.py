@@ -10,7 +10,7 @@ from coatcheck.core.flow import Flow
 from coatcheck.core.policy import Policy, changed
 from coatcheck.engine.attempts import Attempts
 from coatcheck.engine.clock import StoreClock
-from coatcheck.engine.recovery import Recovery, service_suffix
+from coatcheck.engine.recovery import Recovery
 from coatcheck.engine.runner import running_loop
 from coatcheck.engine.settings import (
     check_keyring,
@@ -64,8 +64,6 @@ class EngineBase:
                 check_function(name, function)
         self.policy = policy_of(policy)
         self.service = service_name(service)
-        # What the labels of requests end with; see `recovery.py`.
-        self.label_suffix = service_suffix(self.service)
         telemetry = Telemetry(functions("observers", observers), functions("listeners", listeners))
         self.attempts = Attempts(
             store,
@@ -96,7 +94,7 @@ class EngineBase:
         self._transactions = None if transactions is None else connection_source(transactions)
 
     def _close_threads(self) -> None:
-        self.attempts.close()
+        self.attempts.heartbeat.stop()
         self.sweeper.close()
         self.recovery.close()
 
