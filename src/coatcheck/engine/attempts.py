@@ -526,7 +526,7 @@ class Attempts:
             record, lease = effect.record, self.heartbeat.leases.get(effect.id)
             if record is None or lease is None or record.state == RUNNING:
                 return
-            if lease.claim.nonce == record.nonce:  # else another request of the same key holds it
+            if lease.claim.nonce == record.nonce:  # the lease may be of another request by now
                 self.heartbeat.schedule_completion(lease, effect)
 
     # --- reports --------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ class IdempotencyMiddleware:
         if engine is not None and any(one is not None for one in given):
             raise Misconfigured("engine= brings its own store, policy and secret; give only it")
         if not isinstance(engine, AsyncEngine | None):
-            # Not what it is: a URL may have a password in it.
+            # Its type, not its value: a URL may have a password in it.
             raise Misconfigured(
                 f"engine is a {type(engine).__name__}; it is an AsyncEngine, and store= takes URLs"
             )
@@ -90,7 +90,7 @@ class IdempotencyMiddleware:
             is_by_host = starlette.are_by_host
         else:
             self._routes = routes(self.engine.policy, register)
-            is_by_host = lambda: False  # noqa: E731 - only Starlette's routes say so
+            is_by_host = lambda: False  # noqa: E731 - only known of Starlette's routes
         self.guard = RequestGuard(self.engine, caller, key, is_by_host)
         self._status_path = self.engine.policy.status_path
 
@@ -98,7 +98,7 @@ class IdempotencyMiddleware:
         self, asgi_scope: AsgiScope, receive: Receive, send: Send
     ) -> None:
         """Serve one connection; only requests with unsafe methods are guarded."""
-        # In capitals, because some servers pass on what Django takes for PATCH.
+        # Upper case: some servers pass on "patch" as it was sent, and Django takes it for PATCH.
         method = asgi_scope["method"].upper() if asgi_scope["type"] == "http" else "GET"
         if method in SAFE_METHODS:
             await self._safe(asgi_scope, receive, send)
