@@ -30,8 +30,8 @@ from coatcheck.core.record import (
     in_doubt,
 )
 from coatcheck.engine import reconcile_calls, recovery
+from coatcheck.engine.recovery import label_of_route
 from coatcheck.server import asgi, wsgi
-from coatcheck.server.guard import RequestGuard
 from coatcheck.server.starlette import idempotent
 from coatcheck.stores.memory import AsyncMemoryStore
 from coatcheck.stores.sqlite.store import SqliteStore
@@ -577,12 +577,11 @@ def test_every_route_is_recovered_by_its_own_policy(clock, service):
         ],
         middleware=[Middleware(asgi.IdempotencyMiddleware, engine=engine)],
     )
-    guard = RequestGuard(engine, None, None, lambda: False)
-    asked = left(store, guard.label_of("POST /v1/charges/{id}"), clock)
-    asked_too = left(store, guard.label_of(f"POST /{'long' * 60}/{{id}}"), clock)
-    rerunnable = left(store, guard.label_of("PUT /things/{id}"), clock)
-    undeclared = left(store, guard.label_of("POST /orders/17"), clock)
-    not_guarded = left(store, guard.label_of("QUERY /orders"), clock)
+    asked = left(store, label_of_route("POST /v1/charges/{id}", service), clock)
+    asked_too = left(store, label_of_route(f"POST /{'long' * 60}/{{id}}", service), clock)
+    rerunnable = left(store, label_of_route("PUT /things/{id}", service), clock)
+    undeclared = left(store, label_of_route("POST /orders/17", service), clock)
+    not_guarded = left(store, label_of_route("QUERY /orders", service), clock)
 
     async def use():
         await lifespan(app)
@@ -598,7 +597,7 @@ def test_every_route_is_recovered_by_its_own_policy(clock, service):
         **dict.fromkeys((rerunnable, not_guarded), RUNNING),
         undeclared: IN_DOUBT if service else RUNNING,
     }
-    label = "POST /v1/charges/{id}" + engine.label_suffix
+    label = "POST /v1/charges/{id} @shop" if service else "POST /v1/charges/{id}"
     assert label in [operation.label for operation in ask.operations]
 
 

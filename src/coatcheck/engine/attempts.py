@@ -526,7 +526,7 @@ class Attempts:
             record, lease = effect.record, self.heartbeat.leases.get(effect.id)
             if record is None or lease is None or record.state == RUNNING:
                 return
-            if lease.claim.nonce == record.nonce:  # else another request of the same key holds it
+            if lease.claim.nonce == record.nonce:  # the lease may be of another request by now
                 self.heartbeat.schedule_completion(lease, effect)
 
     # --- reports --------------------------------------------------------------------------------
@@ -541,10 +541,6 @@ class Attempts:
         """Report a request that was refused before it could be claimed."""
         reference = refusal.reference or ""
         self.telemetry.report(Decision("refused", reference, label, "", 0, refusal.code, 0))
-
-    def close(self) -> None:
-        """End the heartbeat."""
-        self.heartbeat.stop()
 
 
 def _remember(cache: ReplayCache, waiters: Waiters, record: Record) -> None:

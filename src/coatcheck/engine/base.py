@@ -11,7 +11,7 @@ from coatcheck.core.flow import Flow
 from coatcheck.core.policy import Policy, changed
 from coatcheck.engine.attempts import Attempts
 from coatcheck.engine.clock import StoreClock
-from coatcheck.engine.recovery import Recovery, service_suffix
+from coatcheck.engine.recovery import Recovery
 from coatcheck.engine.runner import running_loop
 from coatcheck.engine.settings import (
     check_keyring,
@@ -67,8 +67,6 @@ class EngineBase:
             if function is not None:
                 check_function(name, function)
         self.service = service_name(service)
-        # What the labels of requests end with; see `recovery.py`.
-        self.label_suffix = service_suffix(self.service)
         telemetry = Telemetry(functions("observers", observers), functions("listeners", listeners))
         self.attempts = Attempts(
             store,
@@ -125,7 +123,7 @@ class EngineBase:
                 logger.warning("the store is unavailable, so it is checked later: %s", error)
 
     def _close_threads(self) -> None:
-        self.attempts.close()
+        self.attempts.heartbeat.stop()
         self.sweeper.close()
         self.recovery.close()
 

@@ -1,7 +1,7 @@
 """Deferred work: a request leaves its work to a queue, and a worker runs it.
 
-The two ends of `core/deferred.py`. The result of the work is the response that the client of the
-request gets.
+`defer` is for the handler, `DeferredWork` for the worker; the flows are in `core/deferred.py`. The
+result of the work is the response that the client of the request gets.
 """
 
 from __future__ import annotations

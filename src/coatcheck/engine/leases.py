@@ -100,7 +100,7 @@ class Heartbeat:
 
     def taken_over(self, lease: Lease) -> None:
         """Another attempt has taken *lease* over: its own completion found that out."""
-        if self.leases.get(lease.claim.id) is lease:  # else a renewal has found it out before
+        if self.leases.get(lease.claim.id) is lease:  # no renewal has found it out before
             self._lose(lease)
 
     def schedule_completion(self, lease: Lease, completion: Swap) -> None:
@@ -114,7 +114,7 @@ class Heartbeat:
         """Release *claim*, which no process is left to execute; its write may be under way."""
         record = claim.record
         assert record is not None
-        if claim.id not in self.leases:  # else another request of this process has claimed it
+        if claim.id not in self.leases:  # no other request of this process has claimed it
             self.schedule_completion(Lease(record, 0), claim)
 
     def wake(self) -> None:

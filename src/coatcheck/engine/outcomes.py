@@ -82,7 +82,7 @@ def outcome_of_error(operation: Operation, error: BaseException) -> Outcome:
 
 
 def with_step_problems(operation: Operation, outcome: Outcome, *, status: int = 200) -> Outcome:
-    """*outcome*, unless the steps of the operation, or its handler, say more than its answer."""
+    """*outcome*; or in doubt, or released, if the operation's steps or its handler decide that."""
     if outcome.kind is COMPLETE:
         problem = operation.check_steps(may_differ=status >= HTTPStatus.BAD_REQUEST)
         if problem is not None:

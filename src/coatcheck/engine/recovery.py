@@ -101,9 +101,7 @@ class Recovery:
 
     def register_route(self, label: str, policy: Policy) -> None:
         """Requests of the route *label* ("POST /orders/{id}") have this *policy*."""
-        suffix = service_suffix(self._service)  # as their records are labelled
-        label = label_of(label, LABEL_CHARS_MAX - len(suffix)) + suffix
-        self._register(self._routes, label, policy)
+        self._register(self._routes, label_of_route(label, self._service), policy)
 
     def register_requests(self, policy: Policy) -> None:
         """All other requests of this service have this *policy*."""
@@ -141,7 +139,7 @@ class Recovery:
         policy, method = self._requests, record.label.partition(" ")[0]
         if policy is None or not self._service or method not in policy.methods:
             return False
-        return record.label.endswith(service_suffix(self._service))
+        return record.label.endswith(_suffix(self._service))
 
     # --- when -----------------------------------------------------------------------------------
 
@@ -298,6 +296,11 @@ def written_once(attempts: Attempts, swap: Swap) -> Flow[Record | None]:
             return attempts.after_write(swap, conflict)
 
 
-def service_suffix(service: str) -> str:
-    """What the labels of requests end with, so that a service knows its own: " @orders"."""
+def label_of_route(route: str, service: str) -> str:
+    """The label of *route* in records, with the name of its service: "POST /orders @shop"."""
+    suffix = _suffix(service)
+    return label_of(route, LABEL_CHARS_MAX - len(suffix)) + suffix
+
+
+def _suffix(service: str) -> str:
     return f" @{service}" if service else ""

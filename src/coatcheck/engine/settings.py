@@ -30,7 +30,7 @@ def check_keyring(keyring: object) -> None:
 
 
 def every(name: str, seconds: object) -> float | None:
-    """How often something is done, which was set as *name*."""
+    """The setting *name*: a number of seconds between two runs, or None."""
     if seconds is None:
         return None
     if (
@@ -43,7 +43,7 @@ def every(name: str, seconds: object) -> float | None:
 
 
 def functions(name: str, given: object) -> tuple[Callable[[Any], object], ...]:
-    """*given* as a tuple of plain functions, which was set as *name*."""
+    """The setting *name*: *given*, as a tuple of plain functions."""
     found = tuple(given) if isinstance(given, Iterable) else None
     if found is None or not all(map(callable, found)):
         raise Misconfigured(f"{name} is {given!r}; it is a list of functions")

@@ -1,6 +1,6 @@
 """Sweeping: expired records are deleted from time to time, and archived before.
 
-The heartbeat says when, and does not wait for it: a sweep has a thread of its own, because an
+The heartbeat starts a sweep and does not wait for it. A sweep has a thread of its own, because an
 archive function is the application's and may block, and leases are renewed meanwhile. At most one
 sweep runs per engine.
 

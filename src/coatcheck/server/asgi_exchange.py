@@ -249,7 +249,7 @@ class Exchange(BufferedReceive):
             ours, headers = self._policy.names_given, []
             for name, value in message.get("headers", ()):  # a comprehension is a call in 3.11
                 lowered = name.lower()
-                if lowered not in ours:  # else it is of a guarded service behind this one
+                if lowered not in ours:  # a guarded service behind this one may have sent ours
                     headers.append((lowered, value))
             self._headers = headers
         elif message["type"] == "http.response.body":

@@ -16,12 +16,7 @@ from uuid import UUID
 
 from coatcheck.core.callables import check_function, refuse_awaitable
 from coatcheck.core.fingerprint import fingerprint_of
-from coatcheck.core.identity import (
-    LABEL_CHARS_MAX,
-    caller_digest,
-    label_of,
-    operation_id,
-)
+from coatcheck.core.identity import caller_digest, operation_id
 from coatcheck.core.key import Key, Malformed, parse_key, reference_of
 from coatcheck.core.lifecycle import ClaimRequest, Refuse, Replay
 from coatcheck.core.policy import Policy
@@ -30,6 +25,7 @@ from coatcheck.core.record import Record
 from coatcheck.core.response import Response
 from coatcheck.engine.base import EngineBase
 from coatcheck.engine.functions import key_of_call
+from coatcheck.engine.recovery import label_of_route
 from coatcheck.errors import Misconfigured
 from coatcheck.server.callers import (
     CREDENTIAL_NAMES,
@@ -133,13 +129,8 @@ class RequestGuard:
             secret=self._secret,
         )
         if self._engine.service:
-            route = self.label_of(route)
+            route = label_of_route(route, self._engine.service)
         return self._attempts.new_request(id, fingerprint, key=key, caller=caller, label=route)
-
-    def label_of(self, route: str) -> str:
-        """The label of *route* in records, with the name of this service."""
-        suffix = self._engine.label_suffix
-        return label_of(route, LABEL_CHARS_MAX - len(suffix)) + suffix
 
     def is_nested(self, request: Request, claim: ClaimRequest) -> bool:
         """

@@ -112,8 +112,8 @@ def token_of(record: Record, who: bytes, secret: bytes) -> str:
     """
     The last part of the address of *record*, for the caller *who* sent its request.
 
-    The fingerprint is in it, so that only the whole request leads to it; and the generation, so
-    that a caller who knows most of a request cannot try out the rest in peace.
+    It depends on the fingerprint, so that only a client that knows the whole request can compute
+    it, and on when the record was created, so that guesses of a request cannot be computed ahead.
     """
     life = record.created_ms.to_bytes(8, "big")
     seal = digested(b"coatcheck-poll", secret, record.id + life + record.fingerprint + who)
@@ -133,7 +133,7 @@ def accepted(record: Record, location: str, policy: Policy, *, prefer: bytes = b
     """
     The answer while the operation runs: 202, and where to ask again.
 
-    *prefer* is the client's `Prefer` header, if it had any say.
+    *prefer* is the client's `Prefer` header, if the policy considers it.
     """
     members = {"status": "running", "reference": reference_of(record.id), **_progress_of(record)}
     headers = [
@@ -185,8 +185,8 @@ def status_of(record: Record, asked: StatusRequest, policy: Policy) -> Response:
     return _json_response(200, members, [reference_header(record.id, policy)])
 
 
-# What a response says of how long it may be kept, and how it is asked for again; beside every
-# header of that name for one kind of cache (RFC 9213).
+# The headers that control how a response is cached and validated. Those for one kind of cache
+# (RFC 9213, `CDN-Cache-Control`) are recognized by their end.
 _CACHING = frozenset(
     b"cache-control expires age pragma surrogate-control etag last-modified".split()
 )

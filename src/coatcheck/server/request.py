@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -52,8 +52,3 @@ def fields_of(headers: Headers) -> dict[bytes, bytes]:
     return {
         name: (b"; " if name == b"cookie" else b", ").join(values) for name, values in lines.items()
     }
-
-
-def lines_of(name: bytes, headers: Headers) -> Sequence[bytes]:
-    """The value of each line in which *name* was sent."""
-    return [value for found, value in headers if found == name]

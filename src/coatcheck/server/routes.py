@@ -2,7 +2,7 @@
 
 `idempotent` marks an endpoint. A middleware finds the mark through `RoutePolicies`: it asks the
 framework which endpoint a request will reach, before the request gets there. So one middleware
-guards everything, and each route says what is particular to it. `starlette.py` has the
+guards everything, and each route declares what is particular to it. `starlette_routes.py` has the
 implementation for Starlette and FastAPI; another framework needs one of its own.
 """
 
@@ -148,7 +148,7 @@ def _checked(endpoint: Callable[P, T], mark: Mark) -> Callable[P, T]:
         return endpoint(*args, **kwargs)
 
     guarded: Any = guarded_async if inspect.iscoroutinefunction(endpoint) else guarded_sync
-    try:  # else frameworks resolve annotations that are text in this module
+    try:  # frameworks would look up annotations that are text in this module, not in its own
         guarded.__signature__ = inspect.signature(endpoint, eval_str=True)
     except NameError:
         pass

@@ -65,7 +65,7 @@ class IdempotencyMiddleware:
         if engine is not None and any(one is not None for one in given):
             raise Misconfigured("engine= brings its own store, policy and secret; give only it")
         if not isinstance(engine, Engine | None):
-            # Not its value: a URL may have a password in it.
+            # Its type, not its value: a URL may have a password in it.
             raise Misconfigured(
                 f"engine is a {type(engine).__name__}; it is an Engine, and store= takes URLs"
             )
@@ -119,7 +119,7 @@ class IdempotencyMiddleware:
             request = request_of(environ, body)
             returned = self._serve(request, start_response, policy, key, template)
         finally:
-            if not isinstance(returned, ResponseBody):  # else it closes the body at its end
+            if not isinstance(returned, ResponseBody):  # which closes the body at its own end
                 close_body(body)
         return returned
 
@@ -180,7 +180,7 @@ class IdempotencyMiddleware:
 
 
 def _is_by_host(app: App) -> bool:
-    """Whether a Flask application has routes for hosts; others do not say."""
+    """A Flask application has routes for hosts; of others that is not known."""
     owner = getattr(app, "__self__", app)  # whose `wsgi_app` it is
     is_by_host = getattr(getattr(owner, "url_map", None), "host_matching", False)
     return is_by_host is True or getattr(owner, "subdomain_matching", False) is True

@@ -145,7 +145,7 @@ class Exchange:
         self._chunks.clear()
         self._size = 0
         self._status_line = status
-        ours = self._policy.names_given  # else they are of a guarded service behind this one
+        ours = self._policy.names_given  # a guarded service behind this one may have sent them
         self._headers = [
             (name, value) for name, value in headers if name.lower().encode("latin-1") not in ours
         ]
