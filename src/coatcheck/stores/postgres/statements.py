@@ -178,10 +178,17 @@ def row_of(record: Record) -> tuple[Any, ...]:
     )
 
 
-def columns_of(swaps: Sequence[Swap]) -> list[list[Any]]:
-    """Return the arrays that write *swaps*, none of which deletes."""
+def columns_of(swaps: Sequence[Swap]) -> list[list[Any] | None]:
+    """
+    Return the arrays that write *swaps*, none of which deletes.
+
+    None for a column of only NULLs: `unnest` fills it up, and a third of the columns are like that.
+    """
     rows = ((swap.expected, *row_of(swap.record)) for swap in swaps if swap.record is not None)
-    return [list(column) for column in zip(*rows, strict=True)]
+    return [
+        None if column.count(None) == len(column) else list(column)
+        for column in zip(*rows, strict=True)
+    ]
 
 
 def uuid_of(digest: bytes) -> str:
