@@ -166,6 +166,8 @@ def _in_any_encoding(statement: Statement) -> tuple[bytes, Sequence[Any]]:
 
     It may lack the letters of a key, so text beyond ASCII goes as bytes that the server decodes.
     """
+    if all(not isinstance(value, str) or value.isascii() for value in statement.values):
+        return statement.text.encode(), statement.values
     start, *rest = statement.text.split("%s")
     text, values = start, []
     for value, part in zip(statement.values, rest, strict=True):

@@ -63,7 +63,7 @@ def test_a_batch_is_one_statement_even_if_some_of_it_conflicts(access, executed)
         None,
     ]
     assert access.swap(claim(MANY[0])) == [completed(claim_of(MANY[0], nonce=7), b"done")]
-    assert names_of(executed, access.store) == ["swap_many"] * 5
+    assert names_of(executed, access.store) == [*["swap_many"] * 4, "claim_one"]
 
 
 def test_texts_that_postgresql_cannot_store_are_returned_as_they_were(access):
@@ -87,10 +87,11 @@ def test_a_large_batch_arrives(access):
     assert access.get(*MANY) == large
 
 
+@pytest.mark.parametrize("ids", [MANY, MANY[3:4]], ids=["batch", "alone"])
 @pytest.mark.parametrize("is_claim", [True, False])
-def test_a_swap_that_loses_against_a_younger_one_gets_its_record(access, url, is_claim):
+def test_a_swap_that_loses_against_a_younger_one_gets_its_record(access, url, is_claim, ids):
     """L3: the winner commits while we wait for its lock, so our snapshot does not contain it."""
-    swaps = [claim(id) if is_claim else complete(claim_of(id)) for id in MANY]
+    swaps = [claim(id) if is_claim else complete(claim_of(id)) for id in ids]
     columns, marks = ", ".join(PLACEHOLDERS), ", ".join(PLACEHOLDERS.values())
     insert = f"insert into coatcheck_records ({columns}) values ({marks})"
     update = "update coatcheck_records set version = version + 5, nonce = 99 where id = %s"
@@ -98,13 +99,14 @@ def test_a_swap_that_loses_against_a_younger_one_gets_its_record(access, url, is
         if is_claim:
             other.execute(insert, row_of(claim_of(MANY[3], nonce=99)))
         else:
-            access.swap(*(claim(id) for id in MANY))
+            access.swap(*(claim(id) for id in ids))
             other.execute(update, (UUID(bytes=MANY[3]),))
         asked = threads.submit(access.swap, *swaps)
         until(lambda: waiting_sessions(url))
         other.commit()
         answers = asked.result(START_S_MAX)
-    assert [answer and answer.nonce for answer in answers] == [None] * 3 + [99] + [None] * 16
+    nonces = {swap.id: answer and answer.nonce for swap, answer in zip(swaps, answers, strict=True)}
+    assert nonces == {**dict.fromkeys(ids), MANY[3]: 99}
 
 
 def waiting_sessions(url):
@@ -132,13 +134,14 @@ def test_a_deadlock_is_retried(opened, url):
             assert asked.result(START_S_MAX) == [None] * len(MANY)
 
 
-def test_rows_are_found_by_an_index_even_if_the_plan_was_made_for_an_empty_table(opened, url):
+@pytest.mark.parametrize("size", [20, 1])
+def test_rows_are_found_by_an_index_even_if_the_plan_was_made_for_an_empty_table(opened, url, size):
     """A plan that PostgreSQL keeps must hold when there are millions of rows."""
     with opened(url) as access:
-        for start in range(0, 200, 20):  # after the first few, PostgreSQL keeps the plan
-            ids = [id_of(number) for number in range(start, start + 20)]
-            assert access.swap(*(claim(id) for id in ids)) == [None] * 20
-            assert access.swap(*(complete(claim_of(id)) for id in ids)) == [None] * 20
+        for start in range(0, 200, size):  # after the first few, PostgreSQL keeps the plan
+            ids = [id_of(number) for number in range(start, start + size)]
+            assert access.swap(*(claim(id) for id in ids)) == [None] * size
+            assert access.swap(*(complete(claim_of(id)) for id in ids)) == [None] * size
             assert all(access.get(*ids))
     # A session reports its statistics when it ends.
     with session(url, autocommit=True) as other:

@@ -71,16 +71,22 @@ class RecordTable:
         conflicts: dict[bytes, Record] = {}
         writes = [swap for swap in swaps if swap.record is not None]
         if writes:
-            columns = statements.columns_of(writes)
-            conflicts = statements.conflicts_of(
-                (yield from Execute(self.statements.swap_many, columns))
-            )
+            conflicts = statements.conflicts_of((yield from self._statement_for(writes)))
         for swap in swaps:  # deletions are rare, and executed one by one
             if swap.record is None:
                 values = (statements.uuid_of(swap.id), swap.expected)
                 if not (yield from Execute(self.statements.delete_one, values)):
                     conflicts[swap.id] = (yield from self.get((swap.id,)))[0] or GONE
         return conflicts
+
+    def _statement_for(self, writes: Sequence[Swap]) -> Execute:
+        first = writes[0]
+        if len(writes) > 1 or first.record is None:
+            return Execute(self.statements.swap_many, statements.columns_of(writes))
+        row = statements.row_of(first.record)
+        if first.expected:
+            return Execute(self.statements.change_one, (*row, first.expected))
+        return Execute(self.statements.claim_one, row)
 
     def get(self, ids: Sequence[bytes]) -> Flow[Sequence[Record | None]]:
         """Read records, in the order of *ids*."""
