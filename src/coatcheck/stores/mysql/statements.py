@@ -4,6 +4,11 @@ Statements are complete texts, values included. Numbers are formatted as numbers
 are written in hexadecimal or, if they are long, in base 64. So nothing is ever escaped, and no
 `sql_mode` can read a value as anything else.
 
+The claims of a batch are one `insert`, and its changes one `update`. If such a statement affects
+fewer rows than it has swaps, the column `stamp` shows which were applied: each batch writes a
+random number of its own. No other column shows it, because an equal swap of another caller leaves
+the same values in all of them.
+
 Invariants: the record read from a row equals the record that was written; the server accepts every
 statement that `without_oversized_response` lets pass.
 """
@@ -13,7 +18,8 @@ from __future__ import annotations
 import logging
 from binascii import b2a_base64
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from operator import add
+from typing import Any, NamedTuple
 
 from coatcheck.core.identity import ID_BYTES
 from coatcheck.core.key import reference_of
@@ -23,8 +29,9 @@ from coatcheck.stores.mysql.connection import Row
 
 logger = logging.getLogger("coatcheck")
 
-# 500 ids in a statement: MariaDB makes a temporary table for more than a thousand.
-_IDS_MAX = 500
+# 500 ids in a statement: MariaDB makes a temporary table for more than a thousand. And an `update`
+# looks through all of them for each value of each row.
+IDS_MAX = 500
 
 # 1,024 bytes: hexadecimal doubles them. A response of megabytes is written in base 64, because the
 # server accepts no statement above its `max_allowed_packet`.
@@ -42,9 +49,8 @@ _COLUMN_LIST = ", ".join(COLUMNS)
 # literals that they are turned into.
 _FORMATS = ("x'%s'", *["%d"] * 3, "x'%s'", *["%d"] * 5, *["%s"] * 5)
 _SET_FORMAT = ",".join(map("{}={}".format, COLUMNS[1:], _FORMATS[1:]))
-# Earlier releases wrote a number into the column `stamp`, which has no default value.
 INSERT = f"insert into `{{}}` ({_COLUMN_LIST}, stamp) values "
-_ROW_FORMAT = f"({','.join(_FORMATS)},0)"
+_ROW_FORMAT = f"({','.join(_FORMATS)},%d)"
 assert len(_FORMATS) == len(COLUMNS)
 
 _RETENTION_OVER = (
@@ -52,6 +58,13 @@ _RETENTION_OVER = (
 )
 # Not `insert ignore`, which ignores far more errors than a duplicate key.
 _UNLESS_EXISTS = " on duplicate key update id = id"
+
+
+class Write(NamedTuple):
+    """A statement, and the swaps that it applies."""
+
+    text: str
+    swaps: Sequence[Swap]
 
 
 class Statements:
@@ -76,11 +89,52 @@ class Statements:
         """Return the statement for one swap. Atomic; it affects one row if the swap is applied."""
         record = swap.record
         if record is not None and swap.expected == 0:
-            return f"{self._insert}{_ROW_FORMAT % self._values(record)}{_UNLESS_EXISTS}"
+            return self._insert_all((swap,), stamp=0)
         where = f"where id = {_hex(swap.id)} and version = {swap.expected:d}"
         if record is None:
             return f"delete from {self._table} {where}"
         return f"{self._update}{_SET_FORMAT % self._values(record)[1:]} {where}"
+
+    def batch(self, swaps: Sequence[Swap], stamp: int) -> Iterator[Write]:
+        """
+        Yield the statements for many swaps, at most `IDS_MAX`, which the caller has sorted by id.
+
+        Each affects as many rows as it applies swaps. A row that it writes gets the *stamp*.
+        """
+        claims = [swap for swap in swaps if swap.record is not None and not swap.expected]
+        changes = [swap for swap in swaps if swap.record is not None and swap.expected]
+        if claims:
+            yield Write(self._insert_all(claims, stamp), claims)
+        if changes:
+            yield Write(self._update_all(changes, stamp), changes)
+        for swap in swaps:
+            if swap.record is None:  # nothing of a deleted row could be stamped
+                yield Write(self.swap(swap), (swap,))
+
+    def _insert_all(self, claims: Sequence[Swap], stamp: int) -> str:
+        values = [self._values(swap.record) for swap in claims if swap.record is not None]
+        rows = ",".join([_ROW_FORMAT % (*row, stamp) for row in values])
+        return f"{self._insert}{rows}{_UNLESS_EXISTS}"
+
+    def _update_all(self, changes: Sequence[Swap], stamp: int) -> str:
+        values = [self._values(swap.record) for swap in changes if swap.record is not None]
+        columns = zip(*values, strict=True)
+        whens = [f" when {_hex(swap.id)} then " for swap in changes]
+        assignments = [
+            f"{name}={_case(whens, [format % value for value in column])}"
+            for name, format, column in zip(COLUMNS, _FORMATS, columns, strict=True)
+            if name != "id"
+        ]
+        expected = _case(whens, [f"{swap.expected:d}" for swap in changes])
+        ids = _id_list(swap.id for swap in changes)
+        return (
+            f"{self._update}{','.join(assignments)},stamp={stamp:d}"
+            f" where id in ({ids}) and version = {expected}"
+        )
+
+    def select_stamped(self, ids: Sequence[bytes], stamp: int) -> str:
+        """Return the statement that reads which of *ids* have the *stamp*."""
+        return f"select id from {self._table} where id in ({_id_list(ids)}) and stamp = {stamp:d}"
 
     def _values(self, record: Record) -> tuple[Any, ...]:
         """Return what `_FORMATS` takes for *record*, column by column."""
@@ -94,8 +148,8 @@ class Statements:
 
     def select(self, ids: Sequence[bytes]) -> Iterator[str]:
         """Yield the statements that read the records of *ids*."""
-        for start in range(0, len(ids), _IDS_MAX):
-            yield f"{self._select} where id in ({_id_list(ids[start : start + _IDS_MAX])})"
+        for start in range(0, len(ids), IDS_MAX):
+            yield f"{self._select} where id in ({_id_list(ids[start : start + IDS_MAX])})"
 
     def select_expired(self, now_ms: int, limit: int) -> str:
         """
@@ -201,6 +255,13 @@ def _conditions(query: Query) -> Iterator[str]:
 
 def _id_list(ids: Iterable[bytes]) -> str:
     return ",".join(map(_hex, ids))
+
+
+def _case(whens: Sequence[str], literals: Sequence[str]) -> str:
+    """Return the literal that belongs to the id of a row; often it is the same for all."""
+    if len(set(literals)) == 1:
+        return literals[0]
+    return f"case id{''.join(map(add, whens, literals))} end"
 
 
 def _hex(value: bytes) -> str:

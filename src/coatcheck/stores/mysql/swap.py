@@ -1,12 +1,15 @@
 """The swap algorithm of the MySQL store, and the other operations on records.
 
 A single swap is one statement that commits by itself. A batch is one command (several if it is too
-long for the server): the statements of its swaps in the order of the ids, in a transaction. A swap
-was applied if its statement affected a row. If any were not, a `select` reads the current records.
+long for the server): an `insert` of the claims, an `update` of the changes, and the deletes, in a
+transaction if there is more than one. The number of affected rows tells whether all swaps of a
+statement were applied, or none. If only some were, a `select` reads which. If any were not,
+another one reads the current records.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
@@ -18,7 +21,9 @@ from coatcheck.stores.contract import Page, Query
 from coatcheck.stores.mysql.connection import Session
 from coatcheck.stores.mysql.errors import SEARCH_TIMED_OUT, code_of
 from coatcheck.stores.mysql.statements import (
+    IDS_MAX,
     Statements,
+    Write,
     record_of,
     warn_response_dropped,
     without_oversized_response,
@@ -82,14 +87,54 @@ def _swap(
 
 def _write(session: Session, statements: Statements, swaps: Sequence[Swap]) -> list[Swap]:
     """Write *swaps*; return those that were not applied."""
-    texts = [statements.swap(swap) for swap in swaps]
+    stamp = secrets.randbits(62) if len(swaps) > 1 else 0
+    writes = _writes(statements, swaps, stamp, session.statement_bytes_max)
     affected: list[int] = []
-    for command in list(_commands(texts, session.statement_bytes_max)):
-        if len(texts) == 1:
+    for command in list(_commands([write.text for write in writes], session.statement_bytes_max)):
+        if len(writes) == 1:
             affected += session.write(command)
         else:
             affected += session.write(f"begin; {command}; commit")[1:-1]
-    return [swap for swap, rows in zip(swaps, affected, strict=True) if not rows]
+    not_applied: list[Swap] = []
+    for write, rows in zip(writes, affected, strict=True):
+        if rows == 0:
+            not_applied += write.swaps
+        elif rows < len(write.swaps):
+            applied = _applied(session, statements, write, stamp, rows)
+            not_applied += [swap for swap in write.swaps if swap.id not in applied]
+    return not_applied
+
+
+def _writes(
+    statements: Statements, swaps: Sequence[Swap], stamp: int, bytes_max: int
+) -> list[Write]:
+    """Return statements for *swaps*; one for several swaps is not longer than *bytes_max*."""
+    if len(swaps) == 1:
+        return [Write(statements.swap(swaps[0]), swaps)]
+    if len(swaps) <= IDS_MAX:
+        writes = list(statements.batch(swaps, stamp))
+        if all(len(write.text) <= bytes_max for write in writes):
+            return writes
+    half = len(swaps) // 2
+    return [
+        *_writes(statements, swaps[:half], stamp, bytes_max),
+        *_writes(statements, swaps[half:], stamp, bytes_max),
+    ]
+
+
+def _applied(
+    session: Session, statements: Statements, write: Write, stamp: int, rows: int
+) -> set[bytes]:
+    """Return the ids of the *rows* rows that *write* has affected."""
+    ids = [swap.id for swap in write.swaps]
+    applied = {id for (id,) in session.read(statements.select_stamped(ids, stamp))}
+    if len(applied) != rows:
+        message = (
+            f"{session.server}: another node changed or deleted records of a batch before it was "
+            "known which of its writes were applied; try again"
+        )
+        raise StoreUnavailable(message, is_ambiguous=True)
+    return applied
 
 
 def _commands(texts: Sequence[str], bytes_max: int) -> Iterator[str]:
