@@ -35,8 +35,8 @@ class PostgresBackend:
         timeout_s: when the batcher cancels a call.
     """
 
-    # 256: a record of a larger batch takes hardly less time, and its caller waits longer.
-    batch_max = 256
+    # 32: with larger batches, 64 callers all wait for one batch, and this process is idle meanwhile.
+    batch_max = 32
     # 2: the server works on one batch while we encode the next one.
     in_flight = 2
 
