@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -144,6 +145,7 @@ class EngineBase:
         raise NotImplementedError
 
 
+@functools.lru_cache(maxsize=64)  # 64: an application has a few policies; making one takes long
 def policy_in_transaction(policy: Policy) -> Policy:
     """*policy* in transaction mode."""
     if policy.mode == "transaction":
