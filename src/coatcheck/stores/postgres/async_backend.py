@@ -35,7 +35,7 @@ class PostgresBackend:
         timeout_s: when the batcher cancels a call.
     """
 
-    # 32: with larger batches, 64 callers all wait for one batch, and this process is idle meanwhile.
+    # 32: with larger batches, 64 callers all wait for one batch while this process is idle.
     batch_max = 32
     # 2: the server works on one batch while we encode the next one.
     in_flight = 2
