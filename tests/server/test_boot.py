@@ -11,7 +11,6 @@ from starlette.applications import Starlette
 
 from coatcheck import AsyncEngine, Engine, Misconfigured, MissingExtra, StoreUnavailable
 from coatcheck.server import asgi, wsgi
-from coatcheck.stores import registry
 from coatcheck.stores.lazy import RETRY_S, LazyStore
 from coatcheck.stores.memory import MemoryStore
 from tests.support.servers import free_port
@@ -121,6 +120,16 @@ def test_a_missing_driver_is_named_where_the_middleware_is_made(flavour, monkeyp
         MIDDLEWARES[flavour](None, store="postgresql://127.0.0.1/shop")
 
 
+def test_a_schema_that_is_missing_and_may_not_be_created_stops_the_server(tmp_path):
+    """D2, D4: over WSGI where the middleware is made."""
+    url = f"sqlite:///{tmp_path}/orders.db?create=0"
+    status, written = run_uvicorn(tmp_path, SHOP_STORE=url)
+    assert status == 3
+    assert "coatcheck migrate" in written
+    with pytest.raises(Misconfigured, match="coatcheck migrate"):
+        wsgi.IdempotencyMiddleware(None, store=url)
+
+
 def test_a_mistake_in_starlettes_settings_is_raised_by_requests_without_a_lifespan():
     """D2: servers without a lifespan would otherwise serve unguarded requests."""
     app = Starlette()
@@ -173,7 +182,7 @@ class Opening:
         self.now_s = 100.0
         self.tries = 0
         self.is_down = True
-        self.lazy = LazyStore(self.open, registry.MEMORY, lambda: self.now_s)
+        self.lazy = LazyStore(self.open, monotonic=lambda: self.now_s)
 
     def open(self) -> MemoryStore:
         self.tries += 1

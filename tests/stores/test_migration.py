@@ -4,6 +4,7 @@ There is only one version so far, so a second and a third one are made up here: 
 be made twice, and one that counts how often it was made.
 """
 
+import asyncio
 import json
 import sqlite3
 import threading
@@ -230,8 +231,14 @@ def asked(capsys, *words: str) -> tuple[int, str, str]:
 def test_an_engine_that_must_not_create_says_which_command_does(place, engine, capsys):
     """D4: in production the schema is made before the servers start."""
     strict = place.option("create=0")
+
+    async def start() -> None:
+        started = engine(strict).ensure_started()
+        if started is not None:
+            await started
+
     with pytest.raises(Misconfigured, match="coatcheck migrate"):
-        engine(strict)
+        asyncio.run(start())
     assert asked(capsys, place.url)[0] == 0
     with closing(open_store(strict)) as store:
         assert store.swap([Swap(IDS[0], 0, RECORDS[0])]) == [None]

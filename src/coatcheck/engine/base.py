@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +25,6 @@ from coatcheck.engine.steps import StepWriter
 from coatcheck.engine.sweeper import Archive, Sweeper
 from coatcheck.engine.transactions import Database
 from coatcheck.engine.waiters import Waiter
-from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.contract import Store
 from coatcheck.stores.registry import info_of, refuse_archive
 from coatcheck.stores.transaction_statements import (
@@ -36,8 +34,6 @@ from coatcheck.stores.transaction_statements import (
 )
 from coatcheck.telemetry import Listener, Observer, Telemetry
 from coatcheck.transactions.sources import ConnectionSource, connection_source
-
-logger = logging.getLogger("coatcheck")
 
 
 class EngineBase:
@@ -107,21 +103,6 @@ class EngineBase:
                 transaction_statements_of(store)
             elif info is not None and not info.transacts:
                 raise no_transactions()
-
-    def refuse_unsafe_servers(self) -> None:
-        """
-        Raise `Misconfigured` if the store's servers could lose records.
-
-        For servers that can be stopped from starting only now. Other stores are not opened, and an
-        unreachable one is tried again by the first request.
-        """
-        store = self._blocking_store()
-        info = info_of(store)
-        if info is not None and info.refuses_servers:
-            try:
-                store.now_ms()
-            except StoreUnavailable as error:
-                logger.warning("the store is unavailable, so it is checked later: %s", error)
 
     def _close_threads(self) -> None:
         self.attempts.heartbeat.stop()

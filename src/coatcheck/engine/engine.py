@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, Self, TypeVar, cast
 
@@ -34,14 +35,17 @@ from coatcheck.engine.settings import policy_of
 from coatcheck.engine.sweeper import SWEEP_EVERY_S, Archive
 from coatcheck.engine.transactions import Database, OperationTransaction, Repeat, ThreadAccess
 from coatcheck.engine.waiters import ThreadWaiter
-from coatcheck.errors import Misconfigured
+from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.operation import DidNotHappen, Happened, Operation, enter, leave
 from coatcheck.stores import Batcher, Store, open_lazily
 from coatcheck.stores.encryption import EncryptedStore, KeyRing
+from coatcheck.stores.lazy import LazyStore
 from coatcheck.stores.transaction_statements import TransactionStatements
 from coatcheck.telemetry import Listener, Observer
 from coatcheck.transactions.pool import Pool
 from coatcheck.transactions.sources import ConnectionSource
+
+logger = logging.getLogger("coatcheck")
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -101,6 +105,7 @@ class Engine(EngineBase):
             )
         self._check(store, policy, archive=archive, keyring=keyring, transactions=transactions)
         opened = open_lazily(store) if isinstance(store, str) else store
+        self._must_be_checked = isinstance(opened, LazyStore) and opened.must_be_checked
         self.store = EncryptedStore(opened, keyring) if keyring or compress else opened
         self._pool: Pool | None = None
         batcher = Batcher(self.store)
@@ -119,6 +124,19 @@ class Engine(EngineBase):
             is_async=False,
             run_steps=self._runner.run,
         )
+
+    def check_store(self) -> None:
+        """
+        Raise `Misconfigured` if only the store itself can tell that it must not be used.
+
+        That is a Redis server that could lose records, and a schema that is missing and may not be
+        created. Other stores are not opened, and an unreachable one is tried again later.
+        """
+        if self._must_be_checked:
+            try:
+                self.store.now_ms()
+            except StoreUnavailable as error:
+                logger.warning("the store is unavailable, so it is checked later: %s", error)
 
     def ensure_started(self) -> None:
         """Read the store's clock and start the recovery; the first request does it by itself."""

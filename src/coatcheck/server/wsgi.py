@@ -73,7 +73,7 @@ class IdempotencyMiddleware:
         self.engine = engine or Engine(
             store or "sqlite:///coatcheck.db", policy, secret=secret, transactions=transactions
         )
-        self.engine.refuse_unsafe_servers()
+        self.engine.check_store()
         self.engine.recovery.register_requests(self.engine.policy)
         self.guard = RequestGuard(self.engine, caller, key, functools.partial(_is_by_host, app))
         new_routes = routes or OnePolicy

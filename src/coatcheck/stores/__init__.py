@@ -68,13 +68,14 @@ def open_lazily(url: str) -> Store:
     """
     refuse_no_text(url)
     with hide_password(url):
-        plain, _ = _without_create(url)
+        plain, may_create = _without_create(url)
         store_class, info = _store_class(plain), _info_of(plain)
         if store_class is MemoryStore:
             return open_store(url)
         # A mistake in the options is found without a connection.
         import_module(f"coatcheck.stores.{info.module.partition('.')[0]}.url").parse_url(plain)
-    return LazyStore(partial(open_store, url), info)
+    must_be_checked = info.refuses_servers or not may_create
+    return LazyStore(partial(open_store, url), must_be_checked=must_be_checked)
 
 
 def open_async_lazily(url: str) -> AsyncStore:

@@ -16,7 +16,6 @@ from coatcheck.core.record import Record, Swap
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, Store
 from coatcheck.stores.fork import renew_after_fork
-from coatcheck.stores.registry import StoreInfo
 
 # 1 s: calls that come within it get the failure of the last try. Without it, all requests that wait
 # for an unreachable store would try one after the other, each for the whole timeout.
@@ -29,17 +28,18 @@ class LazyStore:
 
     Args:
         open: opens it; raises `StoreUnavailable` if it cannot be reached.
-        info: its capabilities.
+        must_be_checked: only the store itself can tell that it must not be used.
         monotonic: the clock by which it is tried again.
     """
 
     def __init__(
         self,
         open: Callable[[], Store],
-        info: StoreInfo,
+        *,
+        must_be_checked: bool = False,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.info = info
+        self.must_be_checked = must_be_checked
         self._open = open
         self._monotonic = monotonic
         self._store: Store | None = None

@@ -94,6 +94,7 @@ def test_a_table_that_loses_its_key_after_it_was_opened_accepts_no_claim(url):
     """L1: neither on a new connection nor in a transaction."""
     runs = []
     with other_session(url) as other, closing(Engine(url)) as engine:
+        engine.ensure_started()
         query(other, "alter table coatcheck_records drop primary key")
         for _ in range(2):
             with pytest.raises(StoreUnavailable, match="lost an index"):

@@ -197,6 +197,8 @@ def test_an_engine_claims_nothing_without_the_primary_key(url, rest, is_used):
     """L1: as during a restore; two claims of one key would not see each other."""
     runs = []
     with closing(Engine(url + rest)) as first, closing(Engine(url + rest)) as second:
+        for engine in (first, second):
+            engine.ensure_started()
         if is_used:  # the statements are prepared and planned
             for number in range(10):
                 for way in (first.run, first.transaction):
