@@ -239,6 +239,13 @@ def test_an_answer_without_a_body_needs_no_decoding():
     assert for_client(coded(b"gzip", b""), b"identity") == (200, [JSON], b"")
 
 
+@pytest.mark.parametrize("coding", [b"gzip", b"br"])
+def test_a_client_that_names_no_coding_gets_the_stored_bytes(coding):
+    """L12: RFC 9110 section 12.5.3: without the header any coding is acceptable."""
+    response = coded(coding, b"coded")
+    assert for_client(response, None) is response
+
+
 @pytest.mark.parametrize("plain", [[JSON], [(b"content-encoding", b"identity")]])
 def test_a_body_without_a_coding_is_sent_to_every_client(plain):
     response = Response(200, plain, BODY)
