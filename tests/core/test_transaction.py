@@ -16,15 +16,14 @@ from coatcheck.core.lifecycle import (
 )
 from coatcheck.core.policy import Policy
 from coatcheck.core.progress import NOTHING, Step, noted
-from coatcheck.core.record import GONE, IN_DOUBT, RUNNING, Swap, completed, failed, in_doubt
+from coatcheck.core.record import GONE, IN_DOUBT, RUNNING, Swap, completed, failed
 from coatcheck.core.transaction import Begin, Commit, Rollback, transactional
-from coatcheck.errors import NotCommitted, StepInDoubt, StepsChanged, StoreUnavailable
+from coatcheck.errors import StepInDoubt, StepsChanged, StoreUnavailable
 
 from .flows import NOW, REQUEST, end_of
 
 POLICY = Policy(mode="transaction")
 ANSWER = Outcome(OutcomeKind.COMPLETE, b"answer")
-REFUSAL = Outcome(OutcomeKind.COMPLETE, b"refusal", commits=False)
 # An attempt at the same operation, in record mode, that died.
 DEAD = first_attempt(REQUEST._replace(nonce=6), POLICY, GONE, NOW - POLICY.lease_ms)
 
@@ -63,39 +62,6 @@ def test_an_answer_that_is_not_kept_is_rolled_back(kind):
     flow.send(None)
     assert flow.send(Outcome(kind)) == Rollback()
     assert end_of(flow, None) == Executed(begin.swap.record)
-
-
-@pytest.mark.parametrize("before", [None, failed(DEAD)])
-def test_a_refusal_is_rolled_back_and_its_answer_is_kept(before):
-    """L9: written by itself, against the version from before the claim."""
-    flow, begin = started()
-    if before is not None:
-        begin = flow.send(before)
-    claim = begin.swap.record
-    assert flow.send(None) == Execute(claim)
-    assert flow.send(REFUSAL) == Rollback()
-    assert flow.send(None) == Swap(claim.id, begin.swap.expected, completed(claim, b"refusal"))
-    assert end_of(flow, None) == Executed(claim)
-
-
-def test_a_refusal_whose_key_was_taken_meanwhile_gets_that_answer():
-    """L9: nothing of the refusal exists any more."""
-    flow, begin = started()
-    flow.send(None)
-    flow.send(REFUSAL)
-    flow.send(None)
-    other = completed(begin.swap.record._replace(nonce=99), b"other")
-    assert end_of(flow, other) == Replay(other, b"other")
-
-
-def test_a_handler_that_commits_by_itself_and_refuses_is_in_doubt():
-    """L9: some of its work is done, so that its refusal cannot be final."""
-    flow, begin = started()
-    flow.send(None)
-    flow.send(REFUSAL)
-    flow.send(None)
-    with pytest.raises(NotCommitted):
-        flow.send(in_doubt(begin.swap.record))
 
 
 @pytest.mark.parametrize("recovery", ["retry", "manual"])

@@ -11,7 +11,7 @@ import httpx
 import psycopg
 import pytest
 import sqlalchemy as sa
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI
 from fastapi.responses import JSONResponse, StreamingResponse
 from sqlalchemy import orm
 
@@ -220,7 +220,7 @@ def test_a_commit_with_an_unknown_outcome_is_a_503_with_the_same_key(shop, site)
 
 
 def test_a_refusal_after_a_failed_statement_reaches_its_client(shop, site):
-    """L9: and is kept, because nothing was to be committed."""
+    """L9: PostgreSQL commits nothing any more, and nothing was to be committed."""
 
     async def refuse(number):
         try:
@@ -231,8 +231,8 @@ def test_a_refusal_after_a_failed_statement_reaches_its_client(shop, site):
     shop.ask("insert into orders values (5)")
     first, second = site(refuse).post(5, 5)
     assert first[:2] == second[:2] == (409, {"error": "taken"})
-    assert second.is_replayed
-    assert shop.records() == 1
+    assert not second.is_replayed
+    assert shop.records() == 0
 
 
 def test_a_success_after_a_failed_statement_does_not_leave(shop, site):
@@ -249,8 +249,8 @@ def test_a_success_after_a_failed_statement_does_not_leave(shop, site):
     assert shop.records() == 0
 
 
-def test_a_refusal_undoes_what_was_written_and_is_kept(shop, site):
-    """L9: a declined order is not in the database, and its retry gets the same answer."""
+def test_a_refusal_is_kept_with_what_was_written_beside_it(shop, site):
+    """L12: a declined attempt is an outcome like any other."""
 
     async def decline(number):
         await place(number)
@@ -259,34 +259,32 @@ def test_a_refusal_undoes_what_was_written_and_is_kept(shop, site):
     first, second = site(decline).post(1, 1)
     assert [first.status, second.status] == [402, 402]
     assert second.is_replayed
-    assert (shop.orders(), shop.records()) == ([], 1)
+    assert shop.orders() == [1]
 
 
-def test_a_refusal_may_keep_what_was_written_beside_it(shop, site):
-    """L9: `commit="kept"`, for a log of declined attempts."""
+def test_duplicates_that_wait_for_a_refusal_get_it_and_do_not_run(shop):
+    """L1, L9: the row is locked until the refusal is stored, also for another node."""
+    runs, has_begun, may_end = [], asyncio.Event(), asyncio.Event()
 
     async def decline(number):
-        await place(number)
+        runs.append(number)
+        has_begun.set()
+        await may_end.wait()
         return {"error": "declined"}, 402
 
-    first, second = site(decline, commit="kept").post(1, 1)
-    assert [first.status, second.status] == [402, 402]
-    assert second.is_replayed
-    assert shop.orders() == [1]
+    async def story() -> None:
+        posts = [asyncio.ensure_future(node._posted({"number": 1})) for node in nodes * 2]
+        await has_begun.wait()
+        may_end.set()
+        answers = await asyncio.gather(*posts)
+        assert [answer.status for answer in answers] == [402] * 4
+        assert sorted(answer.is_replayed for answer in answers) == [False, True, True, True]
+        for node in nodes:
+            await node.engine.close()
 
-
-def test_a_handler_that_commits_by_itself_and_then_refuses_is_in_doubt(shop, site):
-    """L9: its refusal reaches the client, and is not final: some of the work is done."""
-
-    async def commit_and_decline(number):
-        await place(number)
-        await settled(current_operation().connection.commit())
-        return {"error": "declined"}, 402
-
-    first, second = site(commit_and_decline).post(1, 1)
-    assert first.status == 402
-    assert (second.status, second.body["code"]) == (409, "outcome-unknown")
-    assert shop.orders() == [1]
+    nodes = [AsgiSite(shop, decline, wait="20s") for _ in range(2)]
+    asyncio.run(story())
+    assert runs == [1]
 
 
 def test_another_request_with_the_same_key_is_refused_and_writes_nothing(shop, site):
@@ -395,25 +393,6 @@ def test_an_error_response_of_the_framework_is_undone_and_not_replayed(shop, pos
     first, second = posted(route)
     assert [first.status_code, second.status_code] == [500, 201]
     assert (len(runs), shop.orders(), shop.records()) == (2, [1], 1)
-
-
-@pytest.mark.parametrize("raises", [True, False])
-def test_a_refusal_of_a_route_is_undone_and_replayed(shop, posted, raises):
-    """L9: the same for a raised HTTPException and a returned response."""
-    runs = []
-
-    async def route(body: dict[str, int]):
-        runs.append(1)
-        await place(body["number"])
-        if raises:
-            raise HTTPException(402, "declined")
-        return JSONResponse({"detail": "declined"}, status_code=402)
-
-    first, second = posted(route)
-    assert [first.status_code, second.status_code] == [402, 402]
-    assert first.json() == second.json() == {"detail": "declined"}
-    assert second.headers["idempotent-replayed"] == "true"
-    assert (len(runs), shop.orders(), shop.records()) == (1, [], 1)
 
 
 def test_a_response_too_large_to_keep_is_committed_before_it_streams(shop, posted):

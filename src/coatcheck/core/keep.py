@@ -35,7 +35,6 @@ class Outcome(NamedTuple):
 
     kind: OutcomeKind
     response: bytes | None = None
-    commits: bool = True  # in transaction mode: the handler's writes are committed with it
 
 
 # "Not now": the same request may succeed later, so the answer must not be replayed for a day.

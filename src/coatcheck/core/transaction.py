@@ -4,7 +4,6 @@ The flow and its decisions are those of `lifecycle`. Only its writes differ:
 
     claim      BEGIN, then the swap: it locks the row, and duplicates wait for the lock
     complete   the swap, then COMMIT: of record and effect, both exist or neither does
-    refuse     ROLLBACK, then the swap: the answer is kept, the handler's writes are not
     release    ROLLBACK: neither the effect nor the claim remains
 
 So there is nothing to recover: a process that dies before the commit has done nothing. Handlers in
@@ -18,12 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from coatcheck.core.flow import Effect, Flow
-from coatcheck.core.keep import Outcome
 from coatcheck.core.lifecycle import Answer, ClaimRequest, Execute, lifecycle
 from coatcheck.core.policy import Policy
 from coatcheck.core.record import COMPLETED, RUNNING, Record, Swap
 from coatcheck.core.steps import missing_steps
-from coatcheck.errors import NotCommitted
 
 
 @dataclass(slots=True)
@@ -58,7 +55,7 @@ def transactional(request: ClaimRequest, policy: Policy, *, may_claim: bool = Tr
     """A guarded request, from claim to answer, in one transaction."""
     flow = lifecycle(request, policy, may_claim=may_claim)
     until_ms = request.now_ms + policy.wait_ms
-    is_open, commits, expected = False, True, 0
+    is_open = False
     try:
         effect = next(flow)
         while True:
@@ -66,14 +63,9 @@ def transactional(request: ClaimRequest, policy: Policy, *, may_claim: bool = Tr
                 translated = _in_transaction(effect, until_ms, is_open=is_open)
                 if translated is not effect:  # it begins a transaction, or ends the open one
                     is_open = False
-                if isinstance(translated, Commit) and not commits:
-                    result: object = yield from _refuse(translated.swap, expected)
-                else:
-                    result = yield from translated
+                result: object = yield translated
                 if isinstance(translated, Begin):
-                    is_open, expected = result is None, translated.swap.expected
-                elif isinstance(result, Outcome):
-                    commits = result.commits
+                    is_open = result is None
             except Exception as error:  # noqa: BLE001 - the lifecycle decides what it means
                 effect = flow.throw(error)
             else:
@@ -81,17 +73,6 @@ def transactional(request: ClaimRequest, policy: Policy, *, may_claim: bool = Tr
     except StopIteration as done:
         answer: Answer = done.value
         return answer
-
-
-def _refuse(swap: Swap, expected: int) -> Flow[Record | None]:
-    """Roll back, and then write the completion *swap*; *expected*: the version before the claim."""
-    yield from Rollback()
-    conflict = yield from Swap(swap.id, expected, swap.record)
-    assert swap.record is not None
-    if conflict is not None and conflict.nonce == swap.record.nonce:
-        # The handler has committed the claim by itself, and it is in doubt now.
-        raise NotCommitted("the handler has committed by itself, and then refused the request")
-    return conflict
 
 
 def _in_transaction(effect: Effect[Any], until_ms: int, *, is_open: bool) -> Effect[Any]:

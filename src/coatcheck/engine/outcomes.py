@@ -31,18 +31,13 @@ def outcome_of_response(response: Response, policy: Policy) -> Outcome:
             raise
         logger.exception("keep= raised: the answer is kept, so that its work does not run again")
         kind = COMPLETE if policy.reruns else _final_or_in_doubt(response)
-    if kind is not COMPLETE:
-        return Outcome(kind)
-    commits = response.status < HTTPStatus.BAD_REQUEST or policy.commit == "kept"
-    return Outcome(COMPLETE, encode_response(response), commits)
+    return Outcome(COMPLETE, encode_response(response)) if kind is COMPLETE else Outcome(kind)
 
 
 def outcome_of_partial(response: Response, policy: Policy) -> Outcome:
     """The same for a response that is too large to keep, or never ends: its status decides."""
     keep = "final" if callable(policy.keep) else policy.keep
-    kind = outcome_kind_of(response, keep, reruns=policy.reruns)
-    commits = response.status < HTTPStatus.BAD_REQUEST or policy.commit == "kept"
-    return Outcome(kind, commits=commits)
+    return Outcome(outcome_kind_of(response, keep, reruns=policy.reruns))
 
 
 def outcome_of_accepted(response: Response, policy: Policy) -> Outcome:
