@@ -32,6 +32,7 @@ from tests.support.servers.postgres import Postgres, postgres
 from tests.transactions.idioms import (
     CODES,
     SHOPS,
+    WAITING,
     Order,
     Shop,
     alchemy_url,
@@ -81,14 +82,6 @@ def place(number):
 
 async def nothing():
     pass
-
-
-WAITING = {
-    "postgres": "select count(*) from pg_locks where not granted",
-    # Not `innodb_trx`: it is refreshed only ten times a second.
-    "mysql": "select variable_value + 0 from information_schema.global_status"
-    " where variable_name = 'innodb_row_lock_current_waits'",
-}
 
 
 # --- duplicates -------------------------------------------------------------------------------
