@@ -320,9 +320,7 @@ def test_a_refusal_of_a_flask_view_is_undone_and_replayed(shop):
         current_operation().connection.execute("insert into orders values (1)")
         abort(409)
 
-    app.wsgi_app = WsgiMiddleware(
-        app.wsgi_app, store=shop.store, policy=Policy(mode="transaction")
-    )
+    app.wsgi_app = WsgiMiddleware(app.wsgi_app, store=shop.store, policy=Policy(mode="transaction"))
     first, second = (app.test_client().post("/orders", headers=KEY) for _ in range(2))
     app.wsgi_app.engine.close()
     assert [first.status_code, second.status_code] == [409, 409]

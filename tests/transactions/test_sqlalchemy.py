@@ -300,9 +300,7 @@ def test_a_session_forgets_what_a_refused_handler_has_added_changed_and_deleted(
     async def main():
         alchemy = engine_of_alchemy(shop, code)
         policy, source = Policy(mode="transaction"), sessionmaker(code)(alchemy)
-        engine = (AsyncEngine if code.is_async else Engine)(
-            shop.store, policy, transactions=source
-        )
+        engine = (AsyncEngine if code.is_async else Engine)(shop.store, policy, transactions=source)
         if code.is_async:
             answers = [await AsgiSite(engine, decline, None).posted(1) for _ in range(2)]
         else:
