@@ -168,6 +168,10 @@ class Idiom:
         is_asyncpg = self.name == "asyncpg"
         return connection.execute("rollback") if is_asyncpg else connection.rollback()
 
+    def commit(self, connection: Any) -> Any:
+        """Commit, as a handler might do."""
+        return connection.execute("commit") if self.name == "asyncpg" else connection.commit()
+
 
 def plain_source(shop: Shop) -> Any:
     return shop.connect, None

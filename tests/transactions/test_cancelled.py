@@ -18,7 +18,7 @@ from coatcheck.core.lifecycle import Executed, Replay
 from coatcheck.engine import transactions
 from coatcheck.errors import StoreUnavailable
 from tests.support.servers import until
-from tests.transactions.idioms import IDIOMS, SHOPS, Shop, settled
+from tests.transactions.idioms import IDIOMS, SHOPS, WAITING, Shop, settled
 
 WAIT_S_MAX = 20.0
 
@@ -234,6 +234,47 @@ def test_a_caller_cancelled_while_it_waits_for_a_file_does_not_lock_it_later(tmp
         await connection.close()
 
     asyncio.run(story())
+
+
+LOCKS = {
+    "the claim": "lock table coatcheck_records in exclusive mode",
+    "the commit": "select pg_advisory_lock(7)",
+}
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+@pytest.mark.parametrize("step", LOCKS)
+def test_a_caller_cancelled_during_a_round_trip_leaves_its_connection_usable(
+    driver, step, tmp_path
+):
+    """L9: while the server executes the claim, or the commit."""
+    shop = SHOPS["postgres"](tmp_path)
+    shop.ask(
+        "create function wait() returns trigger language plpgsql as"
+        " 'begin perform pg_advisory_xact_lock(7); return null; end'"
+    )
+    shop.ask(
+        "create constraint trigger waits after insert on orders deferrable initially deferred"
+        " for each row execute function wait()"
+    )
+
+    async def story():
+        connection = await KEPT[driver][1](shop)
+        async with AsyncEngine(shop.store, transactions=connection) as engine:
+            await engine.ensure_started()
+            with closing(psycopg.connect(shop.place)) as other:
+                other.execute(LOCKS[step])
+                task = asyncio.ensure_future(engine.transaction("a", order, 1, scope="s"))
+                await asyncio.to_thread(until, lambda: shop.ask(WAITING["postgres"]) == [(1,)])
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            assert (shop.orders(), shop.records()) == ([], 0)
+            assert await engine.transaction("a", order, 1, scope="s") == 1
+        await connection.close()
+
+    asyncio.run(story())
+    assert shop.orders() == [1]
 
 
 # --- when it goes back ------------------------------------------------------------------------

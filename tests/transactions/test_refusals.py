@@ -76,8 +76,7 @@ def test_a_handler_that_commits_and_then_refuses_is_in_doubt(site):
 
     async def commit(idiom, connection, number):
         await settled(idiom.write(connection, number))
-        is_asyncpg = idiom.name == "asyncpg"
-        await settled(connection.execute("commit") if is_asyncpg else connection.commit())
+        await settled(idiom.commit(connection))
         return {"error": "declined"}, 402
 
     harness, guarded = site(commit)

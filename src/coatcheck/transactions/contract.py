@@ -17,10 +17,10 @@ from coatcheck.errors import Misconfigured, NotCommitted
 from coatcheck.stores.transaction_statements import Dialect, Statement
 from coatcheck.transactions.errors import is_savepoint_gone
 
-# Set after the claim. To undo what the handler has written and keep the claim with its lock, the end
-# rolls back to it. It is also gone if the handler has committed or rolled back by itself, so on
-# SQLite and MySQL it is always set, and released at the end. PostgreSQL does not need it for that:
-# there, the end finds a row only if the current transaction has written it.
+# Set after the claim. To undo what the handler has written, the end rolls back to it: the claim
+# stays written, and its row locked. If the handler commits or rolls back by itself, the savepoint is
+# gone. To notice that, it is always set on SQLite and MySQL, and released at the end. PostgreSQL
+# needs none for that: there, the end finds a row only if the current transaction has written it.
 _SET_SAVEPOINT = Statement("savepoint coatcheck_handler", ())
 _RELEASE_SAVEPOINT = Statement("release savepoint coatcheck_handler", ())
 _ROLLBACK_TO_SAVEPOINT = Statement("rollback to savepoint coatcheck_handler", ())

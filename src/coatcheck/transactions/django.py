@@ -65,7 +65,7 @@ class DjangoConnection(TransactionConnection):
             return affected
 
     def undo(self) -> Flow[None]:
-        """Undo what the handler has written, with its `on_commit` functions and its rollback mark."""
+        """Undo what the handler has written, its `on_commit` functions and its rollback mark."""
         self.handle.set_rollback(False)
         self.handle.run_on_commit = []
         yield from super().undo()
