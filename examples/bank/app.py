@@ -44,14 +44,13 @@ async def transfer(order: Transfer, operation: CurrentOperation) -> dict[str, ob
     """Move money; all statements and the response are committed together."""
     source, target, amount = order.source, order.target, order.amount
     connection = operation.connection
-    # Refuse before the first write: a 4xx response is stored like any other, and everything that
-    # was written before it is committed with it.
+    # A response of 400 or above undoes what was written before it. Retries get the same response.
     known = await execute(connection, "select id from accounts where id in (?, ?)", source, target)
     if len(known) != 2:
         raise HTTPException(404, "one of the accounts does not exist")
-    debit = "update accounts set balance = balance - ? where id = ? and balance >= ?"
-    left = await execute(connection, f"{debit} returning balance", amount, source, amount)
-    if not left:
+    debit = "update accounts set balance = balance - ? where id = ? returning balance"
+    left = await execute(connection, debit, amount, source)
+    if left[0][0] < 0:
         raise HTTPException(402, "not enough money")
     credit = "update accounts set balance = balance + ? where id = ?"
     await execute(connection, credit, amount, target)

@@ -37,7 +37,7 @@ def started(policy=POLICY, **options):
 def test_a_new_key_begins_executes_and_commits(response):
     """L9."""
     flow, begin = started()
-    assert begin == Begin(Claim(REQUEST.id, 0, begin.swap.record), NOW + POLICY.wait_ms)
+    assert begin == Begin(Claim(REQUEST.id, 0, begin.swap.record), NOW + POLICY.wait_ms, True)
     claim = begin.swap.record
     assert flow.send(None) == Execute(claim)
     commit = flow.send(Outcome(OutcomeKind.COMPLETE, response))
@@ -62,6 +62,29 @@ def test_an_answer_that_is_not_kept_is_rolled_back(kind):
     flow.send(None)
     assert flow.send(Outcome(kind)) == Rollback()
     assert end_of(flow, None) == Executed(begin.swap.record)
+
+
+@pytest.mark.parametrize(
+    ("status", "commit", "scope", "can_undo", "undo"),
+    [
+        (399, "success", "caller", True, False),
+        (400, "success", "caller", True, True),
+        (500, "success", "caller", True, True),  # kept by keep="all"
+        (402, "kept", "caller", False, False),
+        (402, "success", "", False, False),  # a function, whose result is a success
+    ],
+)
+def test_a_refusal_that_is_kept_undoes_the_handlers_writes(status, commit, scope, can_undo, undo):
+    """L9: to the savepoint after the claim, so that the row stays locked until the commit."""
+    policy = Policy(mode="transaction", commit=commit)
+    flow = transactional(REQUEST._replace(scope=scope), policy)
+    begin = next(flow)
+    assert begin.can_undo == can_undo
+    flow.send(None)
+    end = flow.send(Outcome(OutcomeKind.COMPLETE, b"refusal", status))
+    claim = begin.swap.record
+    assert end == Commit(Swap(claim.id, claim.version, completed(claim, b"refusal")), undo)
+    assert end_of(flow, None) == Executed(claim)
 
 
 @pytest.mark.parametrize("recovery", ["retry", "manual"])

@@ -99,7 +99,7 @@ class Atlas:
         return place
 
     def _replayed(self, now_ms: int, events: list[Any]) -> Effect[Any]:
-        request = ClaimRequest(b"I" * 16, self.kind.fingerprint, now_ms, self.nonce)
+        request = ClaimRequest(b"I" * 16, self.kind.fingerprint, now_ms, self.nonce, scope="caller")
         flow = self._serve(request, self.kind.policy, may_claim=self.kind.may_claim)
         asks = next(flow)
         for event in events:

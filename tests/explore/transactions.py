@@ -2,7 +2,7 @@
 
 One record and its effects, visible to others only after the commit. A claim locks the row until its
 transaction ends, so that a duplicate waits, or times out. The adversary crashes clients, loses the
-answer to a commit or the commit itself, makes handlers fail, and lets time pass.
+answer to a commit or the commit itself, makes handlers fail or refuse, and lets time pass.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from coatcheck.core.flow import Flow
 from coatcheck.core.keep import Outcome, OutcomeKind
 from coatcheck.core.lifecycle import Answer, Execute, Executed, Replay, Snapshot, WaitForChange
-from coatcheck.core.record import COMPLETED, GONE, Record
+from coatcheck.core.record import COMPLETED, GONE, Record, Swap
 from coatcheck.core.transaction import Begin, Commit, Rollback
 from coatcheck.errors import StoreUnavailable
 
@@ -28,6 +28,7 @@ class Budget(NamedTuple):
     crashes: int = 0
     unsure: int = 0  # a commit whose answer is lost, or which is lost itself
     failures: int = 0
+    refusals: int = 0  # a handler whose answer is kept and whose effect is undone
     ticks: int = 0  # a waiter's time passes
     windows: int = 0
 
@@ -86,6 +87,9 @@ class TransactionScenario:
             yield from self._begins(world, number, asks)
         elif isinstance(asks, Execute):
             yield self._resumed(world, number, _done_by(number))
+            if world.left.refusals:
+                after = world._replace(left=world.left._replace(refusals=world.left.refusals - 1))
+                yield self._resumed(after, number, _refused_by(number))
             if world.left.failures:
                 after = world._replace(left=world.left._replace(failures=world.left.failures - 1))
                 yield self._resumed(after, number, Raised(HandlerError))
@@ -94,6 +98,8 @@ class TransactionScenario:
             yield from self._commits(world, number, asks)
         elif isinstance(asks, Rollback):
             yield self._resumed(world._replace(holder=None, claim=None), number, None)
+        elif isinstance(asks, Swap):
+            yield self._swaps(world, number, asks)
         else:
             assert isinstance(asks, WaitForChange)
             yield from self._watches(world, number, asks)
@@ -117,13 +123,20 @@ class TransactionScenario:
     def _commits(self, world: World, number: int, commit: Commit) -> Iterator[World]:
         closed = world._replace(holder=None, claim=None)
         assert commit.swap.record is not None
-        effects = (*world.effects, number)
+        effects = world.effects if commit.undo else (*world.effects, number)
         done = closed._replace(record=commit.swap.record, effects=effects)
         yield self._resumed(done, number, None)
         if world.left.unsure:
             left = world.left._replace(unsure=world.left.unsure - 1)
             yield self._resumed(done._replace(left=left), number, Raised(StoreUnavailable))
             yield self._resumed(closed._replace(left=left), number, Raised(StoreUnavailable))
+
+    def _swaps(self, world: World, number: int, swap: Swap) -> World:
+        """A write of its own, outside a transaction."""
+        current = 0 if world.record is None else world.record.version
+        if current != swap.expected:
+            return self._resumed(world, number, world.record or GONE)
+        return self._resumed(world._replace(record=swap.record), number, None)
 
     def _watches(self, world: World, number: int, watch: WaitForChange) -> Iterator[World]:
         current = world.record or GONE
@@ -158,7 +171,7 @@ def explored(scenario: TransactionScenario) -> int:
     waiting = [scenario.start]
     while waiting:
         world = waiting.pop()
-        _check(world, generations=1 + scenario.start.left.windows - world.left.windows)
+        _check(world, scenario.start.left)
         following = list(scenario.steps(world))
         assert following or all(client.is_over for client in world.clients), (
             "no client can continue"
@@ -169,22 +182,44 @@ def explored(scenario: TransactionScenario) -> int:
     return len(seen)
 
 
-def _check(world: World, generations: int) -> None:
+def _check(world: World, budget: Budget) -> None:
     """What holds in every state."""
-    is_done = world.record is not None and world.record.state == COMPLETED
-    assert is_done or world.record is None, "a record without its effect"
-    assert is_done == bool(world.effects), "an effect without its record"
+    generations = 1 + budget.windows - world.left.windows
+    lost = budget.crashes - world.left.crashes + budget.unsure - world.left.unsure
+    final = [n for n, client in enumerate(world.clients) if client.place.outcome in _finals(n)]
+    refused = [n for n in final if world.clients[n].place.outcome == _refused_by(n)]
+    assert len(final) <= generations + lost, "a handler that ran again after a final answer"
     assert len(world.effects) <= generations, "an effect that happened twice"
+    assert not set(refused) & set(world.effects), "an effect of a refusal"
+    if world.record is None:
+        assert not world.effects, "an effect without its record"
+    else:
+        assert world.record.state == COMPLETED, "a record without its answer"
+        given = [*map(_answer_of, world.effects[-1:]), *map(_refusal_of, refused)]
+        assert world.record.response in given, "a record without its effect"
     for number, (place, _) in enumerate(world.clients):
         if isinstance(place.answer, Executed) and place.outcome == _done_by(number):
             assert number in world.effects, "a success that was never committed"
         if isinstance(place.answer, Replay):
-            assert place.answer.response in map(_answer_of, world.effects), "a made-up answer"
+            answers = [*map(_answer_of, world.effects), *map(_refusal_of, refused)]
+            assert place.answer.response in answers, "a made-up answer"
 
 
 def _answer_of(number: int) -> bytes:
     return b"by %d" % number
 
 
+def _refusal_of(number: int) -> bytes:
+    return b"refused by %d" % number
+
+
 def _done_by(number: int) -> Outcome:
     return Outcome(OutcomeKind.COMPLETE, _answer_of(number))
+
+
+def _refused_by(number: int) -> Outcome:
+    return Outcome(OutcomeKind.COMPLETE, _refusal_of(number), status=402)
+
+
+def _finals(number: int) -> tuple[Outcome, Outcome]:
+    return _done_by(number), _refused_by(number)

@@ -1,7 +1,8 @@
 """Processes of `examples/bank` that are paused or killed at a named step of a transfer.
 
-The example does not support MySQL; there, the same statements run in a guarded function. The step
-is recognised by the statements on the connection, whose class is a subclass of the driver's own.
+The example does not support MySQL, which has no `returning`; there, a route of its own does the
+same. The step is recognised by the statements on the connection, whose class is a subclass of the
+driver's own.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ import httpx
 import psycopg
 import pymysql
 import uvicorn
+from fastapi import FastAPI, HTTPException
 from psycopg_pool import AsyncConnectionPool
 
-from coatcheck import AsyncEngine, Engine, Policy, current_operation, transactions
+from coatcheck import AsyncEngine, Policy, transactions
 from coatcheck.core.flow import Flow
+from coatcheck.server.fastapi import CurrentOperation, IdempotencyMiddleware, idempotent
 from coatcheck.stores.transaction_statements import Statement
 from coatcheck.transactions.psycopg import PsycopgConnection
 from tests.support.servers import START_S_MAX
@@ -54,12 +57,15 @@ PATIENT = Policy(wait="30s")
 
 # The steps at which a process may stop. Only after the last one anything may remain.
 STEPS = ("acquired", "claimed", "debited", "credited", "written", "completed", "committed")
+# Those of a transfer that is refused after its debit.
+REFUSED_STEPS = ("debited", "undone", "completed", "committed")
 
 _STATEMENTS = {
     r"insert (or \w+ )?into \S*coatcheck_records": "claimed",
     r"update accounts set balance = balance -": "debited",
     r"update accounts set balance = balance \+": "credited",
     r"insert into transfers": "written",
+    r"^rollback to savepoint": "undone",
     r"update \S*coatcheck_records": "completed",
     r"^commit$": "committed",
 }
@@ -222,17 +228,15 @@ class TransferProcess:
 
 def _transfer_once(order: Order, stop: Stop, replies: Connection) -> None:
     connect = partial(_connect, order.kind, order.place, stop)
-    if order.kind == "mysql":
-        replies.send(_call_once(order, connect))
-    else:
-        replies.send(asyncio.run(_post_once(order, connect)))
+    replies.send(asyncio.run(_post_once(order, connect)))
 
 
 async def _post_once(order: Order, connect: Callable[[], Awaitable[Any]]) -> Reply:
     async with AsyncExitStack() as stack:
         engine = AsyncEngine(order.store, PATIENT, transactions=connect)
         await stack.enter_async_context(engine)
-        transport = httpx.ASGITransport(example.bank_app(engine=engine))
+        bank_app = _mysql_bank_app if order.kind == "mysql" else example.bank_app
+        transport = httpx.ASGITransport(bank_app(engine=engine))
         client = httpx.AsyncClient(transport=transport, base_url="http://bank")
         await stack.enter_async_context(client)
         body = {"source": 1, "target": 2, "amount": order.amount}
@@ -246,25 +250,26 @@ def key_header(key: str) -> dict[str, str]:
     return {"Idempotency-Key": f'"{key}"'}
 
 
-def _call_once(order: Order, connect: Callable[[], Any]) -> Reply:
-    ran = []
+def _mysql_bank_app(engine: AsyncEngine) -> FastAPI:
+    app = FastAPI()
+    app.add_middleware(IdempotencyMiddleware, engine=engine)
 
-    def transfer(amount: int) -> int:
-        ran.append(amount)
-        operation = current_operation()
-        assert operation is not None
+    @app.post("/transfers", status_code=201)
+    @idempotent(mode="transaction")
+    def transfer(order: example.Transfer, operation: CurrentOperation) -> dict[str, int]:
+        amount = order.amount
         with operation.connection.cursor() as cursor:
             cursor.execute("update accounts set balance = balance - %s where id = 1", (amount,))
+            cursor.execute("select balance from accounts where id = 1")
+            ((left,),) = cursor.fetchall()
+            if left < 0:
+                raise HTTPException(402)
             cursor.execute("update accounts set balance = balance + %s where id = 2", (amount,))
             row = (operation.key, 1, 2, amount)
             cursor.execute("insert into transfers values (%s, %s, %s, %s)", row)
-            cursor.execute("select balance from accounts where id = 1")
-            ((left,),) = cursor.fetchall()
-        return int(left)
+        return {"left": left}
 
-    with Engine(order.store, PATIENT, transactions=connect) as engine:
-        left = engine.transaction(order.key, transfer, order.amount, scope="transfers")
-    return Reply(201, not ran, left)
+    return app
 
 
 # ------------------------------------------------------------------------------------- a server

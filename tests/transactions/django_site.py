@@ -18,7 +18,7 @@ from typing import Any
 import django
 from django.conf import settings
 from django.core.wsgi import get_wsgi_application
-from django.db import connection, transaction
+from django.db import IntegrityError, connection, transaction
 from django.http import HttpRequest, JsonResponse
 from django.test.utils import CaptureQueriesContext
 from django.urls import path
@@ -26,6 +26,7 @@ from django.urls import path
 from coatcheck import Policy
 from coatcheck.server.wsgi import IdempotencyMiddleware
 
+NAMES = ("place", "fail", "hook", "decline", "taken")
 RUNS: list[str] = []
 HOOKS: list[bool] = []
 
@@ -39,16 +40,30 @@ def place(request: HttpRequest) -> JsonResponse:
     transaction.on_commit(lambda: HOOKS.append(connection.in_atomic_block))
     if request.path == "/fail":
         raise ValueError("no")
+    if request.path == "/decline":
+        return JsonResponse({"error": "declined"}, status=402)
+    if request.path == "/taken":
+        return _take_again(number)
     if request.path == "/hook":
         transaction.on_commit(_fail)
     return JsonResponse({"number": number}, status=201)
+
+
+def _take_again(number: int) -> JsonResponse:
+    """Answer as a view that catches what its model raised, which marks the block for rollback."""
+    try:
+        with transaction.mark_for_rollback_on_error(), connection.cursor() as cursor:
+            cursor.execute("insert into orders values (%s)", (number,))
+    except IntegrityError:
+        return JsonResponse({"error": "taken"}, status=409)
+    raise AssertionError("it was written twice")
 
 
 def _fail() -> None:
     raise OSError("the broker is away")
 
 
-urlpatterns = [path(name, place) for name in ("place", "fail", "hook")]
+urlpatterns = [path(name, place) for name in NAMES]
 
 
 def post(site: Any, where: str, number: int) -> int:

@@ -125,6 +125,14 @@ def mysql_shop(_directory: Path) -> Shop:
 
 SHOPS = {"sqlite": sqlite_shop, "postgres": postgres_shop, "mysql": mysql_shop}
 
+# How many transactions wait for a row; SQLite locks the file.
+WAITING = {
+    "postgres": "select count(*) from pg_locks where not granted",
+    # Not `innodb_trx`: it is refreshed only ten times a second.
+    "mysql": "select variable_value + 0 from information_schema.global_status"
+    " where variable_name = 'innodb_row_lock_current_waits'",
+}
+
 
 def alchemy_url(shop: Shop, driver: str) -> sa.URL:
     """The shop as SQLAlchemy names it."""
@@ -159,6 +167,10 @@ class Idiom:
             return None
         is_asyncpg = self.name == "asyncpg"
         return connection.execute("rollback") if is_asyncpg else connection.rollback()
+
+    def commit(self, connection: Any) -> Any:
+        """Commit, as a handler might do."""
+        return connection.execute("commit") if self.name == "asyncpg" else connection.commit()
 
 
 def plain_source(shop: Shop) -> Any:

@@ -9,15 +9,8 @@ import pytest
 from sqlalchemy.ext.asyncio import async_sessionmaker
 
 import coatcheck.transactions.asyncpg
-from coatcheck import AsyncEngine, Policy, current_operation
-from coatcheck.core.lifecycle import ClaimRequest, first_attempt
-from coatcheck.core.record import GONE, Swap, completed
+from coatcheck import AsyncEngine, current_operation
 from coatcheck.errors import NotCommitted
-from coatcheck.stores import open_store
-from coatcheck.stores.transaction_statements import transaction_statements_of
-from coatcheck.transactions import adapter_for
-from coatcheck.transactions.contract import call_async
-from tests.support.servers import until
 from tests.transactions.idioms import SHOPS, async_engine
 
 
@@ -129,35 +122,6 @@ def test_a_commit_that_is_refused_leaves_nothing_and_says_why(shop, code):
     assert (shop.orders(), shop.records()) == ([1, 2], 2)
 
 
-WORDS = ["plain", "", "'", "\\", "\\'; drop table orders; --", "%s $1", "größe", "\N{COAT}\0\ud800"]
-
-
-@pytest.mark.parametrize("word", WORDS)
-def test_a_record_is_stored_as_it_is_whatever_its_key_contains(shop, word):
-    """L9: a first attempt and a later one."""
-    ticket = ClaimRequest(b"\0'\\i" * 4, b"f" * 16, 1_800_000_000_000, 2**63 - 1, word, word, word)
-    claim = first_attempt(ticket, Policy(), GONE, ticket.now_ms)
-    again = claim._replace(version=claim.version + 2, attempt=2, progress=b"\\x00'")
-    end = completed(again, b"\\x00'")
-
-    async def write(statements):
-        connection = await asyncpg.connect(shop.place)
-        try:
-            for swap in (Swap(claim.id, 0, claim), Swap(claim.id, claim.version, again)):
-                adapter = adapter_for(connection)
-                assert await call_async(adapter.begin(statements.claim(swap, 1_000)))
-                if swap.record is claim:
-                    await call_async(adapter.commit())
-            change = statements.change(Swap(claim.id, again.version, end))
-            await call_async(adapter.end(change))
-        finally:
-            await connection.close()
-
-    with closing(open_store(shop.store)) as store:
-        asyncio.run(write(transaction_statements_of(store)))
-        assert store.get((claim.id,)) == [end]
-
-
 # --- what goes wrong --------------------------------------------------------------------------
 
 
@@ -238,28 +202,6 @@ def test_a_session_of_sqlalchemys_may_leave_no_statement_running_either(shop):
 
     asyncio.run(main())
     assert shop.records() == 0
-
-
-def test_who_is_cancelled_at_its_claim_gives_its_connection_back_in_order(shop):
-    def is_held_up():
-        return shop.ask("select count(*) from pg_locks where not granted") == [(1,)]
-
-    async def main():
-        async with acquired(shop) as (connection, engine):
-            await engine.ensure_started()
-            with closing(psycopg.connect(shop.place)) as other:
-                other.execute("lock table coatcheck_records in exclusive mode")
-                task = asyncio.ensure_future(order(engine, 1))
-                await asyncio.to_thread(until, is_held_up)
-                task.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await task
-            assert not connection.is_in_transaction()
-            assert (shop.orders(), shop.records()) == ([], 0)
-            assert await order(engine, 1) == 1
-
-    asyncio.run(main())
-    assert shop.orders() == [1]
 
 
 def test_a_claim_that_fails_leaves_no_transaction_open(shop):

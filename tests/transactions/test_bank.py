@@ -24,6 +24,7 @@ from tests.support.servers import START_S_MAX, until
 from tests.support.servers.postgres import Postgres
 from tests.transactions.bank_processes import (
     PROCESSES,
+    REFUSED_STEPS,
     STEPS,
     Order,
     Pause,
@@ -114,10 +115,15 @@ def test_a_transfer_killed_at_any_step_is_made_once_by_its_retry(bank, place):
     assert bank.books() == MOVED
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
-def test_a_refused_transfer_moves_nothing_and_stays_refused(bank):
-    """L9."""
-    assert bank.transfer_process(amount=101).reply() == Reply(402, is_replayed=False)
+@pytest.mark.parametrize("kind", SHOPS)
+@pytest.mark.parametrize("place", REFUSED_STEPS)
+def test_a_refused_transfer_killed_at_any_step_moves_nothing_and_stays_refused(bank, place):
+    """L9: killed before the commit it leaves nothing at all, after it only its refusal."""
+    is_committed = place == "committed"
+    killed = bank.transfer_process(Stop(place), amount=101)
+    assert killed.reply() is None
+    assert bank.books() == ([100, 100], [], int(is_committed))
+    assert bank.transfer_process(amount=101).reply() == Reply(402, is_replayed=is_committed)
     assert bank.transfer_process(amount=101).reply() == Reply(402, is_replayed=True)
     assert bank.books() == ([100, 100], [], 1)
 

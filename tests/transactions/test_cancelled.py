@@ -13,10 +13,12 @@ import pymysql
 import pytest
 
 from coatcheck import AsyncEngine, Policy, current_operation
+from coatcheck.core.keep import Outcome, OutcomeKind
+from coatcheck.core.lifecycle import Executed, Replay
 from coatcheck.engine import transactions
 from coatcheck.errors import StoreUnavailable
 from tests.support.servers import until
-from tests.transactions.idioms import IDIOMS, SHOPS, Shop, settled
+from tests.transactions.idioms import IDIOMS, SHOPS, WAITING, Shop, settled
 
 WAIT_S_MAX = 20.0
 
@@ -48,16 +50,21 @@ class Cancelled:
 
 
 async def cancelled(work, at, *, again):
-    """Whether *work* was cancelled; it is not, where it does not wait so often."""
+    """
+    Whether *work* waits so often that it was cancelled.
+
+    It may have its result all the same: `asyncio.wait_for` of Python 3.11 loses a cancellation.
+    """
+    watched = Cancelled(work, at, again=again)
 
     async def awaited():
-        return await Cancelled(work, at, again=again)
+        return await watched
 
     task = asyncio.ensure_future(awaited())
     await asyncio.wait([task])
     if not task.cancelled():
         task.result()
-    return task.cancelled()
+    return watched.waits >= at
 
 
 AGAIN = pytest.mark.parametrize("again", [False, True], ids=["once", "again and again"])
@@ -76,19 +83,48 @@ def idiom(request):
 def test_a_caller_cancelled_at_any_await_leaves_the_key_and_the_connection_free(harness, again):
     """L9: record and effect agree, and the same key can be used at once."""
 
-    async def story():
-        at, is_cancelled = 0, True
-        while is_cancelled:
-            at += 1
-            work = harness.placing(f"k{at}", at)
-            is_cancelled = await cancelled(work, at, again=again)
-            assert not harness.engine.attempts.in_transaction
-            assert await harness.placing(f"k{at}", at) == {"number": at}
-        return at
+    async def place(number):
+        assert await harness.placing(f"k{number}", number) == {"number": number}
 
-    at = harness.done(story())
+    at = harness.done(cancelled_at_each_wait(harness, place, again=again))
     assert harness.shop.orders() == list(range(1, at + 1))
     assert harness.shop.records() == at
+
+
+@AGAIN
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_refusal_cancelled_at_any_await_leaves_the_key_and_the_connection_free(harness, again):
+    """L9: at the savepoint and at the way back to it, too."""
+    engine, answers = harness.engine, {}
+
+    async def refuse(number):
+        id = number.to_bytes(16)
+        request = engine.attempts.new_request(id, id, key="k", caller="c", label="orders")
+        operation = answers[number] = await engine.begin(request, Policy(mode="transaction"))
+        if not isinstance(operation, Replay):
+            try:
+                await settled(harness.idiom.write(operation.connection, number))
+            except BaseException as error:
+                await engine.fail(operation, error)
+                raise
+            refusal = Outcome(OutcomeKind.COMPLETE, b"refused", 402)
+            answers[number] = await engine.complete(operation, refusal, status=402)
+
+    at = harness.done(cancelled_at_each_wait(harness, refuse, again=again))
+    assert {type(answer) for answer in answers.values()} == {Executed, Replay}
+    assert (harness.shop.orders(), harness.shop.records()) == ([], at)
+
+
+async def cancelled_at_each_wait(harness, work, *, again):
+    """Cancel *work* once at each of its waits, and then let it do the same; how many waits."""
+    await settled(harness.engine.ensure_started())
+    at, is_cancelled = 0, True
+    while is_cancelled:
+        at += 1
+        is_cancelled = await cancelled(work(at), at, again=again)
+        assert not harness.engine.attempts.in_transaction
+        await work(at)
+    return at
 
 
 # --- one connection, which is its owner's -----------------------------------------------------
@@ -198,6 +234,47 @@ def test_a_caller_cancelled_while_it_waits_for_a_file_does_not_lock_it_later(tmp
         await connection.close()
 
     asyncio.run(story())
+
+
+LOCKS = {
+    "the claim": "lock table coatcheck_records in exclusive mode",
+    "the commit": "select pg_advisory_lock(7)",
+}
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+@pytest.mark.parametrize("step", LOCKS)
+def test_a_caller_cancelled_during_a_round_trip_leaves_its_connection_usable(
+    driver, step, tmp_path
+):
+    """L9: while the server executes the claim, or the commit."""
+    shop = SHOPS["postgres"](tmp_path)
+    shop.ask(
+        "create function wait() returns trigger language plpgsql as"
+        " 'begin perform pg_advisory_xact_lock(7); return null; end'"
+    )
+    shop.ask(
+        "create constraint trigger waits after insert on orders deferrable initially deferred"
+        " for each row execute function wait()"
+    )
+
+    async def story():
+        connection = await KEPT[driver][1](shop)
+        async with AsyncEngine(shop.store, transactions=connection) as engine:
+            await engine.ensure_started()
+            with closing(psycopg.connect(shop.place)) as other:
+                other.execute(LOCKS[step])
+                task = asyncio.ensure_future(engine.transaction("a", order, 1, scope="s"))
+                await asyncio.to_thread(until, lambda: shop.ask(WAITING["postgres"]) == [(1,)])
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            assert (shop.orders(), shop.records()) == ([], 0)
+            assert await engine.transaction("a", order, 1, scope="s") == 1
+        await connection.close()
+
+    asyncio.run(story())
+    assert shop.orders() == [1]
 
 
 # --- when it goes back ------------------------------------------------------------------------

@@ -67,6 +67,17 @@ def test_a_view_that_fails_leaves_nothing_and_the_site_goes_on(shop, play, is_at
     assert seen["is_open"] == [age_s > 0] * 3
 
 
+@IS_ATOMIC
+@pytest.mark.parametrize(("where", "status"), [("/decline", 402), ("/taken", 409)])
+def test_a_view_that_refuses_is_undone_and_replayed(shop, play, is_atomic, where, status):
+    """L9: its functions for on_commit() are not called, and the site goes on."""
+    seen = play(shop, (where, 1), (where, 1), ("/place", 2), is_atomic=is_atomic)
+    assert seen["answers"] == [status, status, 201]
+    assert seen["runs"] == [where, "/place"]
+    assert seen["hooks"] == [False]  # of the last one
+    assert (shop.orders(), shop.records()) == ([2], 2)
+
+
 @pytest.mark.parametrize("watch", ["debug", "is_captured"])
 def test_a_site_may_log_its_queries(shop, play, watch):
     """L9: with DEBUG, or in its tests, Django spells each query out with its values."""

@@ -2,25 +2,23 @@
 
 import asyncio
 import functools
-import io
-import json
-from contextlib import suppress
-from typing import Any, NamedTuple
+from contextlib import ExitStack, suppress
 
 import httpx
 import psycopg
 import pytest
 import sqlalchemy as sa
-from fastapi import FastAPI
+from fastapi import FastAPI, HTTPException
 from fastapi.responses import JSONResponse, StreamingResponse
+from flask import Flask, abort
 from sqlalchemy import orm
 
 from coatcheck import AsyncEngine, Engine, Policy, current_operation
 from coatcheck.errors import Misconfigured
-from coatcheck.server.asgi import IdempotencyMiddleware as AsgiMiddleware
 from coatcheck.server.fastapi import CurrentOperation, IdempotencyMiddleware, idempotent
 from coatcheck.server.wsgi import IdempotencyMiddleware as WsgiMiddleware
-from tests.transactions.idioms import SHOPS, alchemy_url, drive, settled
+from tests.transactions.idioms import SHOPS, alchemy_url, settled
+from tests.transactions.sites import AsgiSite, WsgiSite
 
 KEY = {"Idempotency-Key": "order-1"}
 
@@ -30,119 +28,21 @@ def shop(tmp_path):
     return SHOPS["postgres"](tmp_path)
 
 
-class Answer(NamedTuple):
-    """A response; a 500 is what a server makes of an exception."""
-
-    status: int
-    body: Any = None
-    headers: Any = None
-
-    @property
-    def is_replayed(self):
-        return self.headers is not None and self.headers.get("idempotent-replayed") == "true"
-
-
-class AsgiSite:
-    """An ASGI application that calls *place*, and a client for it."""
-
-    def __init__(self, shop, place, *, transactions=None, observers=(), **changes):
-        self.shop, self.place, self.seen = shop, place, []
-        self._runner = asyncio.Runner()
-        policy = Policy(mode="transaction", **changes)
-        self.engine = AsyncEngine(
-            shop.store, policy, transactions=transactions, observers=observers
-        )
-        self._guarded = AsgiMiddleware(self._app, engine=self.engine)
-
-    async def _app(self, _asgi_scope, receive, send):
-        message = await receive()
-        answer, status = await self.place(json.loads(message["body"])["number"])
-        await send({"type": "http.response.start", "status": status, "headers": []})
-        await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
-
-    async def _watched(self, asgi_scope, receive, send):
-        async def watching(message):
-            if message["type"] == "http.response.start":
-                self.seen.append((self.shop.orders(), self.shop.records()))
-            await send(message)
-
-        await self._guarded(asgi_scope, receive, watching)
-
-    async def _posted(self, body):
-        transport = httpx.ASGITransport(self._watched)
-        async with httpx.AsyncClient(transport=transport, base_url="http://shop") as client:
-            try:
-                response = await client.post("/orders", json=body, headers=KEY)
-            except (psycopg.Error, ValueError):
-                return Answer(500)
-        return Answer(response.status_code, response.json(), response.headers)
-
-    def post(self, *numbers):
-        """The answers to orders of *numbers*, one after the other."""
-        return [self._runner.run(self._posted({"number": number})) for number in numbers]
-
-    def close(self):
-        self._runner.run(self.engine.close())
-        self._runner.close()
-
-
-class WsgiSite:
-    """The same for WSGI."""
-
-    def __init__(self, shop, place, *, transactions=None, observers=(), **changes):
-        self.shop, self.place, self.seen = shop, place, []
-        policy = Policy(mode="transaction", **changes)
-        self.engine = Engine(shop.store, policy, transactions=transactions, observers=observers)
-        self._guarded = WsgiMiddleware(self._app, engine=self.engine)
-
-    def _app(self, environ, start_response):
-        answer, status = drive(self.place(json.loads(environ["wsgi.input"].read())["number"]))
-        start_response(f"{status} -", [("Content-Type", "application/json")])
-        return [json.dumps(answer).encode()]
-
-    def _posted(self, body):
-        sent, started = json.dumps(body).encode(), []
-        environ = {
-            "REQUEST_METHOD": "POST",
-            "PATH_INFO": "/orders",
-            "QUERY_STRING": "",
-            "CONTENT_TYPE": "application/json",
-            "CONTENT_LENGTH": str(len(sent)),
-            "HTTP_IDEMPOTENCY_KEY": KEY["Idempotency-Key"],
-            "wsgi.input": io.BytesIO(sent),
-        }
-
-        def start_response(status, headers, *_):
-            self.seen.append((self.shop.orders(), self.shop.records()))
-            started.append((int(status[:3]), httpx.Headers(headers)))
-
-        try:
-            body = b"".join(self._guarded(environ, start_response))
-        except (psycopg.Error, ValueError):
-            return Answer(500)
-        ((status, headers),) = started
-        return Answer(status, json.loads(body), headers)
-
-    def post(self, *numbers):
-        """The answers to orders of *numbers*, one after the other."""
-        return [self._posted({"number": number}) for number in numbers]
-
-    def close(self):
-        self.engine.close()
-
-
 @pytest.fixture(params=[AsgiSite, WsgiSite], ids=["asgi", "wsgi"])
 def site(request, shop):
     """Makes sites of either kind, and closes them."""
-    made = []
+    is_async = request.param is AsgiSite
+    with ExitStack() as stack:
 
-    def make(place, **options):
-        made.append(request.param(shop, place, **options))
-        return made[-1]
+        def make(place, *, transactions=None, observers=(), **changes):
+            run = stack.enter_context(asyncio.Runner()).run if is_async else None
+            policy = Policy(mode="transaction", **changes)
+            options = {"transactions": transactions, "observers": observers}
+            engine = (AsyncEngine if is_async else Engine)(shop.store, policy, **options)
+            stack.callback(lambda: run(engine.close()) if is_async else engine.close())
+            return request.param(engine, place, run, lambda: (shop.orders(), shop.records()))
 
-    yield make
-    for one in made:
-        one.close()
+        yield make
 
 
 async def execute(text, *values):
@@ -219,22 +119,6 @@ def test_a_commit_with_an_unknown_outcome_is_a_503_with_the_same_key(shop, site)
     assert (second.status, shop.orders(), shop.records()) == (201, [1], 1)
 
 
-def test_a_refusal_after_a_failed_statement_reaches_its_client(shop, site):
-    """L9: PostgreSQL commits nothing any more, and nothing was to be committed."""
-
-    async def refuse(number):
-        try:
-            return await place(number)
-        except psycopg.errors.UniqueViolation:
-            return {"error": "taken"}, 409
-
-    shop.ask("insert into orders values (5)")
-    first, second = site(refuse).post(5, 5)
-    assert first[:2] == second[:2] == (409, {"error": "taken"})
-    assert not second.is_replayed
-    assert shop.records() == 0
-
-
 def test_a_success_after_a_failed_statement_does_not_leave(shop, site):
     """L9: the handler takes its row for written, and the database has aborted the transaction."""
 
@@ -247,44 +131,6 @@ def test_a_success_after_a_failed_statement_does_not_leave(shop, site):
     (answer,) = site(swallow).post(5)
     assert answer.status == 500
     assert shop.records() == 0
-
-
-def test_a_refusal_is_kept_with_what_was_written_beside_it(shop, site):
-    """L12: a declined attempt is an outcome like any other."""
-
-    async def decline(number):
-        await place(number)
-        return {"error": "declined"}, 402
-
-    first, second = site(decline).post(1, 1)
-    assert [first.status, second.status] == [402, 402]
-    assert second.is_replayed
-    assert shop.orders() == [1]
-
-
-def test_duplicates_that_wait_for_a_refusal_get_it_and_do_not_run(shop):
-    """L1, L9: the row is locked until the refusal is stored, also for another node."""
-    runs, has_begun, may_end = [], asyncio.Event(), asyncio.Event()
-
-    async def decline(number):
-        runs.append(number)
-        has_begun.set()
-        await may_end.wait()
-        return {"error": "declined"}, 402
-
-    async def story() -> None:
-        posts = [asyncio.ensure_future(node._posted({"number": 1})) for node in nodes * 2]
-        await has_begun.wait()
-        may_end.set()
-        answers = await asyncio.gather(*posts)
-        assert [answer.status for answer in answers] == [402] * 4
-        assert sorted(answer.is_replayed for answer in answers) == [False, True, True, True]
-        for node in nodes:
-            await node.engine.close()
-
-    nodes = [AsgiSite(shop, decline, wait="20s") for _ in range(2)]
-    asyncio.run(story())
-    assert runs == [1]
 
 
 def test_another_request_with_the_same_key_is_refused_and_writes_nothing(shop, site):
@@ -395,6 +241,25 @@ def test_an_error_response_of_the_framework_is_undone_and_not_replayed(shop, pos
     assert (len(runs), shop.orders(), shop.records()) == (2, [1], 1)
 
 
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_refusal_of_a_route_is_undone_and_replayed(shop, posted, raises):
+    """L9: the same for a raised HTTPException and a returned response."""
+    runs = []
+
+    async def route(body: dict[str, int]):
+        runs.append(1)
+        await place(body["number"])
+        if raises:
+            raise HTTPException(402, "declined")
+        return JSONResponse({"detail": "declined"}, status_code=402)
+
+    first, second = posted(route)
+    assert [first.status_code, second.status_code] == [402, 402]
+    assert first.json() == second.json() == {"detail": "declined"}
+    assert second.headers["idempotent-replayed"] == "true"
+    assert (len(runs), shop.orders(), shop.records()) == (1, [], 1)
+
+
 def test_a_response_too_large_to_keep_is_committed_before_it_streams(shop, posted):
     """L12: its first byte leaves after the commit, and a retry gets a 409: it was not kept."""
 
@@ -406,6 +271,19 @@ def test_a_response_too_large_to_keep_is_committed_before_it_streams(shop, poste
     assert (first.status_code, len(first.content)) == (201, 1_000)
     assert (second.status_code, second.json()["code"]) == (409, "result-unavailable")
     assert shop.orders() == [1]
+
+
+def test_a_refusal_too_large_to_keep_is_undone_before_it_streams(shop, posted):
+    """L9, L12: its status decides; a retry gets a 409, and does not run."""
+
+    async def route(body: dict[str, int]):
+        await place(body["number"])
+        return StreamingResponse((b"x" * 100 for _ in range(10)), status_code=402)
+
+    first, second = posted(route, response_bytes_max=150)
+    assert (first.status_code, len(first.content)) == (402, 1_000)
+    assert (second.status_code, second.json()["code"]) == (409, "result-unavailable")
+    assert (shop.orders(), shop.records()) == ([], 1)
 
 
 def test_a_store_that_cannot_do_it_is_refused_before_anything_runs():
@@ -427,3 +305,24 @@ def test_a_store_that_cannot_do_it_is_refused_before_anything_runs():
     with pytest.raises(Misconfigured, match="needs a store in a SQL database"):
         asyncio.run(main())
     assert runs == []
+
+
+# --- WSGI -------------------------------------------------------------------------------------
+
+
+def test_a_refusal_of_a_flask_view_is_undone_and_replayed(shop):
+    """L9: `abort` raises, and Flask makes a response of it."""
+    app, runs = Flask(__name__), []
+
+    @app.post("/orders")
+    def view():
+        runs.append(1)
+        current_operation().connection.execute("insert into orders values (1)")
+        abort(409)
+
+    app.wsgi_app = WsgiMiddleware(app.wsgi_app, store=shop.store, policy=Policy(mode="transaction"))
+    first, second = (app.test_client().post("/orders", headers=KEY) for _ in range(2))
+    app.wsgi_app.engine.close()
+    assert [first.status_code, second.status_code] == [409, 409]
+    assert second.headers["idempotent-replayed"] == "true"
+    assert (len(runs), shop.orders(), shop.records()) == (1, [], 1)

@@ -9,7 +9,7 @@ from flask import Flask, jsonify
 from sqlalchemy import orm
 from sqlalchemy.ext.asyncio import async_scoped_session, async_sessionmaker
 
-from coatcheck import AsyncEngine, Policy, current_operation
+from coatcheck import AsyncEngine, Engine, Policy, current_operation
 from coatcheck.errors import Misconfigured
 from coatcheck.server.wsgi import IdempotencyMiddleware
 from coatcheck.transactions import adapter_for
@@ -21,8 +21,10 @@ from tests.transactions.idioms import (
     Order,
     alchemy_url,
     async_engine,
+    drive,
     settled,
 )
+from tests.transactions.sites import AsgiSite, WsgiSite
 
 DRIVERS = {"sqlite": "pysqlite", "postgres": "psycopg", "mysql": "pymysql"}
 ASYNC_DRIVERS = {"sqlite": "aiosqlite", "postgres": "asyncpg", "mysql": "asyncmy"}
@@ -272,3 +274,81 @@ def test_a_savepoint_that_was_left_open_and_broken_undoes_everything(shop, alche
     with pytest.raises(sa.exc.IntegrityError):
         SYNC.run(run(shop, SYNC, orm.sessionmaker(alchemy), broken))
     assert (shop.orders(), shop.records()) == ([1], 0)
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+@EITHER
+def test_a_session_forgets_what_a_refused_handler_has_added_changed_and_deleted(shop, code):
+    """L9: flushed or not, and also in a savepoint that the handler left open."""
+    shop.ask("insert into orders values (1), (2), (3)")
+
+    async def decline(_number):
+        session = current_operation().connection
+        changed, deleted, flushed = [await settled(session.get(Order, n)) for n in (1, 2, 3)]
+        await settled(session.delete(flushed))
+        session.add(Order(number=5))
+        await settled(session.flush())
+        await settled(session.begin_nested())
+        changed.number = 11
+        await settled(session.delete(deleted))
+        session.add(Order(number=6))
+        return {"error": "declined"}, 402
+
+    async def main():
+        alchemy = engine_of_alchemy(shop, code)
+        policy, source = Policy(mode="transaction"), sessionmaker(code)(alchemy)
+        engine = (AsyncEngine if code.is_async else Engine)(shop.store, policy, transactions=source)
+        if code.is_async:
+            answers = [await AsgiSite(engine, decline, None).posted(1) for _ in range(2)]
+        else:
+            answers = WsgiSite(engine, decline, None).post(1, 1)
+        await settled(engine.close())
+        assert alchemy.pool.checkedout() == 0
+        await settled(alchemy.dispose())
+        return answers
+
+    first, second = code.run(main())
+    assert [first.status, second.status, second.is_replayed] == [402, 402, True]
+    assert (shop.orders(), shop.records()) == ([1, 2, 3], 1)
+
+
+def test_a_session_that_was_there_before_a_refusal_can_be_used_after_it(shop, alchemy):
+    """L9: its own objects are in it, and those of the handler are not."""
+    shop.ask("insert into orders values (1)")
+
+    async def decline(number):
+        kept.number = 11
+        session.add(Order(number=number))
+        return {"error": "declined"}, 402
+
+    with orm.Session(alchemy) as session:
+        kept = session.get(Order, 1)
+        session.commit()
+        policy = Policy(mode="transaction")
+        with closing(Engine(shop.store, policy, transactions=session)) as engine:
+            (answer,) = WsgiSite(engine, decline, None).post(2)
+        assert answer.status == 402
+        assert (kept.number, kept in session, list(session.new)) == (1, True, [])
+        session.add(Order(number=3))
+        session.commit()
+    assert shop.orders() == [1, 3]
+
+
+@pytest.mark.parametrize(("commit", "has_savepoint"), [("success", True), ("kept", False)])
+def test_a_session_has_a_savepoint_only_where_its_work_may_be_undone(
+    shop, alchemy, commit, has_savepoint
+):
+    """L9: it is one more round trip, which functions and commit="kept" do not pay."""
+    found = []
+
+    async def look(number):
+        found.append(current_operation().connection.in_nested_transaction())
+        return {"number": number}, 402
+
+    policy, source = Policy(mode="transaction", commit=commit), orm.sessionmaker(alchemy)
+    with closing(Engine(shop.store, policy, transactions=source)) as engine:
+        WsgiSite(engine, look, None).post(1)
+        engine.run("a", lambda: drive(look(1)), scope="orders")
+    assert found == [has_savepoint, False]

@@ -14,10 +14,9 @@ import pytest
 import sqlalchemy as sa
 from psycopg_pool import ConnectionPool
 from sqlalchemy import orm
-from sqlalchemy.ext.asyncio import AsyncSession
 
 from coatcheck import AsyncEngine, Engine, KeyRing, Policy, current_operation
-from coatcheck.core.record import IN_DOUBT, STATE_NAMES, Swap
+from coatcheck.core.record import STATE_NAMES, Swap
 from coatcheck.errors import (
     KeyBusy,
     Misconfigured,
@@ -32,10 +31,10 @@ from tests.support.servers.postgres import Postgres, postgres
 from tests.transactions.idioms import (
     CODES,
     SHOPS,
+    WAITING,
     Order,
     Shop,
     alchemy_url,
-    async_engine,
     settled,
 )
 
@@ -81,14 +80,6 @@ def place(number):
 
 async def nothing():
     pass
-
-
-WAITING = {
-    "postgres": "select count(*) from pg_locks where not granted",
-    # Not `innodb_trx`: it is refreshed only ten times a second.
-    "mysql": "select variable_value + 0 from information_schema.global_status"
-    " where variable_name = 'innodb_row_lock_current_waits'",
-}
 
 
 # --- duplicates -------------------------------------------------------------------------------
@@ -475,23 +466,6 @@ def test_an_implicit_commit_is_noticed(kind, tmp_path, open_engine):
         open_engine(shop).transaction("a", commit, 1, scope="orders")
 
 
-def test_what_a_handler_has_committed_by_itself_does_not_run_again_by_itself(anywhere, open_engine):
-    """L9: its claim is stored without a completion, and part of its work may be missing."""
-    engine = open_engine(anywhere, Policy(lease="1s"))
-
-    def commit(number):
-        place(number)
-        current_operation().connection.commit()
-        return number
-
-    with pytest.raises(NotCommitted, match="has committed"):
-        engine.transaction("a", commit, 1, scope="orders")
-    with pytest.raises(OutcomeUnknown):
-        engine.transaction("a", commit, 1, scope="orders")
-    assert anywhere.orders() == [1]
-    assert anywhere.ask("select state from coatcheck_records") == [(IN_DOUBT,)]
-
-
 @EITHER
 def test_psycopgs_own_block_in_a_handler_is_the_handlers_own_commit(shop, code):
     """L9: `with connection` commits and closes, so there is no outage, and nothing runs again."""
@@ -558,55 +532,6 @@ def test_a_serialization_failure_is_retried_only_where_that_is_said_to_be_safe(
 
 
 # --- sources of connections --------------------------------------------------------------------
-
-
-def test_a_connection_in_a_transaction_already_is_refused(anywhere, open_engine):
-    """L9: losing against a duplicate rolls back, and that must not undo earlier work."""
-    engine = open_engine(anywhere)
-    engine.ensure_started()  # the store cannot be opened while SQLite's file is locked
-    with closing(anywhere.connect()) as connection:
-        cursor = connection.cursor()
-        cursor.execute("insert into orders values (1)")
-        with pytest.raises(Misconfigured, match="in a transaction already"):
-            engine.transaction("a", place, 2, connection=connection)
-        connection.commit()
-        assert engine.transaction("a", place, 2, connection=connection) == 2
-    assert anywhere.orders() == [1, 2]
-
-
-@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
-def test_a_connection_refused_on_an_event_loop_keeps_its_earlier_work(shop, driver):
-    """L9: a session of SQLAlchemy's, and the driver's connection under it."""
-
-    async def main():
-        alchemy = async_engine(shop, driver)
-        async with AsyncEngine(shop.store) as engine, AsyncSession(alchemy) as session:
-            await session.execute(sa.text("insert into orders values (1)"))
-            with pytest.raises(Misconfigured, match="in a transaction already"):
-                await engine.transaction("a", nothing, connection=session)
-            raw = await (await session.connection()).get_raw_connection()
-            with pytest.raises(Misconfigured, match="in a transaction already"):
-                await engine.transaction("a", nothing, connection=raw.driver_connection)
-            await session.commit()
-        await alchemy.dispose()
-
-    asyncio.run(main())
-    assert shop.orders() == [1]
-
-
-def test_a_session_that_is_refused_keeps_its_earlier_work(anywhere, open_engine):
-    """L9: the same where SQLAlchemy knows of the transaction."""
-    drivers = {"sqlite": "pysqlite", "postgres": "psycopg", "mysql": "pymysql"}
-    alchemy = sa.create_engine(alchemy_url(anywhere, drivers[anywhere.kind]))
-    engine = open_engine(anywhere)
-    engine.ensure_started()
-    with orm.Session(alchemy) as session:
-        session.execute(sa.text("insert into orders values (1)"))
-        with pytest.raises(Misconfigured, match="in a transaction already"):
-            engine.transaction("a", place, 2, connection=session)
-        session.commit()
-    alchemy.dispose()
-    assert anywhere.orders() == [1]
 
 
 def test_an_operation_within_another_on_its_connection_is_refused_and_undoes_nothing(

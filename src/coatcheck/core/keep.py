@@ -35,6 +35,7 @@ class Outcome(NamedTuple):
 
     kind: OutcomeKind
     response: bytes | None = None
+    status: int = 200  # of the response; a function's result counts as a success
 
 
 # "Not now": the same request may succeed later, so the answer must not be replayed for a day.
@@ -42,7 +43,7 @@ _TRANSIENT = frozenset({408, 425, 429})
 # Refused before any work. The client corrects the request and retries with the same key.
 _REFUSED_EARLY = frozenset({401, 403, 407, 413, 415})
 
-_CLIENT_ERROR = 400
+CLIENT_ERROR = 400
 _SERVER_ERROR = 500
 
 
@@ -57,7 +58,7 @@ def outcome_kind_of(response: Response, keep: Keep, *, reruns: bool) -> OutcomeK
     if callable(keep):
         is_kept = keep(response)
         refuse_awaitable("keep", is_kept)  # a coroutine would count as True
-    elif status < _CLIENT_ERROR:
+    elif status < CLIENT_ERROR:
         is_kept = True
     elif status in _TRANSIENT or status in _REFUSED_EARLY:
         is_kept = False

@@ -71,6 +71,9 @@ class Policy:
     unrecorded: Literal["503", "answer"] = "503"
     # "record": claim and result are separate commits; "transaction": one commit with the effect.
     mode: Literal["record", "transaction"] = "record"
+    # Transaction mode: which answers commit the handler's writes: "success" (2xx and 3xx), or every
+    # answer that is "kept". A 4xx answer whose writes are rolled back is kept all the same.
+    commit: Literal["success", "kept"] = "success"
     # Transaction mode: how often the handler runs again after a deadlock or a serialization
     # failure. 0: its other effects may not be repeatable.
     transaction_retries: int = 0
@@ -278,6 +281,7 @@ _CHOICES: Mapping[str, tuple[Any, ...]] = {
     "recovery": ("retry", "reconcile", "manual"),
     "unrecorded": ("503", "answer"),
     "mode": ("record", "transaction"),
+    "commit": ("success", "kept"),
     "on_expired": ("new", "refuse"),
     "expired_status": (409, 410, 412, 429),
 }

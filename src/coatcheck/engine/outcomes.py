@@ -31,13 +31,16 @@ def outcome_of_response(response: Response, policy: Policy) -> Outcome:
             raise
         logger.exception("keep= raised: the answer is kept, so that its work does not run again")
         kind = COMPLETE if policy.reruns else _final_or_in_doubt(response)
-    return Outcome(COMPLETE, encode_response(response)) if kind is COMPLETE else Outcome(kind)
+    if kind is not COMPLETE:
+        return Outcome(kind)
+    return Outcome(COMPLETE, encode_response(response), response.status)
 
 
 def outcome_of_partial(response: Response, policy: Policy) -> Outcome:
     """The same for a response that is too large to keep, or never ends: its status decides."""
     keep = "final" if callable(policy.keep) else policy.keep
-    return Outcome(outcome_kind_of(response, keep, reruns=policy.reruns))
+    kind = outcome_kind_of(response, keep, reruns=policy.reruns)
+    return Outcome(kind, status=response.status)
 
 
 def outcome_of_accepted(response: Response, policy: Policy) -> Outcome:
@@ -50,7 +53,7 @@ def outcome_of_accepted(response: Response, policy: Policy) -> Outcome:
     if outcome.kind is not OutcomeKind.REJECT:
         return outcome
     is_kept = len(response.body) <= policy.response_bytes_max
-    return Outcome(COMPLETE, encode_response(response) if is_kept else None)
+    return Outcome(COMPLETE, encode_response(response) if is_kept else None, response.status)
 
 
 def _final_or_in_doubt(response: Response) -> OutcomeKind:

@@ -104,7 +104,7 @@ class OperationTransaction:
         if isinstance(effect, Begin):
             return (yield from self._begin(effect))
         if isinstance(effect, Commit):
-            yield from self._commit(effect.swap)
+            yield from self._commit(effect.swap, undo=effect.undo)
         else:
             yield from self._roll_back()
         return None
@@ -137,7 +137,7 @@ class OperationTransaction:
         is_claimed = False
         try:
             for _ in range(1 + _GONE_MAX):
-                kind = yield from self._claim(begin.swap)
+                kind = yield from self._claim(begin)
                 is_claimed = kind is None
                 if is_claimed:
                     self._attempts.telemetry.happened(Claimed, claim)
@@ -160,7 +160,7 @@ class OperationTransaction:
                 finally:
                     self._leave(conflict)
 
-    def _claim(self, swap: Swap) -> Flow[ErrorKind | None]:
+    def _claim(self, begin: Begin) -> Flow[ErrorKind | None]:
         """
         Write the claim in a new transaction, which stays open, and return None.
 
@@ -168,7 +168,7 @@ class OperationTransaction:
         """
         for tries_left in reversed(range(TRIES)):
             try:
-                if (yield from self._try_claim(swap)):
+                if (yield from self._try_claim(begin)):
                     return None
                 kind: ErrorKind | None = ErrorKind.DUPLICATE
             except CoatcheckError as error:
@@ -184,7 +184,7 @@ class OperationTransaction:
                 return kind
         raise AssertionError  # the last try has returned or raised
 
-    def _try_claim(self, swap: Swap) -> Flow[bool]:
+    def _try_claim(self, begin: Begin) -> Flow[bool]:
         acquired = yield from Call(self._access.acquire, (self._database.source,))
         connection: TransactionConnection
         connection, self._give_back = acquired
@@ -196,20 +196,21 @@ class OperationTransaction:
         # At least 1: some databases take 0 for "no limit".
         wait_ms = max(1, self._until_ms - self._attempts.now_ms())
         self._connection = connection
+        claim = self._database.statements.claim(begin.swap, wait_ms)
         try:
-            return (yield from connection.begin(self._database.statements.claim(swap, wait_ms)))
+            return (yield from connection.begin(claim, can_undo=begin.can_undo))
         except InTransaction:
             self._connection = None  # the open transaction is its owner's: no rollback
             raise
 
     # --- complete and commit --------------------------------------------------------------------
 
-    def _commit(self, swap: Swap) -> Flow[None]:
+    def _commit(self, swap: Swap, *, undo: bool) -> Flow[None]:
         connection, claim = self._connection, self._claimed
         assert connection is not None
         assert claim is not None
         try:
-            yield from connection.end(self._database.statements.change(swap))
+            yield from connection.end(self._database.statements.change(swap), undo=undo)
         except Exception as error:
             yield from self.abandon()
             meaning = self._meaning_of(error)

@@ -34,8 +34,8 @@ def refusal_passes(response: Response, error: Exception) -> bool:
     """
     *response* is the handler's own refusal, so that the failed commit changes nothing for it.
 
-    PostgreSQL commits nothing after a failed statement, and a handler may have rolled back before
-    it refused. The client gets the refusal, which is not kept: a retry runs again.
+    A handler may have rolled back by itself before it refused, or a deadlock did. The client gets
+    the refusal, which is not kept: a retry runs again.
     """
     if response.status < HTTPStatus.BAD_REQUEST:
         return False

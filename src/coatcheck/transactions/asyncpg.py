@@ -56,7 +56,8 @@ class AsyncpgConnection(TransactionConnection):
         limit_s = None if statement.timeout_s == inf else statement.timeout_s
         execute = partial(self.handle.execute, timeout=limit_s)
         status: str = yield from Call(execute, (numbered(statement.text), *statement.values))
-        return int(status.rpartition(" ")[2])  # such as "INSERT 0 1", "UPDATE 1"
+        affected = status.rpartition(" ")[2]  # such as "INSERT 0 1", "UPDATE 1", "SAVEPOINT"
+        return int(affected) if affected.isdecimal() else 0
 
     def is_closed(self) -> bool:
         """It was closed, or went back to its pool; asyncpg does not show who did that."""

@@ -17,19 +17,21 @@ from coatcheck.errors import Misconfigured, NotCommitted
 from coatcheck.stores.transaction_statements import Dialect, Statement
 from coatcheck.transactions.errors import is_savepoint_gone
 
-# Set after the claim and released before the end. If the handler commits or rolls back meanwhile,
-# the savepoint is gone. PostgreSQL needs none: there, the end finds a row only if the current
-# transaction has written it.
-_SET_SAVEPOINT = Statement("savepoint coatcheck_claim", ())
-_RELEASE_SAVEPOINT = Statement("release savepoint coatcheck_claim", ())
+# Set after the claim. To undo what the handler has written, the end rolls back to it: the claim
+# stays written, and its row locked. If the handler commits or rolls back by itself, the savepoint is
+# gone. To notice that, it is always set on SQLite and MySQL, and released at the end. PostgreSQL
+# needs none for that: there, the end finds a row only if the current transaction has written it.
+_SET_SAVEPOINT = Statement("savepoint coatcheck_handler", ())
+_RELEASE_SAVEPOINT = Statement("release savepoint coatcheck_handler", ())
+_ROLLBACK_TO_SAVEPOINT = Statement("rollback to savepoint coatcheck_handler", ())
 
 _CLOSED = (
     "the connection was closed before the operation was complete; leave that to the pool or "
     "function that it comes from"
 )
 _ENDED = (
-    "the handler has committed or rolled back by itself; leave that to the operation, or use a "
-    "savepoint"
+    "the handler has committed or rolled back by itself, or a deadlock has undone its transaction; "
+    "leave commit and rollback to the operation, or use a savepoint"
 )
 
 
@@ -77,34 +79,51 @@ class TransactionConnection:
         """Roll the transaction back."""
         raise NotImplementedError
 
-    def begin(self, claim: Iterable[Statement]) -> Flow[bool]:
+    def begin(self, claim: Iterable[Statement], *, can_undo: bool = False) -> Flow[bool]:
         """
         Begin a transaction and write *claim* in it; return whether it was written.
 
-        Executes the statements of *claim* in order until one of them affects a row.
+        Executes the statements of *claim* in order until one of them affects a row. *can_undo*:
+        `end` may have to undo what the handler writes.
         """
         yield from self.start()
         for statement in claim:
             if (yield from self.write(statement)) == 1:
-                if self.dialect != "postgresql":
-                    yield from self.write(_SET_SAVEPOINT)
+                yield from self.set_savepoint(can_undo=can_undo)
                 return True
         return False
 
-    def end(self, completion: Statement) -> Flow[None]:
-        """Write *completion* and commit; raises `NotCommitted` if our transaction is over."""
+    def end(self, completion: Statement, *, undo: bool = False) -> Flow[None]:
+        """
+        Write *completion* and commit; raises `NotCommitted` if our transaction is over.
+
+        *undo*: before that, undo what the handler has written. The claim keeps its lock meanwhile.
+        """
         if self.is_closed():
             raise NotCommitted(_CLOSED)
-        if self.dialect != "postgresql":
-            try:
-                yield from self.write(_RELEASE_SAVEPOINT)
-            except Exception as error:
-                if is_savepoint_gone(error, self.dialect):
-                    raise NotCommitted(_ENDED) from error
-                raise
+        try:
+            yield from self.undo() if undo else self.release_savepoint()
+        except Exception as error:
+            if is_savepoint_gone(error, self.dialect):
+                raise NotCommitted(_ENDED) from error
+            raise
         if (yield from self.write(completion)) != 1:
             raise NotCommitted(_ENDED)
         yield from self.commit()
+
+    def set_savepoint(self, *, can_undo: bool) -> Flow[None]:
+        """Set a savepoint after the claim, unless the database needs none for this operation."""
+        if can_undo or self.dialect != "postgresql":
+            yield from self.write(_SET_SAVEPOINT)
+
+    def release_savepoint(self) -> Flow[None]:
+        """Release the savepoint if its absence shows that our transaction is over."""
+        if self.dialect != "postgresql":
+            yield from self.write(_RELEASE_SAVEPOINT)
+
+    def undo(self) -> Flow[None]:
+        """Undo what the handler has written, and keep the claim."""
+        yield from self.write(_ROLLBACK_TO_SAVEPOINT)
 
 
 def call(flow: Flow[Any]) -> Any:  # noqa: ANN401 - what the flow returns

@@ -64,6 +64,12 @@ class DjangoConnection(TransactionConnection):
             affected: int = cursor.rowcount
             return affected
 
+    def undo(self) -> Flow[None]:
+        """Undo what the handler has written, its `on_commit` functions and its rollback mark."""
+        self.handle.set_rollback(False)
+        self.handle.run_on_commit = []
+        yield from super().undo()
+
     def is_closed(self) -> bool:
         """Never: Django marks the block for rollback instead, and `write` raises."""
         return False

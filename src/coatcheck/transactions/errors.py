@@ -53,7 +53,8 @@ _MYSQL = {
     2013: ErrorKind.UNREACHABLE,
     2055: ErrorKind.UNREACHABLE,
 }
-_MYSQL_NO_SAVEPOINT = 1305
+# PostgreSQL: there is no such savepoint, or no transaction at all. MySQL: no such savepoint.
+_NO_SAVEPOINT = ("3B001", "25P01", 1305)
 # Read-only. For a claim that means a standby, so the server counts as unreachable. For an end it
 # means that the handler has made its transaction read-only, because the claim was written before.
 _READ_ONLY = ("25006", 1792)
@@ -78,9 +79,12 @@ def error_kind_of(error: BaseException, dialect: Dialect) -> ErrorKind | None:
 
 def is_savepoint_gone(error: BaseException, dialect: Dialect) -> bool:
     """The savepoint does not exist any more, so the transaction in which it was set is over."""
-    if dialect == "mysql":
-        return any(_code_of(cause, dialect) == _MYSQL_NO_SAVEPOINT for cause in _causes(error))
-    return any(str(cause).startswith("no such savepoint") for cause in _causes(error))
+    return any(
+        _code_of(cause, dialect) in _NO_SAVEPOINT
+        or str(cause).startswith("no such savepoint")  # SQLite has no code for it
+        or type(cause).__name__ == "ResourceClosedError"  # a session of SQLAlchemy has closed it
+        for cause in _causes(error)
+    )
 
 
 def is_busy(error: BaseException) -> bool:

@@ -65,23 +65,24 @@ class ThreadedConnection(TransactionConnection):
         self._has_begun = False
         self._last: Future[Any] | None = None
 
-    def begin(self, claim: Iterable[Statement]) -> Flow[bool]:
+    def begin(self, claim: Iterable[Statement], *, can_undo: bool = False) -> Flow[bool]:
         """Begin a transaction and write *claim* in it; return whether it was written."""
-        is_written: bool = yield from Call(self._call, (_CLAIMING, self._begin, claim))
+        is_written: bool = yield from Call(self._call, (_CLAIMING, self._begin, claim, can_undo))
         return is_written
 
-    def _begin(self, claim: Iterable[Statement]) -> bool:
+    def _begin(self, claim: Iterable[Statement], can_undo: bool) -> bool:  # noqa: FBT001 - an executor passes it
         self._has_begun = True
         try:
-            is_written: bool = call(self._connection.begin(claim))
+            is_written: bool = call(self._connection.begin(claim, can_undo=can_undo))
         except InTransaction:  # noted here, because a cancelled caller does not get the exception
             self._has_begun = False
             raise
         return is_written
 
-    def end(self, completion: Statement) -> Flow[None]:
+    def end(self, completion: Statement, *, undo: bool = False) -> Flow[None]:
         """Write *completion* and commit; raises `NotCommitted` if our transaction is over."""
-        yield from Call(self._call, (_ENDING, call, self._connection.end(completion)))
+        end = self._connection.end(completion, undo=undo)
+        yield from Call(self._call, (_ENDING, call, end))
 
     def rollback(self) -> Flow[None]:
         """Roll back, if a transaction was begun."""

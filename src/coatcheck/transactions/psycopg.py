@@ -77,13 +77,13 @@ class PsycopgConnection(TransactionConnection):
         """The handler has closed it, or left its `with` block."""
         return self._was_closed
 
-    def end(self, completion: Statement) -> Flow[None]:
+    def end(self, completion: Statement, *, undo: bool = False) -> Flow[None]:
         """Write *completion* and commit; raises `NotCommitted` if our transaction is over."""
         if not self._was_closed and (yield from self._is_busy()):
             raise NotCommitted(_BUSY)
         if not self._was_closed and self._is_in_pipeline():
             raise NotCommitted(_IN_PIPELINE)
-        yield from super().end(completion)
+        yield from super().end(completion, undo=undo)
 
     def commit(self) -> Flow[None]:
         """Commit."""

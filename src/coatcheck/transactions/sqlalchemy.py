@@ -1,7 +1,9 @@
 """SQLAlchemy: connections of the Core and sessions of the ORM, sync and async.
 
 Our statements go to the driver unchanged, with the driver's own placeholders. A session is
-committed as a whole, so that it flushes what the handler has added to it. Of a `scoped_session` we
+committed as a whole, so that it flushes what the handler has added to it. Its savepoint is one of
+its own, so that it forgets what the handler has added or changed when that is undone, and so that a
+flush that fails rolls back to this savepoint and not the claim. Of a `scoped_session` we
 use the session in its registry, and keep that open until our end: web frameworks call `remove()`
 when the handler has returned, and we commit after that.
 """
@@ -41,6 +43,7 @@ class AlchemyConnection(TransactionConnection):
         self._scope = _Scope(handle) if hasattr(handle, "registry") else None
         super().__init__(handle if self._scope is None else self._scope.session)
         self._is_session = hasattr(handle, "get_bind")
+        self._nested: Any = None  # the savepoint of a session, if the handler's work can be undone
         try:
             bind = self.handle.get_bind() if self._is_session else handle
         except Exception as error:
@@ -84,16 +87,33 @@ class AlchemyConnection(TransactionConnection):
         """The handler has closed it; a closed session goes on in another transaction."""
         return not self._is_session and self.handle.closed
 
-    def end(self, completion: Statement) -> Flow[None]:
-        """
-        Write *completion* and commit; raises `NotCommitted` if our transaction is over.
+    def set_savepoint(self, *, can_undo: bool) -> Flow[None]:
+        """Set a savepoint after the claim."""
+        if can_undo and self._is_session:
+            self._nested = yield from Call(self.handle.begin_nested)
+        else:
+            yield from super().set_savepoint(can_undo=can_undo)
 
-        Commits the session's open savepoints first: they are inside ours, and releasing ours would
-        release them without the session's knowledge.
+    def release_savepoint(self) -> Flow[None]:
         """
+        Release the savepoint.
+
+        Commits the handler's open savepoints of a session first: they are inside ours, and
+        releasing ours would release them without the session's knowledge.
+        """
+        if self._nested is not None:
+            yield from Call(self._nested.commit)  # with those inside it
+            return
         while self._is_session and (nested := self.handle.get_nested_transaction()):
             yield from Call(nested.commit)
-        yield from super().end(completion)
+        yield from super().release_savepoint()
+
+    def undo(self) -> Flow[None]:
+        """Undo what the handler has written or added to the session."""
+        if self._nested is not None:
+            yield from Call(self._nested.rollback)
+        else:
+            yield from super().undo()
 
     def commit(self) -> Flow[None]:
         """Commit; a session flushes first."""
