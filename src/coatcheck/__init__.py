@@ -6,6 +6,7 @@ Start reading at `coatcheck.core.lifecycle`; ARCHITECTURE.md is the map.
 from coatcheck.core.policy import Policy
 from coatcheck.core.record import Record
 from coatcheck.core.response import Response
+from coatcheck.core.values import Codec, codec_for
 from coatcheck.engine import AsyncEngine, Engine
 from coatcheck.errors import (
     ClaimLost,
@@ -33,6 +34,7 @@ from coatcheck.operation import DidNotHappen, Happened, Operation, Unknown, curr
 from coatcheck.stores import open_async_store, open_store
 from coatcheck.stores.encryption import KeyRing
 from coatcheck.telemetry import Decision
+from coatcheck.transactions.contract import InTransaction
 
 __version__ = "0.1.0"
 
@@ -40,10 +42,12 @@ __all__ = [
     "AsyncEngine",
     "ClaimLost",
     "CoatcheckError",
+    "Codec",
     "Decision",
     "DidNotHappen",
     "Engine",
     "Happened",
+    "InTransaction",
     "KeyBusy",
     "KeyExpired",
     "KeyRejected",
@@ -68,6 +72,7 @@ __all__ = [
     "Uncertain",
     "Unknown",
     "Unreadable",
+    "codec_for",
     "current_operation",
     "open_async_store",
     "open_store",

@@ -129,7 +129,7 @@ class StepCall(NamedTuple):
     """A step as a handler asks for it."""
 
     name: str
-    call: Callable[[], Any]
+    call: functools.partial[Any]
     at_most_once: bool = False
     probe: Callable[[], Any] | None = None
 
