@@ -30,7 +30,15 @@ from coatcheck.errors import (
     Uncertain,
     Unreadable,
 )
-from coatcheck.operation import DidNotHappen, Happened, Operation, Unknown, current_operation
+from coatcheck.operation import (
+    AsyncOperation,
+    DidNotHappen,
+    Happened,
+    Operation,
+    Unknown,
+    current_async_operation,
+    current_operation,
+)
 from coatcheck.stores import open_async_store, open_store
 from coatcheck.stores.encryption import KeyRing
 from coatcheck.telemetry import Decision
@@ -40,6 +48,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AsyncEngine",
+    "AsyncOperation",
     "ClaimLost",
     "CoatcheckError",
     "Codec",
@@ -73,6 +82,7 @@ __all__ = [
     "Unknown",
     "Unreadable",
     "codec_for",
+    "current_async_operation",
     "current_operation",
     "open_async_store",
     "open_store",

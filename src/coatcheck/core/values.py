@@ -167,8 +167,8 @@ def _is_plain(hint: Any, above: tuple[Any, ...] = ()) -> bool:  # noqa: ANN401 -
     if hint in above:
         return True
     above = (*above, hint)
-    members = _members(hint)
-    if len(members) > 1 or members[0] is not hint:
+    first, *others = members = _members(hint)
+    if others or first is not hint:
         return all(_is_plain(member, above) for member in members)
     origin, held = _origin(hint)
     if origin in (list, dict) or typing.is_typeddict(origin):
@@ -210,10 +210,9 @@ class _Shapes:
         self._known: dict[Any, _Shape] = {}  # classes may hold themselves
 
     def shape_of(self, hint: Any) -> _Shape:  # noqa: ANN401 - an annotation
-        members = _members(hint)
-        if len(members) > 1:
+        hint, *others = members = _members(hint)
+        if others:
             return self._union(members)
-        hint = members[0]
         if _is_plain(hint):
             return _plain(hint)
         origin, held = _origin(hint)

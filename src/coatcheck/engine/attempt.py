@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, cast
 
 from coatcheck.core.keep import Outcome
 from coatcheck.core.lifecycle import Answer, ClaimRequest, Refuse, Replay
@@ -21,7 +21,7 @@ from coatcheck.core.policy import Policy
 from coatcheck.core.values import Codec
 from coatcheck.engine.functions import outcome_of_call, value_of
 from coatcheck.errors import Misconfigured
-from coatcheck.operation import Operation, enter, leave
+from coatcheck.operation import AsyncOperation, Operation, enter, leave
 
 
 class Seam(Protocol):
@@ -140,6 +140,11 @@ class Attempt(_Attempt):
 
 class AsyncAttempt(_Attempt):
     """A guarded block in async code; see `AsyncEngine.attempt`."""
+
+    @property
+    def operation(self) -> AsyncOperation:
+        """The operation that runs; there is none for a replay."""
+        return cast("AsyncOperation", super().operation)
 
     async def __aenter__(self) -> Self:
         await self._engine.ensure_started()
