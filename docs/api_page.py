@@ -50,7 +50,7 @@ ELSEWHERE = {"Policy": "policy.md"}
 # The inherited methods that users call.
 INHERITED = {"close"}
 # Used by other packages of the library, not by users.
-OURS = {"Operation.__init__", "Operation.check_steps"}
+OURS = {"AsyncOperation.__init__", "Operation.__init__", "Operation.check_steps"}
 
 LINE_COLUMNS_MAX = 88
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

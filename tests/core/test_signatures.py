@@ -69,6 +69,12 @@ class Branch(Shop):
     name: str
 
 
+def unfolded(inner, **kwargs):
+    """A partial of a partial, which Python does not fold into one because it has attributes."""
+    inner.note = "has attributes"
+    return functools.partial(inner, **kwargs)
+
+
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
@@ -77,6 +83,10 @@ class Branch(Shop):
         (Branch("x").place, ((Branch("x"), 7), {})),
         (Branch("x"), ((7,), {})),
         (functools.partial(place, count=1), ((7,), {})),
+        (
+            unfolded(functools.partial(place, note="x"), gift=True),
+            ((7,), {"gift": True, "note": "x"}),
+        ),
         (functools.wraps(place)(lambda *args: None), ((7,), {})),
         (str, ((7,), {})),
         (dict, ((7,), {})),

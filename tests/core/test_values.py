@@ -88,7 +88,11 @@ class Total:
 class Page(Generic[T]):
     members: list[T]
     following: T | None = None
-    number: int = 1
+
+
+@dataclasses.dataclass
+class Box(Generic[T]):
+    content: T
 
 
 class Point(NamedTuple):
@@ -173,6 +177,8 @@ def is_same(one, other):
         (Total, TOTAL),
         (Page[Item], Page([Item("a")], Item("b"))),
         (Page, Page([1, "a"])),
+        (Box[Item], Box(Item("a"))),
+        (Box[Item] | Box[UUID], Box(ID)),
         (Point, Point(1)),
         (Pair, Pair(1, [2])),
         (list[Pair], [Pair(1, "a")]),

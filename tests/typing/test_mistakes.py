@@ -12,7 +12,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src"
 
 # What a user writes; each line that is wrong ends with the mark.
 MARK = "# wrong"
-TEXT = '''
+TEXT = """
 from decimal import Decimal
 
 import coatcheck
@@ -71,7 +71,7 @@ async def with_parentheses(number: int) -> str:
 
 length: int = len(without_parentheses(5))
 without_parentheses("5")  # wrong
-with_parentheses(numbr=5)  # wrong
+with_parentheses(no=5)  # wrong
 
 
 # --- a forgotten await
@@ -120,18 +120,18 @@ def guard(engine: coatcheck.Engine) -> None:
     guarded = engine.guard(key=str)(place)
     guarded(number="5")  # wrong
     print(total)
-'''
+"""
 WRONG = {number for number, line in enumerate(TEXT.splitlines(), 1) if line.endswith(MARK)}
 
 
 @pytest.fixture
-def written(tmp_path):
+def written(tmp_path: Path) -> Path:
     path = tmp_path / "user.py"
     path.write_text(TEXT, encoding="utf-8")
     return path
 
 
-def output_of(folder, *command):
+def output_of(folder: Path, *command: str) -> str:
     run = subprocess.run(
         [sys.executable, "-m", *command, "user.py"],
         cwd=folder,
@@ -145,14 +145,14 @@ def output_of(folder, *command):
 
 
 @pytest.mark.timeout(300)  # mypy reads everything anew, on a machine that may be busy
-def test_mypy_reports_every_mistake_and_nothing_else(written):
+def test_mypy_reports_every_mistake_and_nothing_else(written: Path) -> None:
     """R5."""
     said = output_of(written.parent, "mypy", "--strict", "--hide-error-context")
     assert set(map(int, re.findall(r"^user\.py:(\d+): error: ", said, re.MULTILINE))) == WRONG, said
 
 
 @pytest.mark.timeout(300)
-def test_pyright_reports_every_mistake_and_nothing_else(written):
+def test_pyright_reports_every_mistake_and_nothing_else(written: Path) -> None:
     """R5."""
     settings = {"extraPaths": [str(SOURCE)], "pythonVersion": "3.11"}
     (written.parent / "pyrightconfig.json").write_text(json.dumps(settings))

@@ -372,7 +372,7 @@ def _scalar(
 
 
 def _moment_text(value: Any) -> str:  # noqa: ANN401 - a datetime or a time
-    """ISO 8601, with the name of the time zone as in RFC 9557: …T02:30:00+01:00[Europe/Berlin]."""
+    """ISO 8601, with the name of the time zone as in RFC 9557: …+01:00[Europe/Berlin]."""
     zone = getattr(value.tzinfo, "key", None)  # of zoneinfo
     text = f"{value.isoformat()}[{zone}]" if zone else value.isoformat()
     # The zones of other libraries are stored as their offset, which is not always equal to them.

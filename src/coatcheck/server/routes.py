@@ -92,7 +92,9 @@ def idempotent(endpoint: Callable[P, T], /) -> Callable[P, T]: ...
 def idempotent(
     **changes: Unpack[PolicyOptions],
 ) -> Callable[[Callable[P, T]], Callable[P, T]]: ...
-def idempotent(endpoint: Callable[..., Any] | None = None, /, **changes: Any) -> Any:
+def idempotent(
+    endpoint: Callable[..., Any] | None = None, /, **changes: Unpack[PolicyOptions]
+) -> Any:
     """
     Give an endpoint a policy of its own: the middleware's, with *changes*.
 
