@@ -1,5 +1,6 @@
 """One call that is written in two ways is one call, and its annotation tells its result."""
 
+import asyncio
 import functools
 import gc
 import weakref
@@ -127,6 +128,8 @@ def one() -> Item: ...
 async def one_async() -> "Item": ...
 def promised() -> Awaitable[Item]: ...
 def to_come() -> Coroutine[Any, Any, Item]: ...
+def started() -> asyncio.Task[Item]: ...
+def untold() -> asyncio.Future: ...
 def typed_only(session: "OnlyForTypeCheckers") -> "Item": ...  # noqa: F821 - as it says
 
 
@@ -139,7 +142,7 @@ class Maker:
 @pytest.mark.parametrize(
     "function",
     [
-        *(one, one_async, promised, to_come, typed_only, Item, Maker().make, Maker()),
+        *(one, one_async, promised, to_come, started, typed_only, Item, Maker().make, Maker()),
         *(functools.partial(one), functools.wraps(one)(lambda: None)),
     ],
 )
@@ -148,7 +151,7 @@ def test_the_annotation_of_a_function_tells_what_it_returns(function):
     assert codec(function).decode({"name": "coat"}) == Item("coat")
 
 
-@pytest.mark.parametrize("function", [plain, silent, print, dict, functools.partial(plain)])
+@pytest.mark.parametrize("function", [plain, silent, untold, print, dict, functools.partial(plain)])
 def test_a_function_that_returns_json_or_does_not_say_needs_no_codec(function):
     """R4."""
     assert codec(function) is None

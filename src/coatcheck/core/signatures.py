@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import typing
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable
 from contextlib import suppress
 from inspect import Parameter
 from types import FunctionType, MethodType
@@ -179,6 +179,6 @@ def _result_of(function: Any) -> Any:  # noqa: ANN401 - a function or a class
             f"its annotation cannot be read: {error}; import that name where Python finds it when "
             "the program runs, or give codec="
         ) from error
-    if typing.get_origin(hint) in (Awaitable, Coroutine):  # what an async function returns
-        hint = typing.get_args(hint)[-1]
+    if hasattr(typing.get_origin(hint) or hint, "__await__"):  # then its result is what counts
+        hint = (typing.get_args(hint) or (Any,))[-1]
     return hint

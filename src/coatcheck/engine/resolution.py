@@ -114,7 +114,9 @@ class ResolutionRequest:
         """The operation is the call of a function, not a request."""
         return is_of_function(self._read.record)
 
-    def outcome_of(self, operation: Operation, result: object, codec: Codec[Any] | None) -> Outcome:
+    def outcome_of(
+        self, operation: Operation, result: object, codec: Codec[Any] | None = None
+    ) -> Outcome:
         """What the *result* of that attempt means for its claim."""
         if isinstance(result, Happened):
             return outcome_of_reconcile(result, as_value=self.is_of_function)
@@ -129,7 +131,11 @@ class ResolutionRequest:
         return Outcome(COMPLETE)
 
     def finish_rerun(
-        self, operation: Operation, outcome: Outcome, result: object, codec: Codec[Any] | None
+        self,
+        operation: Operation,
+        outcome: Outcome,
+        result: object,
+        codec: Codec[Any] | None = None,
     ) -> Flow[Any]:
         """Store the result of that attempt; what every retry gets from now on."""
         # 400: an operator may have it take other steps than the attempts before.
