@@ -50,7 +50,7 @@ ELSEWHERE = {"Policy": "policy.md"}
 # The inherited methods that users call.
 INHERITED = {"close"}
 # Used by other packages of the library, not by users.
-OURS = {"Operation.__init__", "Operation.check_steps"}
+OURS = {"AsyncOperation.__init__", "Operation.__init__", "Operation.check_steps"}
 
 LINE_COLUMNS_MAX = 88
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -88,9 +88,12 @@ def module(name: str) -> Module:
 
 def find(where: Module, name: str) -> Thing | None:
     """Return the definition of *name* in *where*, through all imports; None: not in this package."""
-    for node in where.tree.body:
+    body = [inner for node in where.tree.body for inner in _with_type_checking(node)]
+    for node in body:
         if isinstance(node, (*FUNCTIONS, ast.ClassDef)) and node.name == name:
-            return Thing(where, node)
+            if not _is_overload(node):
+                return Thing(where, node)
+            continue
         if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]:
             ours = (node.module or "").partition(".")[0] == "coatcheck"
             return find(module(node.module or ""), name) if ours else None
@@ -98,6 +101,16 @@ def find(where: Module, name: str) -> Thing | None:
         if any(isinstance(target, ast.Name) and target.id == name for target in targets):
             return Thing(where, node)
     return None
+
+
+def _with_type_checking(node: ast.stmt) -> list[ast.stmt]:
+    """Return *node*, or what it defines for type checkers only."""
+    is_block = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    return node.body if is_block else [node]
+
+
+def _is_overload(node: ast.stmt) -> bool:
+    return any(ast.unparse(d) == "overload" for d in getattr(node, "decorator_list", ()))
 
 
 def page(note: str) -> str:
@@ -206,7 +219,11 @@ def _methods(thing: Thing) -> Iterator[tuple[Module, Function]]:
     ours = {name.rpartition(".")[2] for name in OURS if name.startswith(f"{thing.node.name}.")}
     for where, node in _bases(thing):
         for one in getattr(node, "body", ()):
-            if isinstance(one, FUNCTIONS) and not one.name.startswith("_"):
+            if (
+                isinstance(one, FUNCTIONS)
+                and not one.name.startswith("_")
+                and not _is_overload(one)
+            ):
                 is_listed = node is thing.node or one.name in INHERITED
                 if is_listed and one.name not in ours:
                     yield where, one

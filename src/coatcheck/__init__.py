@@ -6,6 +6,7 @@ Start reading at `coatcheck.core.lifecycle`; ARCHITECTURE.md is the map.
 from coatcheck.core.policy import Policy
 from coatcheck.core.record import Record
 from coatcheck.core.response import Response
+from coatcheck.core.values import Codec, codec_for
 from coatcheck.engine import AsyncEngine, Engine
 from coatcheck.errors import (
     ClaimLost,
@@ -29,21 +30,33 @@ from coatcheck.errors import (
     Uncertain,
     Unreadable,
 )
-from coatcheck.operation import DidNotHappen, Happened, Operation, Unknown, current_operation
+from coatcheck.operation import (
+    AsyncOperation,
+    DidNotHappen,
+    Happened,
+    Operation,
+    Unknown,
+    current_async_operation,
+    current_operation,
+)
 from coatcheck.stores import open_async_store, open_store
 from coatcheck.stores.encryption import KeyRing
 from coatcheck.telemetry import Decision
+from coatcheck.transactions.contract import InTransaction
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AsyncEngine",
+    "AsyncOperation",
     "ClaimLost",
     "CoatcheckError",
+    "Codec",
     "Decision",
     "DidNotHappen",
     "Engine",
     "Happened",
+    "InTransaction",
     "KeyBusy",
     "KeyExpired",
     "KeyRejected",
@@ -68,6 +81,8 @@ __all__ = [
     "Uncertain",
     "Unknown",
     "Unreadable",
+    "codec_for",
+    "current_async_operation",
     "current_operation",
     "open_async_store",
     "open_store",

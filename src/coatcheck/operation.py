@@ -12,10 +12,10 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar, cast, overload
 
 from coatcheck.core.callables import check_function
 from coatcheck.core.flow import Flow
@@ -30,6 +30,8 @@ from coatcheck.core.steps import StepProblem, missing_steps
 from coatcheck.errors import Misconfigured
 
 logger = logging.getLogger("coatcheck")
+
+T = TypeVar("T")
 
 # Renewed after a third of its length: two renewals may fail before a lease is lost.
 RENEWALS_PER_LEASE = 3
@@ -129,7 +131,7 @@ class StepCall(NamedTuple):
     """A step as a handler asks for it."""
 
     name: str
-    call: Callable[[], Any]
+    call: functools.partial[Any]
     at_most_once: bool = False
     probe: Callable[[], Any] | None = None
 
@@ -286,39 +288,45 @@ class Operation(Lease):
     def step(
         self,
         name: str,
-        function: Callable[..., Any],
+        function: Callable[..., T],
         /,
         *args: Any,
         at_most_once: bool = False,
         probe: Callable[[Operation], Any] | None = None,
         **kwargs: Any,
-    ) -> Any:  # noqa: ANN401 - what the function returned
+    ) -> T:
         """
-        Call *function* once for this operation, and remember its result: JSON or bytes, to 64 KiB.
+        Call *function* once for this operation, and remember its result, to 64 KiB.
 
-        A later attempt gets the result and does not call again. In async code it is awaited. If an
-        attempt dies within the step, its outcome is unknown. Then *probe* is called, which returns
+        Its return annotation decides how the result is stored, as for a guarded function. A later
+        attempt gets the result and does not call again. In async code it is awaited. If an attempt
+        dies within the step, its outcome is unknown. Then *probe* is called, which returns
         `Happened(value=…)`, `DidNotHappen()` or `Unknown()`. Without a probe the step runs again,
         or, if it may happen *at_most_once*, the operation is in doubt.
         """
         call = functools.partial(function, *args, **kwargs)
         asks = None if probe is None else functools.partial(probe, self)
-        return self._steps().step(self, StepCall(name, call, at_most_once, asks))
+        # In async code, what these five return is awaited: `AsyncOperation` has the types of that.
+        return cast("T", self._steps().step(self, StepCall(name, call, at_most_once, asks)))
 
-    def note(self, what: object) -> Any:  # noqa: ANN401 - None, awaited in async code
+    def note(self, what: object) -> None:
         """
         Write down what is about to be done, as text or another JSON value, before it is done.
 
         Reconcile functions read it (`operation.notes`), and operators see it. In async code it is
         awaited.
         """
-        return self._steps().note(self, what)
+        return cast("None", self._steps().note(self, what))
 
-    def progress(self, fraction: float | None = None, words: str = "") -> Any:  # noqa: ANN401 - as above
-        """Report how far it is, from 0 to 1 and in words; a client that polls sees it."""
+    def progress(self, fraction: float | None = None, words: str = "") -> None:
+        """
+        Report how far it is, from 0 to 1 and in words; a client that polls sees it.
+
+        In async code it is awaited.
+        """
         if fraction is not None and not 0 <= fraction <= 1:
             raise Misconfigured(f"progress goes from 0 to 1, not {fraction!r}")
-        return self._steps().report_progress(self, fraction, words)
+        return cast("None", self._steps().report_progress(self, fraction, words))
 
     @property
     def notes(self) -> Sequence[Note]:
@@ -336,25 +344,26 @@ class Operation(Lease):
 
     # --- long work ------------------------------------------------------------------------------
 
-    def accept(self) -> Any:  # noqa: ANN401 - None, awaited in async code
+    def accept(self) -> None:
         """
         Answer the client now, with 202 and a polling address; the handler goes on.
 
         The handler's answer is stored, and served there and to every retry. In async code it is
         awaited. Only ASGI applications can do this; a WSGI handler uses `defer`.
         """
-        return self._waiting_exchange("accept").accept()
+        return cast("None", self._waiting_exchange("accept").accept())
 
-    def defer(self, lease: Duration | None = None) -> Any:  # noqa: ANN401 - text, awaited as above
+    def defer(self, lease: Duration | None = None) -> str:
         """
         Leave the work to another process; the returned token names it for `engine.run_deferred`.
 
         Put the token on a queue, and return: the client gets 202. The claim is kept for *lease*
         (the policy's unless given). If no worker has taken it by then, the recovery policy
-        decides. If the handler fails after all, or answers with an error, the token is void.
+        decides. If the handler fails after all, or answers with an error, the token is void. In
+        async code it is awaited.
         """
         exchange = self._waiting_exchange("defer")
-        return exchange.defer(None if lease is None else _lease_ms(lease))
+        return cast("str", exchange.defer(None if lease is None else _lease_ms(lease)))
 
     def _waiting_exchange(self, name: str) -> Exchange:
         if self.exchange is None:
@@ -422,6 +431,67 @@ class Operation(Lease):
         )
 
 
+if TYPE_CHECKING:
+
+    class AsyncOperation(Operation):
+        """
+        An operation as async code sees it: what is written down is awaited.
+
+        It exists for type checkers, which then report a forgotten `await`. When the program runs,
+        it is another name of `Operation`, which serves both.
+        """
+
+        @overload  # type: ignore[override]  # awaited, as all of these
+        async def step(
+            self,
+            name: str,
+            function: Callable[..., Awaitable[T]],
+            /,
+            *args: Any,
+            at_most_once: bool = False,
+            probe: Probe | None = None,
+            **kwargs: Any,
+        ) -> T: ...
+        @overload
+        async def step(
+            self,
+            name: str,
+            function: Callable[..., T],
+            /,
+            *args: Any,
+            at_most_once: bool = False,
+            probe: Probe | None = None,
+            **kwargs: Any,
+        ) -> T: ...
+        async def step(self, name: str, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+            """See `Operation.step`."""
+            ...
+
+        async def note(self, what: object) -> None:  # type: ignore[override]  # as above
+            """See `Operation.note`."""
+            ...
+
+        async def progress(  # type: ignore[override]  # as above
+            self, fraction: float | None = None, words: str = ""
+        ) -> None:
+            """See `Operation.progress`."""
+            ...
+
+        async def accept(self) -> None:  # type: ignore[override]  # as above
+            """See `Operation.accept`."""
+            ...
+
+        async def defer(  # type: ignore[override]  # as above
+            self, lease: Duration | None = None
+        ) -> str:
+            """See `Operation.defer`."""
+            ...
+
+    Probe: TypeAlias = Callable[[Operation], Any] | Callable[[AsyncOperation], Any]
+else:
+    AsyncOperation = Operation
+
+
 def _lease_ms(lease: Duration) -> int:
     try:
         lease_ms = duration_ms(lease)
@@ -438,6 +508,12 @@ _CURRENT: ContextVar[Operation | None] = ContextVar("coatcheck.operation", defau
 def current_operation() -> Operation | None:
     """The operation that the calling code is part of; None outside a guarded request."""
     return _CURRENT.get()
+
+
+def current_async_operation() -> AsyncOperation | None:
+    """The same for async code, where a type checker then reports a forgotten `await`."""
+    operation: AsyncOperation | None = cast("Any", _CURRENT.get())
+    return operation
 
 
 # Make an operation the current one of this context; `leave` takes what this returns.

@@ -2,10 +2,19 @@
 
 from datetime import timedelta
 from http import HTTPStatus
+from typing import get_args
 
 import pytest
 
-from coatcheck.core.policy import POLICY_FIELDS, PRESETS, Policy, changed, duration_ms
+from coatcheck.core.policy import (
+    POLICY_FIELDS,
+    PRESETS,
+    Policy,
+    PolicyOptions,
+    PresetName,
+    changed,
+    duration_ms,
+)
 from coatcheck.errors import Misconfigured
 
 # The docs publish these and deployments rely on them.
@@ -55,6 +64,13 @@ CHANGES = {
     },
     "payments": {"required": True, "window": "72h", "recovery": "manual"},
 }
+
+
+def test_type_checkers_know_every_field_and_every_preset():
+    """R5: and each with the same type."""
+    options = {name: hint.__forward_arg__ for name, hint in PolicyOptions.__annotations__.items()}
+    assert options == {name: Policy.__annotations__[name] for name in POLICY_FIELDS}
+    assert set(get_args(PresetName)) == set(PRESETS)
 
 
 def settings(policy):

@@ -82,17 +82,6 @@ def test_a_result_over_the_limit_reaches_the_first_caller_only(guards, engine, c
     assert "over response_bytes_max, which is 100" in caplog.text
 
 
-def test_a_result_that_cannot_be_kept_reaches_the_first_caller_only(guards, engine, caplog):
-    """L12: the record says so, and nothing runs a second time."""
-    result = object()
-    handler = Handler(lambda: result)
-    assert guards.run(engine, "k", handler) is result
-    with pytest.raises(ResultUnavailable):
-        guards.run(engine, "k", handler)
-    assert handler.calls == 1
-    assert "returned a object, which is neither JSON nor bytes" in caplog.text
-
-
 def test_an_exception_is_raised_and_the_next_call_runs_again(guards, engine, store):
     """L4."""
     with pytest.raises(ZeroDivisionError):

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from coatcheck import KeyReused, Policy
+from coatcheck import KeyReused, Misconfigured, Policy
 from coatcheck.core.record import COMPLETED, GONE
 from coatcheck.engine.replay_cache import RECORD_BYTES_MAX, ReplayCache
 from tests.support.engines import Handler
@@ -136,5 +136,6 @@ def test_only_final_answers_are_remembered(guards, store):
     engine = guards.engine(store)
     with pytest.raises(ZeroDivisionError):
         guards.run(engine, "a", Handler(ZeroDivisionError()))
-    guards.run(engine, "b", Handler(object))
+    with pytest.raises(Misconfigured):
+        guards.run(engine, "b", Handler(object))
     assert len(engine.attempts.replay_cache) == 0

@@ -78,9 +78,9 @@ def test_a_replay_from_the_store_is_reported_like_one_from_memory(guards, store,
 
 def test_a_result_that_cannot_be_kept_is_reported_too(guards, engine, seen):
     """O3, L12."""
-    guards.run(engine, "k", Handler(object))
-    with pytest.raises(CoatcheckError):
-        guards.run(engine, "k", Handler(object))
+    for _ in range(2):
+        with pytest.raises(CoatcheckError):
+            guards.run(engine, "k", Handler(object))
     assert [parts(decision) for decision in seen] == [
         ("executed", 1, ""),
         ("refused", 0, "result-unavailable"),
@@ -165,9 +165,9 @@ def everything_that_can_happen(guards, engine, clock):
     key, argument, result = SECRETS
     guards.run(engine, key, Handler(result), argument)
     guards.run(engine, key, Handler(result), argument)
-    guards.run(engine, key + "a", Handler(object), argument)
-    with pytest.raises(CoatcheckError):
-        guards.run(engine, key + "a", Handler(object), argument)
+    for _ in range(2):
+        with pytest.raises(CoatcheckError):
+            guards.run(engine, key + "a", Handler(object), argument)
     with pytest.raises(ZeroDivisionError):
         guards.run(engine, key + "b", Handler(ZeroDivisionError()), argument)
     with pytest.raises(CoatcheckError):

@@ -17,7 +17,13 @@ from starlette.routing import Host, Mount, Route, Router
 
 from coatcheck import AsyncEngine, DidNotHappen, Misconfigured, Operation, Policy
 from coatcheck.server import starlette as on_starlette
-from coatcheck.server.fastapi import CurrentOperation, IdempotencyMiddleware, idempotent
+from coatcheck.server.fastapi import (
+    CurrentOperation,
+    CurrentSyncOperation,
+    IdempotencyMiddleware,
+    OptionalOperation,
+    idempotent,
+)
 from coatcheck.stores import Query
 from tests.support.http import ORDER, AsgiExchange, Response, with_key
 
@@ -115,7 +121,8 @@ def test_sync_and_async_endpoints_know_their_operation(shop: Shop, kind: str):
         shop.seen.append(operation.derive("charge"))
         return operation.reference
 
-    def in_a_thread(operation: CurrentOperation) -> str:
+    def in_a_thread(operation: CurrentSyncOperation) -> str:
+        assert operation.note("about to charge") is None
         shop.seen.append(operation.derive("charge"))
         return operation.reference
 
@@ -137,6 +144,27 @@ def test_a_route_without_its_operation_fails_with_what_is_missing(shop: Shop):
     failed = error_of(shop, "/charges", key=None)
     assert "required" in str(failed)
     assert shop.post("/charges").status == 200
+
+
+def test_a_route_with_an_optional_key_may_have_no_operation(shop: Shop):
+    """K3, R5: and a decorator without settings needs no parentheses."""
+
+    @shop.app.post("/charges")
+    @idempotent
+    async def charge(operation: OptionalOperation) -> str:
+        if operation is None:
+            return "unguarded"
+        assert isinstance(operation, Operation)
+        await operation.note("about to charge")
+        return operation.key
+
+    assert [shop.post("/charges", key).body for key in (None, "k-1")] == [b'"unguarded"', b'"k-1"']
+
+
+def test_settings_are_given_to_a_route_by_name():
+    for given in ("payments", Policy()):
+        with pytest.raises(Misconfigured, match=r"settings by name: @idempotent\(required=True\)"):
+            idempotent(given)
 
 
 def error_of(shop: Shop, path: str, key: str | None = "k-1") -> Exception:

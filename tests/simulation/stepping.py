@@ -90,7 +90,7 @@ class Stepping:
 
     def _begun(
         self, served: ServedRequest, claim: Record, name: str, is_known_lost: bool
-    ) -> Doing[bytes]:
+    ) -> Any:  # `Doing[bytes]`, whose result is stored
         setting = served.process.setting
         setting.rules.step_runs(claim, name, setting.store.get(claim.id), is_lost=is_known_lost)
         self.world.happened("handler", "takes a step", claim, name)

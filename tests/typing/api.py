@@ -16,7 +16,12 @@ from starlette.middleware import Middleware
 import coatcheck
 from coatcheck.errors import CoatcheckError, KeyBusy
 from coatcheck.server import asgi, callers, fastapi, starlette, wsgi
-from coatcheck.server.fastapi import CurrentOperation, idempotent
+from coatcheck.server.fastapi import (
+    CurrentOperation,
+    CurrentSyncOperation,
+    OptionalOperation,
+    idempotent,
+)
 from coatcheck.verify import crash
 
 
@@ -110,7 +115,8 @@ async def with_async_engine(order: Order) -> None:
 def take_steps(operation: coatcheck.Operation, order: Order) -> int:
     """In sync code."""
     operation.note({"about to charge": order.cents})
-    charged: int = operation.step("charge", place, order, at_most_once=True, probe=ask_provider)
+    charged = operation.step("charge", place, order, at_most_once=True, probe=ask_provider)
+    assert_type(charged, int)
     operation.step("ship", lambda: b"shipped")
     operation.progress(0.5, "half of it")
     operation.progress(words="packing")
@@ -118,11 +124,14 @@ def take_steps(operation: coatcheck.Operation, order: Order) -> int:
     return charged
 
 
-async def take_steps_async(operation: coatcheck.Operation, order: Order) -> int:
+async def take_steps_async(operation: coatcheck.AsyncOperation, order: Order) -> int:
     """The same words with `await`."""
     await operation.note("about to charge")
-    charged: int = await operation.step("charge", place_async, order, probe=ask_provider_async)
+    charged = await operation.step("charge", place_async, order, probe=ask_provider_async)
+    assert_type(charged, int)
+    assert_type(await operation.step("ship", place, order, at_most_once=True), int)
     await operation.progress(1)
+    know_the_claim(operation)
     return charged
 
 
@@ -176,7 +185,7 @@ async def decide_async(engine: coatcheck.AsyncEngine, order: Order) -> None:
 # ------------------------------------------------------------------- long work and transactions
 
 
-async def answer_first(operation: coatcheck.Operation, queue: list[str]) -> None:
+async def answer_first(operation: coatcheck.AsyncOperation, queue: list[str]) -> None:
     """The client is told to ask later; the work goes on here, or elsewhere."""
     await operation.accept()
     queue.append(await operation.defer(lease="10m"))
@@ -278,6 +287,63 @@ async def charge(cents: int, operation: CurrentOperation) -> str:
     return f"{operation.reference} {cents}"
 
 
-async def call_the_route(operation: coatcheck.Operation) -> None:
+@idempotent
+async def refund(cents: int, operation: OptionalOperation = None) -> int:
+    """Without parentheses; the key is optional."""
+    if operation is not None:
+        await operation.note("about to refund")
+    return cents
+
+
+@app.post("/invoices")
+@idempotent(keep="all", methods=("POST",))
+def invoice(operation: CurrentSyncOperation) -> int:
+    """In a thread."""
+    assert_type(operation.defer("1h"), str)
+    return operation.step("charge", place, Order("42", 100))
+
+
+async def call_the_route(operation: coatcheck.AsyncOperation) -> None:
     """The decorated route can still be called as it is written."""
     assert_type(await charge(100, operation), str)
+    assert_type(await refund(cents=100), int)
+
+
+async def find_the_operation() -> None:
+    """Anywhere below a handler."""
+    operation = coatcheck.current_async_operation()
+    if operation is not None:
+        await operation.accept()
+    async with coatcheck.AsyncEngine().attempt("order-42", scope="orders") as attempt:
+        await attempt.operation.note("about to charge")
+        await attempt.complete(Order("42", 100))
+
+
+# ------------------------------------------------------------------------------------- results
+
+
+class OrderCodec:
+    """An application's own way to store a result."""
+
+    def encode(self, value: Order) -> object:
+        """As JSON or bytes."""
+        return [value.number, value.cents]
+
+    def decode(self, stored: Any) -> Order:
+        """As it was."""
+        return Order(*stored)
+
+
+def find_order(number: str) -> Order:
+    """Return what is no JSON."""
+    return Order(number, 100)
+
+
+def store_results(engine: coatcheck.Engine) -> None:
+    """The annotation decides, or a codec does."""
+    assert_type(engine.run("order-42", find_order, "42"), Order)
+    assert_type(engine.run("order-42", find_order, "42", codec=OrderCodec()), Order)
+    assert_type(coatcheck.codec_for(Order), coatcheck.Codec[Order])
+    assert_type(coatcheck.codec_for(list[Order]), coatcheck.Codec[list[Order]])
+    engine.attempt("order-42", scope="orders", codec=coatcheck.codec_for(Order))
+    engine.guard(key=str, codec=OrderCodec())(find_order)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 
 from coatcheck.core.callables import refuse_async
 from coatcheck.core.json_codec import Pointer, parse_pointer
@@ -23,6 +23,45 @@ SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "CONNECT"})
 
 KIB = 1024
 MIB = 1024 * KIB
+
+
+PresetName: TypeAlias = Literal["default", "ietf", "stripe", "payments"]
+
+
+class PolicyOptions(TypedDict, total=False):
+    """The fields of a `Policy` as keywords, for type checkers; `Policy` explains them."""
+
+    required: bool
+    methods: Collection[str]
+    window: Duration
+    margin: Duration
+    lease: Duration
+    wait: Duration
+    in_flight: Literal["wait", "409", "202"]
+    mismatch: Literal[400, 409, 422]
+    keep: Keep
+    recovery: Literal["retry", "reconcile", "manual"]
+    reconcile: Callable[..., Any] | None
+    reconcile_timeout: Duration
+    patience: Duration
+    unrecorded: Literal["503", "answer"]
+    mode: Literal["record", "transaction"]
+    transaction_retries: int
+    on_expired: Literal["new", "refuse"]
+    expired_status: Literal[409, 410, 412, 429]
+    ignore: Collection[str]
+    include_headers: Collection[str]
+    key_chars_max: int
+    body_bytes_max: int
+    response_bytes_max: int
+    live_keys_max: int | None
+    waiters_max: int
+    attempts_max: int | None
+    key_header: str
+    replayed_header: str
+    reference_header: str
+    status_path: str
+    docs_url: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +195,7 @@ class Policy:
             check(self)
 
     @classmethod
-    def preset(cls, name: str, **changes: Any) -> Policy:
+    def preset(cls, name: PresetName, **changes: Unpack[PolicyOptions]) -> Policy:
         """The policy called *name*, with *changes*: "default", "ietf", "stripe" or "payments"."""
         fields = PRESETS.get(name)
         if fields is None:

@@ -13,14 +13,15 @@ from __future__ import annotations
 import functools
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, cast
 
 from coatcheck.core.keep import Outcome
 from coatcheck.core.lifecycle import Answer, ClaimRequest, Refuse, Replay
 from coatcheck.core.policy import Policy
+from coatcheck.core.values import Codec
 from coatcheck.engine.functions import outcome_of_call, value_of
 from coatcheck.errors import Misconfigured
-from coatcheck.operation import Operation, enter, leave
+from coatcheck.operation import AsyncOperation, Operation, enter, leave
 
 
 class Seam(Protocol):
@@ -47,13 +48,18 @@ class _Attempt:
     """What both kinds share."""
 
     def __init__(
-        self, engine: Seam, make_request: functools.partial[ClaimRequest], policy: Policy
+        self,
+        engine: Seam,
+        make_request: functools.partial[ClaimRequest],
+        policy: Policy,
+        codec: Codec[Any] | None,
     ) -> None:
         if policy.mode == "transaction":
             raise Misconfigured("attempt() has no transaction: use engine.transaction(...)")
         self._engine = engine
         self._make_request = make_request
         self._policy = policy
+        self._codec = codec
         self._operation: Operation | None = None
         self._has_result = False
         self._result: Any = None
@@ -79,15 +85,15 @@ class _Attempt:
             self._operation = started
             self._token = enter(started)
         else:
-            self._set_result(value_of(started), is_replay=True)
+            self._set_result(value_of(started, self._codec), is_replay=True)
 
     def _outcome_of(self, result: object) -> Outcome:
         if self._has_result:
             raise Misconfigured("this attempt is complete already")
-        return outcome_of_call(self.operation, result)
+        return outcome_of_call(self.operation, result, self._codec)
 
     def _completed(self, answer: Answer, outcome: Outcome, result: object) -> None:
-        value = value_of(answer, outcome, result)
+        value = value_of(answer, self._codec, outcome, result)
         self._set_result(value, is_replay=isinstance(answer, Replay))
 
     def _set_result(self, result: object, *, is_replay: bool) -> None:
@@ -115,7 +121,7 @@ class Attempt(_Attempt):
         return self
 
     def complete(self, result: object) -> None:
-        """Store *result*, which every retry gets: JSON or bytes."""
+        """Store *result*, which every retry gets: JSON, bytes, or what the codec takes."""
         outcome = self._outcome_of(result)
         self._completed(self._engine.complete(self.operation, outcome), outcome, result)
 
@@ -135,13 +141,18 @@ class Attempt(_Attempt):
 class AsyncAttempt(_Attempt):
     """A guarded block in async code; see `AsyncEngine.attempt`."""
 
+    @property
+    def operation(self) -> AsyncOperation:
+        """The operation that runs; there is none for a replay."""
+        return cast("AsyncOperation", super().operation)
+
     async def __aenter__(self) -> Self:
         await self._engine.ensure_started()
         self._started(await self._engine.begin(self._make_request(), self._policy))
         return self
 
     async def complete(self, result: object) -> None:
-        """Store *result*, which every retry gets: JSON or bytes."""
+        """Store *result*, which every retry gets: JSON, bytes, or what the codec takes."""
         outcome = self._outcome_of(result)
         self._completed(await self._engine.complete(self.operation, outcome), outcome, result)
 

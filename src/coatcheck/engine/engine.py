@@ -14,12 +14,13 @@ from coatcheck.core.lifecycle import ClaimRequest, Executed, Refuse, Replay, Sna
 from coatcheck.core.policy import Policy
 from coatcheck.core.record import Record
 from coatcheck.core.response import Response
+from coatcheck.core.signatures import check_result, codec_of_call, read_call
+from coatcheck.core.values import Codec
 from coatcheck.engine.attempt import Attempt
 from coatcheck.engine.base import EngineBase, policy_in_transaction
 from coatcheck.engine.deferred import DeferredWork, defer
 from coatcheck.engine.functions import (
     RegisteredFunction,
-    arguments_of,
     fingerprint_given,
     name_of,
     outcome_of_call,
@@ -203,19 +204,26 @@ class Engine(EngineBase):
         return self._runner.run(defer(self.attempts, operation, lease_ms))
 
     def attempt(
-        self, key: str, *, scope: str, fingerprint: object = None, policy: Policy | None = None
+        self,
+        key: str,
+        *,
+        scope: str,
+        fingerprint: object = None,
+        policy: Policy | None = None,
+        codec: Codec[Any] | None = None,
     ) -> Attempt:
         """
         Guard a block of code: `with engine.attempt(key, scope=…) as attempt`.
 
         The block runs `attempt.complete(result)`, unless `attempt.is_replay`; then
         `attempt.result` is what the first attempt completed with. *fingerprint* is what must be
-        the same for a retry: any JSON value, or a digest of 16 bytes.
+        the same for a retry: any JSON value, or a digest of 16 bytes. *codec*: how the result is
+        stored, if it is neither JSON nor bytes: `codec_for(Order)`.
         """
         policy = self.policy if policy is None else policy_of(policy)
         digest = fingerprint_given(fingerprint)
         make = functools.partial(request_of_call, self.attempts, key, scope, digest, policy)
-        return Attempt(self, make, policy)
+        return Attempt(self, make, policy, codec)
 
     # --- guarded functions ----------------------------------------------------------------------
 
@@ -227,33 +235,45 @@ class Engine(EngineBase):
         *args: Any,
         scope: str = "",
         policy: Policy | None = None,
+        codec: Codec[T] | None = None,
         **kwargs: Any,
     ) -> T:
         """
         Call *function* once for *key* within *scope*, and return its result to every retry.
 
-        Results are JSON values or bytes, and a retry gets what the first call got. Raises the
+        The function's return annotation decides how its result is stored, or *codec* does; without
+        both, results are JSON values or bytes. A retry gets what the first call got. Raises the
         refusals of `coatcheck.errors`, and what *function* raises.
         """
         call = functools.partial(function, *args, **kwargs)
         label = scope or name_of(function)
         self.recovery.register_function(label, policy or self.policy)
-        return self._run(key, label, call, policy)
+        return self._run(key, label, call, policy, codec)
 
     def guard(
-        self, *, key: Callable[..., object], scope: str = "", policy: Policy | None = None
+        self,
+        *,
+        key: Callable[..., object],
+        scope: str = "",
+        policy: Policy | None = None,
+        codec: Codec[Any] | None = None,
     ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-        """Guard every call of a function; *key* takes the same arguments and returns the key."""
+        """
+        Guard every call of a function; *key* takes the same arguments and returns the key.
+
+        The function's return annotation decides how its results are stored, or *codec* does.
+        """
         check_function("key", key)
 
         def decorate(function: Callable[P, T]) -> Callable[P, T]:
             label = scope or name_of(function)
+            check_result(function, codec)
             self.recovery.register_function(label, policy or self.policy)
 
             @functools.wraps(function)
             def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
                 call = functools.partial(function, *args, **kwargs)
-                return self._run(key(*args, **kwargs), label, call, policy)
+                return self._run(key(*args, **kwargs), label, call, policy, codec)
 
             return guarded
 
@@ -268,6 +288,7 @@ class Engine(EngineBase):
         connection: object = None,
         scope: str = "",
         policy: Policy | None = None,
+        codec: Codec[T] | None = None,
         **kwargs: Any,
     ) -> T:
         """
@@ -280,7 +301,7 @@ class Engine(EngineBase):
         call = functools.partial(function, *args, **kwargs)
         label = scope or name_of(function)
         policy = policy_in_transaction(self.policy if policy is None else policy)
-        return self._run(key, label, call, policy, self.database(connection))
+        return self._run(key, label, call, policy, codec, database=self.database(connection))
 
     def _run(
         self,
@@ -288,20 +309,24 @@ class Engine(EngineBase):
         label: str,
         call: functools.partial[T],
         policy: Policy | None,
+        codec: Codec[Any] | None,
+        *,
         database: Database | None = None,
     ) -> T:
         if not self.is_started:
             self.ensure_started()
         policy = self.policy if policy is None else policy_of(policy)
-        fingerprint = fingerprint_of_call(*arguments_of(call))
+        args, kwargs, codec = read_call(call, codec)
+        fingerprint = fingerprint_of_call(args, kwargs)
         request = request_of_call(self.attempts, key, label, fingerprint, policy)
-        return self._run_request(request, policy, call, database)
+        return self._run_request(request, policy, call, codec, database)
 
     def _run_request(
         self,
         request: ClaimRequest,
         policy: Policy,
         call: Callable[[], T],
+        codec: Codec[Any] | None,
         database: Database | None = None,
     ) -> T:
         repeats = 0
@@ -309,29 +334,29 @@ class Engine(EngineBase):
             started = self.begin(request, policy, database, repeats)
             try:
                 value: T = (
-                    self._execute(started, call)
+                    self._execute(started, call, codec)
                     if isinstance(started, Operation)
-                    else value_of(started)
+                    else value_of(started, codec)
                 )
             except Repeat as again:
                 repeats = again.repeats
             else:
                 return value
 
-    def _execute(self, operation: Operation, call: Callable[[], T]) -> T:
+    def _execute(self, operation: Operation, call: Callable[[], T], codec: Codec[Any] | None) -> T:
         entered = enter(operation)
         try:
             result = call()
-            outcome = outcome_of_call(operation, result)
+            outcome = outcome_of_call(operation, result, codec)
         except BaseException as error:
             answer: Any = self.fail(operation, error)
             if answer is None:
                 raise
-            value: T = value_of(answer)
+            value: T = value_of(answer, codec)
             return value
         finally:
             leave(entered)
-        value = value_of(self.complete(operation, outcome), outcome, result)
+        value = value_of(self.complete(operation, outcome), codec, outcome, result)
         return value  # noqa: RET504 - typed above
 
     # --- functions that the background can run again ---------------------------------------------
@@ -346,16 +371,19 @@ class Engine(EngineBase):
         dies, the background of any node on which *name* is registered runs it again.
         """
         policy = self.policy if policy is None else policy_of(policy)
+        check_result(function, None)
 
         def run(key: str, given: object) -> T:
             self.ensure_started()
             request = request_with_input(self.attempts, key, name, given, policy)
-            return self._run_request(request, policy, functools.partial(function, given))
+            call = functools.partial(function, given)
+            return self._run_request(request, policy, call, codec_of_call(call))
 
         def run_again(record: Record) -> None:
             given = stored_input(record)
             request = self.attempts.request_for(record)
-            self._run_request(request, policy, functools.partial(function, given))
+            call = functools.partial(function, given)
+            self._run_request(request, policy, call, codec_of_call(call))
 
         self.recovery.register_resumable(name, run_again, policy)
         return RegisteredFunction(name, run)
@@ -403,17 +431,19 @@ class Engine(EngineBase):
         a request. If it raises, the operation is in doubt again, unless it raises `Resumable`.
         """
         request = self._resolution(reference, by=by, why=why, abandoned=abandoned)
+        call = functools.partial(function, *args, **kwargs)
+        codec = codec_of_call(call) if request.is_of_function else None
         operation = self._runner.run(request.begin_rerun())
         entered = enter(operation)
         try:
-            result = function(*args, **kwargs)
-            outcome = request.outcome_of(operation, result)
+            result = call()
+            outcome = request.outcome_of(operation, result, codec)
         except BaseException as error:
             self.fail(operation, error)
             raise
         finally:
             leave(entered)
-        value: T = self._runner.run(request.finish_rerun(operation, outcome, result))
+        value: T = self._runner.run(request.finish_rerun(operation, outcome, result, codec))
         return value
 
     def _resolution(

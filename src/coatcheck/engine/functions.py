@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
-from types import AsyncGeneratorType, CoroutineType, GeneratorType, MethodType
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, Generic, TypeVar
 
 from coatcheck.core.callables import refuse_awaitable
@@ -20,8 +20,9 @@ from coatcheck.core.problem import problem
 from coatcheck.core.progress import NOTHING, PROGRESS_BYTES_MAX, encoded, progress_of
 from coatcheck.core.record import Record
 from coatcheck.core.response import decode_value, encode_value
+from coatcheck.core.values import Codec
 from coatcheck.engine.attempts import Attempts
-from coatcheck.engine.outcomes import outcome_of_result
+from coatcheck.engine.outcomes import outcome_of_result, stored_result
 from coatcheck.errors import Misconfigured
 from coatcheck.operation import Happened, Operation
 
@@ -45,7 +46,13 @@ def fingerprint_given(value: object) -> bytes:
     return fingerprint_of_call((value,), {})
 
 
-def outcome_of_call(operation: Operation, result: object, *, may_differ: bool = False) -> Outcome:
+def outcome_of_call(
+    operation: Operation,
+    result: object,
+    codec: Codec[Any] | None = None,
+    *,
+    may_differ: bool = False,
+) -> Outcome:
     """
     What the *result* of a guarded function means; raises if it may not end with it.
 
@@ -58,23 +65,32 @@ def outcome_of_call(operation: Operation, result: object, *, may_differ: bool = 
         if step_problem is not None:
             raise step_problem
     assert operation.request is not None
-    return outcome_of_result(operation.request, result, operation.policy)
+    return outcome_of_result(operation.request, result, operation.policy, codec)
 
 
-def value_of(answer: Answer, outcome: Outcome | None = None, result: object = None) -> Any:  # noqa: ANN401 - what the user's function returned
+def value_of(
+    answer: Answer,
+    codec: Codec[Any] | None = None,
+    outcome: Outcome | None = None,
+    result: object = None,
+) -> Any:  # noqa: ANN401 - what the user's function returned
     """
     What the caller of a guarded function gets; raises a refusal.
 
     Decoded from the stored bytes even the first time, so that a retry gets the same. Only a
-    *result* that could not be stored goes to its first caller as it is.
+    *result* that is too large to be stored goes to its first caller as it is. One that cannot be
+    stored at all raises `Misconfigured`.
     """
     if isinstance(answer, Refuse):
         raise answer.cause or answer.problem.error()
     if isinstance(answer, Replay):
-        return decode_value(answer.response)
-    if outcome is None or outcome.response is None:
+        stored = decode_value(answer.response)
+    elif outcome is not None and outcome.response is not None:
+        stored = decode_value(outcome.response)
+    else:
+        stored_result(result, codec)  # raises, unless it is only too large
         return result
-    return decode_value(outcome.response)
+    return stored if codec is None else codec.decode(stored)
 
 
 def name_of(function: Callable[..., object]) -> str:
@@ -104,20 +120,6 @@ def _module_of(named: Any) -> str:  # noqa: ANN401 - whatever can be called
     if spec is not None:  # python -m shop.jobs
         return str(spec.name)
     return name if file is None else Path(file).stem  # typed in, or python jobs.py
-
-
-def arguments_of(call: functools.partial[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """
-    The arguments of *call*, with those that partials hold.
-
-    A method's object counts as its first argument if it has a value; see `core/fingerprint.py`.
-    """
-    args, kwargs, inner = call.args, call.keywords, call.func
-    while isinstance(inner, functools.partial):  # not always folded into one by Python
-        args, kwargs, inner = (*inner.args, *args), inner.keywords | kwargs, inner.func
-    if isinstance(inner, MethodType) and type(inner.__self__).__eq__ is not object.__eq__:
-        args = (inner.__self__, *args)
-    return args, kwargs
 
 
 def key_of_call(found: object) -> str:

@@ -10,11 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from http import HTTPStatus
+from typing import Any
 
 from coatcheck.core.keep import COMPLETE, Outcome, OutcomeKind, outcome_kind_of
 from coatcheck.core.lifecycle import ClaimRequest, outcome_kind_of_error
 from coatcheck.core.policy import Policy
 from coatcheck.core.response import Response, encode_response, encode_value
+from coatcheck.core.values import Codec, NotStorable, codec_of
+from coatcheck.errors import Misconfigured
 from coatcheck.operation import DidNotHappen, Happened, Operation, Unknown
 
 logger = logging.getLogger("coatcheck")
@@ -61,17 +64,51 @@ def _final_or_in_doubt(response: Response) -> OutcomeKind:
     return COMPLETE if is_final else OutcomeKind.IN_DOUBT
 
 
-def outcome_of_result(request: ClaimRequest, result: object, policy: Policy) -> Outcome:
-    """What a guarded function's *result* means for its claim."""
-    response, why = encode_value(result), "neither JSON nor bytes"
-    if response is not None and len(response) > policy.response_bytes_max:
-        response, why = None, f"over response_bytes_max, which is {policy.response_bytes_max:,}"
+def outcome_of_result(
+    request: ClaimRequest, result: object, policy: Policy, codec: Codec[Any] | None = None
+) -> Outcome:
+    """
+    What a guarded function's *result* means for its claim.
+
+    A result that cannot be stored completes the operation without one, because its work is done; in
+    transaction mode it raises `Misconfigured`, and nothing is committed.
+    """
+    response = encode_value(result) if codec is None else None
     if response is None:
-        logger.error(
-            "%s returned a %s, which is %s: it is not kept, and a retry raises ResultUnavailable",
-            *(request.label, type(result).__name__, why),
-        )
+        try:
+            response = stored_result(result, codec)
+        except Misconfigured:
+            if policy.mode == "transaction":
+                raise
+            _log_not_kept(request, result, "which cannot be stored")
+            return Outcome(COMPLETE)
+    if len(response) > policy.response_bytes_max:
+        limit = f"over response_bytes_max, which is {policy.response_bytes_max:,}"
+        _log_not_kept(request, result, limit)
+        return Outcome(COMPLETE)
     return Outcome(COMPLETE, response)
+
+
+def _log_not_kept(request: ClaimRequest, result: object, why: str) -> None:
+    logger.error(
+        "%s returned a %s, %s: it is not kept, and a retry raises ResultUnavailable",
+        *(request.label, type(result).__name__, why),
+    )
+
+
+def stored_result(result: object, codec: Codec[Any] | None) -> bytes:
+    """*result* as a record stores it; raises `Misconfigured` if it cannot be stored."""
+    try:
+        stored = encode_value(result if codec is None else codec.encode(result))
+        if stored is None:
+            raise NotStorable("it is neither JSON nor bytes")
+    except Exception as error:  # also what the application's own codec raises
+        reason = error if isinstance(error, NotStorable) else type(error).__name__
+        raise Misconfigured(
+            f"the function returned a {type(result).__name__}, which cannot be stored for a retry "
+            f"({reason}): annotate what the function returns, or give codec="
+        ) from error
+    return stored
 
 
 def outcome_of_error(operation: Operation, error: BaseException) -> Outcome:
@@ -96,7 +133,7 @@ def outcome_of_reconcile(answer: object, *, as_value: bool) -> Outcome:
     """What a reconcile function's *answer* means for the claim."""
     match answer:
         case Happened() if as_value:
-            return Outcome(COMPLETE, encode_value(answer.value))
+            return Outcome(COMPLETE, _encoded(answer.value))
         case Happened():
             return Outcome(COMPLETE, encode_response(response_of(answer)))
         case DidNotHappen():
@@ -107,6 +144,21 @@ def outcome_of_reconcile(answer: object, *, as_value: bool) -> Outcome:
             kind = type(answer).__name__  # not its value, which may hold what a provider returned
             logger.error("reconcile returned a %s, not Happened, DidNotHappen or Unknown", kind)
             return Outcome(OutcomeKind.IN_DOUBT)
+
+
+def _encoded(value: object) -> bytes | None:
+    """
+    The *value* of `Happened`, as a function that is annotated with its type would store it.
+
+    None if it cannot be stored. JSON is taken as it is.
+    """
+    stored = encode_value(value)
+    if stored is not None:
+        return stored
+    try:
+        return stored_result(value, codec_of(type(value)))
+    except Misconfigured:
+        return None
 
 
 def response_of(happened: Happened) -> Response:

@@ -14,9 +14,9 @@ from coatcheck.core.policy import Policy, changed
 from coatcheck.core.progress import Resolution, is_sealed, progress_of
 from coatcheck.core.record import COMPLETED, RUNNING, Record, is_lease_over
 from coatcheck.core.recovery import Unchanged, rerun, resolve
-from coatcheck.core.response import decode_value
+from coatcheck.core.values import Codec
 from coatcheck.engine.attempts import Attempts, is_of_function
-from coatcheck.engine.functions import outcome_of_call, refuse_unstarted
+from coatcheck.engine.functions import outcome_of_call, refuse_unstarted, value_of
 from coatcheck.engine.outcomes import logger, outcome_of_reconcile
 from coatcheck.errors import ClaimLost, Misconfigured, NotResolved, Unreadable
 from coatcheck.operation import DidNotHappen, Happened, Operation
@@ -109,13 +109,19 @@ class ResolutionRequest:
         self._log(started.claim)
         return started
 
-    def outcome_of(self, operation: Operation, result: object) -> Outcome:
+    @property
+    def is_of_function(self) -> bool:
+        """The operation is the call of a function, not a request."""
+        return is_of_function(self._read.record)
+
+    def outcome_of(
+        self, operation: Operation, result: object, codec: Codec[Any] | None = None
+    ) -> Outcome:
         """What the *result* of that attempt means for its claim."""
-        as_value = is_of_function(operation.claim)
         if isinstance(result, Happened):
-            return outcome_of_reconcile(result, as_value=as_value)
-        if as_value:
-            return outcome_of_call(operation, result, may_differ=True)
+            return outcome_of_reconcile(result, as_value=self.is_of_function)
+        if self.is_of_function:
+            return outcome_of_call(operation, result, codec, may_differ=True)
         refuse_unstarted(result)
         logger.error(
             "%s is a request, and its rerun returned a %s, not Happened(status, headers, body): "
@@ -124,7 +130,13 @@ class ResolutionRequest:
         )
         return Outcome(COMPLETE)
 
-    def finish_rerun(self, operation: Operation, outcome: Outcome, result: object) -> Flow[Any]:
+    def finish_rerun(
+        self,
+        operation: Operation,
+        outcome: Outcome,
+        result: object,
+        codec: Codec[Any] | None = None,
+    ) -> Flow[Any]:
         """Store the result of that attempt; what every retry gets from now on."""
         # 400: an operator may have it take other steps than the attempts before.
         answer = yield from self._attempts.complete(operation, outcome, status=400)
@@ -133,9 +145,9 @@ class ResolutionRequest:
         if isinstance(answer, Refuse):
             raise answer.cause or answer.problem.error()
         assert isinstance(answer, Executed)
-        if isinstance(result, Happened) or outcome.response is None:
+        if isinstance(result, Happened) or not self.is_of_function:
             return result
-        return decode_value(outcome.response)
+        return value_of(answer, codec, outcome, result)
 
     @property
     def _reference(self) -> str:

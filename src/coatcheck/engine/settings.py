@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 from coatcheck.core.callables import refuse_async
 from coatcheck.core.identity import digest_key
-from coatcheck.core.policy import Policy
+from coatcheck.core.policy import Policy, PresetName
 from coatcheck.errors import Misconfigured
 from coatcheck.stores.encryption import KeyRing
 
@@ -58,7 +58,7 @@ def policy_of(policy: Policy | str | None) -> Policy:
     if policy is None:
         policy = Policy()
     elif isinstance(policy, str):
-        policy = Policy.preset(policy)
+        policy = Policy.preset(cast("PresetName", policy))  # which refuses other names
     elif not isinstance(policy, Policy):
         raise Misconfigured(f"{policy!r} is not a policy; give a Policy, or the name of a preset")
     return policy

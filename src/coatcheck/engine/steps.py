@@ -14,9 +14,11 @@ from typing import Any
 from coatcheck.core.flow import Call, Effect, Flow, Sleep
 from coatcheck.core.progress import NOTE_BYTES_MAX, Note, Progress, Report
 from coatcheck.core.record import Record, Swap, is_same_write
-from coatcheck.core.response import decode_value, encode_value
+from coatcheck.core.response import decode_value
+from coatcheck.core.signatures import codec_of_call
 from coatcheck.core.steps import Probe, Run, StepPlan, remember, take
-from coatcheck.engine.outcomes import logger, outcome_of_reconcile
+from coatcheck.core.values import Codec
+from coatcheck.engine.outcomes import logger, outcome_of_reconcile, stored_result
 from coatcheck.engine.write_retry import WriteRetry
 from coatcheck.errors import ClaimLost, Misconfigured, StepInDoubt, StoreUnavailable
 from coatcheck.operation import Operation, StepCall
@@ -64,17 +66,21 @@ class StepWriter:
     # --- as flows -------------------------------------------------------------------------------
 
     def _step(self, operation: Operation, call: StepCall) -> Flow[Any]:
+        codec = codec_of_call(call.call)
         plan = self._begin(operation, call)
         try:
             flow = take(operation.claim, plan)
-            _, value = yield from performed(flow, lambda effect: _perform(operation, call, effect))
+            _, value = yield from performed(
+                flow, lambda effect: _perform(operation, call, codec, effect)
+            )
         except Exception as error:
             self._note_failure(operation, error)
             raise
         finally:
             operation.steps_running.discard(call.name)
         operation.steps_done.add(call.name)
-        return decode_value(value)
+        stored = decode_value(value)
+        return stored if codec is None else codec.decode(stored)
 
     def _remember(self, operation: Operation, change: Callable[[Progress], Progress]) -> Flow[None]:
         try:
@@ -139,13 +145,15 @@ def performed(flow: Flow[Any], perform: Callable[[Effect[Any]], Flow[Any]]) -> F
         return done.value
 
 
-def _perform(operation: Operation, call: StepCall, effect: Effect[Any]) -> Flow[Any]:
+def _perform(
+    operation: Operation, call: StepCall, codec: Codec[Any] | None, effect: Effect[Any]
+) -> Flow[Any]:
     if isinstance(effect, Probe):
         assert call.probe is not None
         answer = yield from Call(call.probe)
         return outcome_of_reconcile(answer, as_value=True)
     if isinstance(effect, Run):
-        return _encoded(call.name, (yield from Call(call.call)))
+        return _encoded(call.name, (yield from Call(call.call)), codec)
     return (yield from written(operation, effect))
 
 
@@ -172,12 +180,9 @@ def written(operation: Operation, effect: Effect[Any]) -> Flow[Record | None]:
     return None
 
 
-def _encoded(name: str, result: object) -> bytes | Misconfigured:
+def _encoded(name: str, result: object, codec: Codec[Any] | None) -> bytes | Misconfigured:
     """The bytes that a step's *result* is stored as, or why it cannot be stored."""
-    value = encode_value(result)
-    if value is not None:
-        return value
-    return Misconfigured(
-        f"the step {name!r} returned a {type(result).__name__}, which is neither JSON nor bytes, "
-        "so that it cannot be remembered; return what the next attempt needs of it"
-    )
+    try:
+        return stored_result(result, codec)
+    except Misconfigured as error:
+        return Misconfigured(f"the step {name!r}: {error}")

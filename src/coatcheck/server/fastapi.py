@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from coatcheck.errors import Misconfigured, MissingExtra
-from coatcheck.operation import Operation, current_operation
+from coatcheck.operation import AsyncOperation, Operation, current_operation
 from coatcheck.server.asgi import IdempotencyMiddleware
 from coatcheck.server.routes import idempotent
 
@@ -19,7 +19,13 @@ try:
 except ImportError as error:
     raise MissingExtra("fastapi", "FastAPI") from error
 
-__all__ = ["CurrentOperation", "IdempotencyMiddleware", "idempotent"]
+__all__ = [
+    "CurrentOperation",
+    "CurrentSyncOperation",
+    "IdempotencyMiddleware",
+    "OptionalOperation",
+    "idempotent",
+]
 
 
 async def _operation() -> Operation:
@@ -32,6 +38,16 @@ async def _operation() -> Operation:
     return operation
 
 
-# The operation of the request, as a parameter of the endpoint: `operation: CurrentOperation`. On a
-# request that is not guarded it raises `Misconfigured`, so make the key required there.
-CurrentOperation = Annotated[Operation, Depends(_operation)]
+async def _optional_operation() -> Operation | None:
+    return current_operation()
+
+
+# The operation of the request, as a parameter of an async endpoint: `operation: CurrentOperation`.
+# On a request that is not guarded it raises `Misconfigured`, so make the key required there.
+CurrentOperation = Annotated[AsyncOperation, Depends(_operation)]
+
+# The same for an endpoint that is no coroutine function.
+CurrentSyncOperation = Annotated[Operation, Depends(_operation)]
+
+# The operation of the request, or None if it has no key: for routes whose key is optional.
+OptionalOperation = Annotated[AsyncOperation | None, Depends(_optional_operation)]

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
 from contextvars import ContextVar
 from http import HTTPStatus
-from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar, Unpack, overload
 
-from coatcheck.core.policy import Policy, changed
+from coatcheck.core.policy import Policy, PolicyOptions, changed
 from coatcheck.core.response import Response
 from coatcheck.engine.settings import policy_of
 from coatcheck.errors import Misconfigured
@@ -86,15 +86,24 @@ class OnePolicy:
         """Nothing to note."""
 
 
+@overload
+def idempotent(endpoint: Callable[P, T], /) -> Callable[P, T]: ...
+@overload
 def idempotent(
-    **changes: Any,
-) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    **changes: Unpack[PolicyOptions],
+) -> Callable[[Callable[P, T]], Callable[P, T]]: ...
+def idempotent(
+    endpoint: Callable[..., Any] | None = None, /, **changes: Unpack[PolicyOptions]
+) -> Any:
     """
     Give an endpoint a policy of its own: the middleware's, with *changes*.
 
     Every unsafe method of the route is guarded, whatever the middleware's `methods` are;
-    `methods=()` takes the route out. Only `status_path` is the same for all routes.
+    `methods=()` takes the route out. Only `status_path` is the same for all routes. Without any
+    change it may be written without parentheses.
     """
+    if endpoint is not None and not callable(endpoint):
+        raise Misconfigured("idempotent takes settings by name: @idempotent(required=True)")
     if "reconcile" in changes:
         changes.setdefault("recovery", "reconcile")
     policy_of(changed(Policy(), changes))
@@ -116,7 +125,7 @@ def idempotent(
         setattr(guarded, _MARK, mark)
         return guarded
 
-    return decorate
+    return decorate if endpoint is None else decorate(endpoint)
 
 
 def _checked(endpoint: Callable[P, T], mark: Mark) -> Callable[P, T]:
