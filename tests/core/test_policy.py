@@ -14,7 +14,7 @@ DEFAULTS = {
     "methods": {"POST", "PATCH"},
     "window": "24h",
     "margin": "1h",
-    "lease": "60s",
+    "lease": "20s",
     "wait": "2s",
     "in_flight": "wait",
     "mismatch": 422,
@@ -65,7 +65,7 @@ def test_every_setting_has_the_published_default():
     policy = Policy()
     assert settings(policy) == DEFAULTS
     hours = policy.window_ms / 3_600_000, policy.retention_ms / 3_600_000
-    assert (hours, policy.lease_ms, policy.wait_ms) == ((24, 25), 60_000, 2_000)
+    assert (hours, policy.lease_ms, policy.wait_ms) == ((24, 25), 20_000, 2_000)
 
 
 @pytest.mark.parametrize("name", PRESETS)

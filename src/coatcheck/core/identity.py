@@ -12,7 +12,6 @@ store can guess short API keys and idempotency keys by computing their digests.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from hashlib import blake2b, sha1
 
 # 16 bytes: 128 bits are wide enough that collisions do not happen, not even by trying.
@@ -102,13 +101,3 @@ def digested(domain: bytes, secret: bytes, text: bytes) -> bytes:
     if len(secret) > blake2b.MAX_KEY_SIZE:  # hashed, not cut off
         secret = blake2b(secret).digest()
     return blake2b(text, digest_size=ID_BYTES, key=secret, person=domain).digest()
-
-
-def digested_chunks(domain: bytes, secret: bytes, chunks: Iterable[bytes]) -> bytes:
-    """The same for a text in chunks."""
-    if len(secret) > blake2b.MAX_KEY_SIZE:
-        secret = blake2b(secret).digest()
-    digest = blake2b(digest_size=ID_BYTES, key=secret, person=domain)
-    for chunk in chunks:
-        digest.update(chunk)
-    return digest.digest()

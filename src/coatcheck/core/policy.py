@@ -38,9 +38,9 @@ class Policy:
     window: Duration = "24h"
     # How much longer than its window a record is kept, so that no retry races the sweep.
     margin: Duration = "1h"
-    # How long a claim lasts without renewal. 60 s: a restart takes less; a running process renews
-    # its claims three times in that span.
-    lease: Duration = "60s"
+    # How long a claim lasts without renewal. 20 s: after a crash, retries wait no longer; a running
+    # process renews its claims three times in that span.
+    lease: Duration = "20s"
     # How long a duplicate waits for the first request to finish. 2 s: most writes are done by then,
     # and the timeout of a client is seldom shorter.
     wait: Duration = "2s"
