@@ -83,7 +83,9 @@ class IdempotencyMiddleware:
             register = self.engine.recovery.register_route
             is_by_host: Callable[[], bool] = _never
             if routes is None:
-                starlette = StarletteRoutes(self.engine.policy, register, app)
+                starlette = StarletteRoutes(
+                    self.engine.policy, register, app, has_natural_keys=key is not None
+                )
                 self._routes: RoutePolicies = starlette
                 is_by_host = starlette.are_by_host
             else:

@@ -13,13 +13,14 @@ from coatcheck.errors import Misconfigured, MissingExtra
 from coatcheck.operation import Operation, current_operation
 from coatcheck.server.asgi import IdempotencyMiddleware
 from coatcheck.server.routes import idempotent
+from coatcheck.server.starlette_routes import extend_openapi
 
 try:
     from fastapi import Depends
 except ImportError as error:
     raise MissingExtra("fastapi", "FastAPI") from error
 
-__all__ = ["CurrentOperation", "IdempotencyMiddleware", "idempotent"]
+__all__ = ["CurrentOperation", "IdempotencyMiddleware", "extend_openapi", "idempotent"]
 
 
 async def _operation() -> Operation:
