@@ -19,6 +19,7 @@ DEFAULTS = {
     "in_flight": "wait",
     "mismatch": 422,
     "keep": "final",
+    "replay_cookies": False,
     "recovery": "retry",
     "reconcile": None,
     "reconcile_timeout": "10s",
@@ -173,6 +174,7 @@ def test_an_invalid_duration_is_refused_with_an_example(value):
         ({"reference_header": "Set-Cookie"}, "reference_header is"),
         ({"reference_header": "location"}, "reference_header is"),
         ({"required": "yes"}, "required is 'yes'"),
+        ({"replay_cookies": 1}, "replay_cookies is 1; it must be True or False"),
     ],
 )
 def test_a_mistake_is_refused_with_what_to_write(fields, sentence):

@@ -54,6 +54,9 @@ class Policy:
     # raises, the error is logged and the answer is kept; under "reconcile" and "manual", an answer
     # that is not final leaves the operation in doubt.
     keep: Keep = "final"
+    # Whether replays set the cookies of the first response. Default: they do not, because a cookie
+    # is a credential. True suits a login: its retry needs the session; see docs/howto/asgi.md.
+    replay_cookies: bool = False
 
     # What follows an attempt that died: "retry", "reconcile" (call *reconcile*) or "manual" (in
     # doubt, until an operator decides).
@@ -375,5 +378,6 @@ def _check_names(policy: Policy) -> None:
             "key_header, replayed_header and reference_header must be three different names, not "
             f"{policy.key_header}, {policy.replayed_header} and {policy.reference_header}"
         )
-    if not isinstance(policy.required, bool):
-        raise Misconfigured(f"required is {policy.required!r}; it must be True or False")
+    for name in ("required", "replay_cookies"):
+        if not isinstance(getattr(policy, name), bool):
+            raise Misconfigured(f"{name} is {getattr(policy, name)!r}; it must be True or False")

@@ -31,7 +31,9 @@ def outcome_of_response(response: Response, policy: Policy) -> Outcome:
             raise
         logger.exception("keep= raised: the answer is kept, so that its work does not run again")
         kind = COMPLETE if policy.reruns else _final_or_in_doubt(response)
-    return Outcome(COMPLETE, encode_response(response)) if kind is COMPLETE else Outcome(kind)
+    if kind is not COMPLETE:
+        return Outcome(kind)
+    return Outcome(COMPLETE, encode_response(response, with_cookies=policy.replay_cookies))
 
 
 def outcome_of_partial(response: Response, policy: Policy) -> Outcome:
@@ -50,7 +52,9 @@ def outcome_of_accepted(response: Response, policy: Policy) -> Outcome:
     if outcome.kind is not OutcomeKind.REJECT:
         return outcome
     is_kept = len(response.body) <= policy.response_bytes_max
-    return Outcome(COMPLETE, encode_response(response) if is_kept else None)
+    if not is_kept:
+        return Outcome(COMPLETE, None)
+    return Outcome(COMPLETE, encode_response(response, with_cookies=policy.replay_cookies))
 
 
 def _final_or_in_doubt(response: Response) -> OutcomeKind:
