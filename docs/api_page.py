@@ -22,6 +22,7 @@ MODULES: dict[str, tuple[str, ...] | None] = {
         *("RoutePolicies", "NewRoutes", "idempotent", "mark_of", "policy_of_mark"),
         *("found", "found_unguarded"),
     ),
+    "coatcheck.server.openapi": ("annotate",),
     "coatcheck.server.request": ("Request",),
     "coatcheck.server.callers": (
         *(

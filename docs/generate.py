@@ -42,14 +42,20 @@ def states() -> str:
     return "\n".join(lines) + "\n"
 
 
+# Problems whose `Retry-After` is not always that of the table.
+GROWING = {"in-progress"}
+
+
 def problems() -> str:
     """Return every refusal that a client can get."""
     lines = [NOTE, "# Problems\n", "Every refusal is an `application/problem+json` document.\n"]
     for code, kind in KINDS.items():
-        words = kind.words.replace("{key}", "…").replace("{reason}", "…")
+        after = "…" if code in GROWING else kind.retry_after_s
+        words = kind.words.format(key="…", reason="…", retry_after_s=after)
         lines += [f"## {code}\n", f"**{kind.status}** {kind.title}.", f"Retry: `{kind.retry}`."]
         if kind.retry_after_s is not None:
-            lines.append(f"`Retry-After: {kind.retry_after_s}`.")
+            grows = ", and more the longer the operation runs" if code in GROWING else ""
+            lines.append(f"`Retry-After: {kind.retry_after_s}`{grows}.")
         lines += [f"In Python: `coatcheck.{kind.error.__name__}`.\n", f"> {words}\n"]
     return "\n".join(lines)
 

@@ -59,7 +59,7 @@ class Refused(CoatcheckError):
     @property
     def retry_after_s(self) -> int | None:
         """After how many seconds to retry with the same key; None if a retry does not help."""
-        return self.problem.kind.retry_after_s
+        return self.problem.retry_after_s
 
 
 class KeyRejected(Refused):

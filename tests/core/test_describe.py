@@ -34,8 +34,8 @@ def test_a_running_operation_is_described_with_its_lease():
     assert bytes.fromhex(facts["id"]) == CLAIM.id
     assert (facts["state"], facts["attempt"], facts["label"]) == ("running", 1, "POST /orders")
     assert facts["created"] == "2027-01-15T08:00:00Z"
-    assert (facts["lease_until"], facts["is_lease_over"]) == ("2027-01-15T08:01:00Z", False)
-    assert facts_of(CLAIM, NOW + 60_000)["is_lease_over"] is True
+    assert (facts["lease_until"], facts["is_lease_over"]) == ("2027-01-15T08:00:20Z", False)
+    assert facts_of(CLAIM, NOW + 20_000)["is_lease_over"] is True
     assert facts["response"] is None
     assert (facts["steps"], facts["notes"], facts["resolutions"]) == ([], [], [])
     assert facts["progress"] is None

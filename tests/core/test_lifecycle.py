@@ -18,6 +18,7 @@ from coatcheck.core.lifecycle import (
     lifecycle,
     outcome_kind_of_error,
     release_of_claim,
+    retry_after_s,
 )
 from coatcheck.core.policy import Policy
 from coatcheck.core.progress import NOTHING, Progress, Step, encoded, noted, progress_of
@@ -44,7 +45,7 @@ from coatcheck.errors import (
 
 from .flows import NOW, REQUEST, end_of
 
-LEASE = 60_000
+LEASE = 20_000
 DAY = 86_400_000
 POLICY = Policy()
 MANUAL = Policy(recovery="manual")
@@ -203,6 +204,17 @@ def test_another_request_is_refused_in_every_state(current):
     assert refused(met(current, Policy(mismatch=409), other)[1]) == ("key-reused", 409)
 
 
+@pytest.mark.parametrize(
+    ("scope", "sentence"),
+    [("caller", "(the path and one of the headers differ)"), ("", "(the arguments differ)")],
+    ids=["request", "function"],
+)
+def test_a_refusal_names_what_differs(scope, sentence):
+    """F1: a function has arguments and nothing else."""
+    other = REQUEST._replace(fingerprint=b"g" * 13 + b"fgf", scope=scope)
+    assert sentence in met(FIRST, request=other)[1].problem.detail
+
+
 def test_a_rejected_request_may_be_corrected():
     """L4, S-50."""
     corrected = REQUEST._replace(fingerprint=b"g" * 16)
@@ -229,6 +241,40 @@ def test_a_waiter_is_refused_when_its_time_is_over():
     """L3."""
     flow, _ = met(FIRST)
     assert refused(end_of(flow, Snapshot(FIRST, NOW + 2_000))) == ("in-progress", 409)
+
+
+@pytest.mark.parametrize(
+    ("began_ms", "left_ms", "seconds"),
+    [
+        (0, 20_000, 1),
+        (2_000, 18_000, 1),
+        (2_002, 18_000, 2),
+        (10_000, 10_000, 5),
+        (13_300, 6_700, 7),
+        (16_000, 4_000, 4),
+        (19_900, 100, 1),
+        (600_000, 14_000, 14),  # renewed many times
+        (600_000, 13_001, 14),
+        (20_000, 0, 1),
+        (30_000, -10_000, 1),  # an attempt that lost its claim meets a record that has ended
+        (-5_000, 20_000, 1),  # written by a clock that is ahead
+    ],
+)
+def test_a_client_asks_later_the_longer_the_operation_runs(began_ms, left_ms, seconds):
+    """L3: half of the time so far, not past the end of the lease, and a second at least."""
+    current = FIRST._replace(created_ms=NOW - began_ms, lease_until_ms=NOW + left_ms)
+    assert retry_after_s(current, NOW) == seconds
+
+
+def test_the_refusal_of_a_waiter_says_when_to_ask_again():
+    """L3."""
+    flow, _ = met(FIRST)
+    refusal = end_of(flow, Snapshot(FIRST, NOW + 5_000)).problem
+    assert refusal.retry_after_s == 3
+    assert refusal.detail == (
+        "the operation with key key was started 6.0 s ago and has not answered yet; retry after "
+        "3 s with the same key"
+    )
 
 
 def test_a_waiter_waits_no_longer_than_the_lease():

@@ -23,11 +23,12 @@ DEFAULTS = {
     "methods": {"POST", "PATCH"},
     "window": "24h",
     "margin": "1h",
-    "lease": "60s",
+    "lease": "20s",
     "wait": "2s",
     "in_flight": "wait",
     "mismatch": 422,
     "keep": "final",
+    "replay_cookies": False,
     "recovery": "retry",
     "reconcile": None,
     "reconcile_timeout": "10s",
@@ -82,7 +83,7 @@ def test_every_setting_has_the_published_default():
     policy = Policy()
     assert settings(policy) == DEFAULTS
     hours = policy.window_ms / 3_600_000, policy.retention_ms / 3_600_000
-    assert (hours, policy.lease_ms, policy.wait_ms) == ((24, 25), 60_000, 2_000)
+    assert (hours, policy.lease_ms, policy.wait_ms) == ((24, 25), 20_000, 2_000)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -191,6 +192,7 @@ def test_an_invalid_duration_is_refused_with_an_example(value):
         ({"reference_header": "Set-Cookie"}, "reference_header is"),
         ({"reference_header": "location"}, "reference_header is"),
         ({"required": "yes"}, "required is 'yes'"),
+        ({"replay_cookies": 1}, "replay_cookies is 1; it must be True or False"),
     ],
 )
 def test_a_mistake_is_refused_with_what_to_write(fields, sentence):

@@ -87,6 +87,9 @@ def test_a_refusal_has_its_reference_and_when_to_retry():
     assert isinstance(error, errors.KeyBusy)
     assert error.reference == problem("in-progress", id=ID).reference
     assert error.retry_after_s == 1
+    error = problem("in-progress", retry_after_s=7).error()
+    assert error.retry_after_s == 7
+    assert "retry after 7 s" in str(error)
 
 
 def drawn():

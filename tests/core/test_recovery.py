@@ -31,7 +31,7 @@ from coatcheck.core.recovery import (
 
 from .flows import NOW, REQUEST, end_of, first_of
 
-LEASE = 60_000
+LEASE = 20_000
 RETRY = Policy()
 MANUAL = Policy(recovery="manual")
 RECONCILE = Policy(recovery="reconcile", reconcile=lambda operation: None)

@@ -118,14 +118,21 @@ def test_stored_bytes_of_the_first_release_stay_readable():
     assert encode_response(Response(201, expected, b"body")) == stored
 
 
-def kept_of(headers):
-    return decode_response(encode_response(Response(200, headers, b""))).headers
+def kept_of(headers, **options):
+    return decode_response(encode_response(Response(200, headers, b""), **options)).headers
 
 
 @pytest.mark.parametrize("name", NOT_KEPT)
 def test_a_header_of_one_moment_is_not_kept(name):
     """L2."""
     assert kept_of([(name, b"v"), JSON]) == [JSON]
+
+
+def test_cookies_are_kept_if_the_policy_says_so():
+    """L2: all of them in their order, and no other header."""
+    cookies = [(b"set-cookie", b"a=1"), (b"set-cookie", b"b=2; HttpOnly")]
+    others = [(name, b"v") for name in NOT_KEPT if name != b"set-cookie"]
+    assert kept_of([cookies[0], *others, cookies[1]], with_cookies=True) == cookies
 
 
 def test_headers_that_connection_lists_in_any_case_are_not_kept():

@@ -30,7 +30,7 @@ from coatcheck.telemetry import (
     Waited,
     log_decision,
 )
-from tests.support.engines import LEASE_S, Handler, held_up
+from tests.support.engines import LEASE_S, ROUND_S, Handler, held_up
 from tests.support.times import Clock, eventually, wait_for
 
 
@@ -337,7 +337,7 @@ def test_a_recovery_is_an_event_with_its_outcome(guards, heard, events, clock, o
     policy = Policy(recovery="reconcile", reconcile=lambda _: answer)
     with pytest.raises(SystemExit):
         guards.run(heard, "k", Handler(SystemExit()), scope="orders", policy=policy)
-    clock.advance(LEASE_S + 1)
+    clock.advance(ROUND_S)
     heard.recovery.round()
     assert kinds(events) == [Claimed, ends, Recovered]
     assert events[-1] == Recovered(events[0].reference, "orders", "", 1, outcome)

@@ -1,12 +1,19 @@
 """The public names: sorted, importable, explained, and cheap to import."""
 
+import asyncio
 import inspect
+import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import coatcheck
+from coatcheck import Policy
+from coatcheck.server import asgi, wsgi
 
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
@@ -71,6 +78,44 @@ def test_a_module_without_its_package_names_the_extra():
     assert "pip install 'coatcheck[fastapi]'" in output_of(WITHOUT_FASTAPI)
 
 
+def project() -> dict[str, Any]:
+    return tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
+
+
 def test_the_package_and_the_project_agree_on_the_version():
-    project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
-    assert coatcheck.__version__ == project["version"]
+    assert coatcheck.__version__ == project()["version"]
+
+
+def test_one_extra_has_all_others_that_users_install():
+    extras = project()["optional-dependencies"]
+    (everything,) = extras["all"]
+    named = re.fullmatch(r"coatcheck\[(.+)\]", everything)
+    assert named is not None
+    assert set(named[1].split(",")) == set(extras) - {"all", "test", "bench", "dev"}
+
+
+def test_the_metadata_say_where_to_find_the_project():
+    urls = project()["urls"]
+    assert list(urls) == ["Homepage", "Documentation", "Repository", "Changelog"]
+    assert Policy().docs_url.startswith(urls["Documentation"])
+
+
+@pytest.mark.parametrize("middleware", [asgi, wsgi], ids=["asgi", "wsgi"])
+def test_the_default_store_of_a_middleware_is_what_its_help_says(middleware, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    guarded = middleware.IdempotencyMiddleware(print)
+    assert "sqlite:///coatcheck.db" in (inspect.getdoc(guarded) or "")
+    if middleware is wsgi:
+        guarded.engine.run("k", str)
+        guarded.engine.close()
+    else:
+        asyncio.run(use(guarded.engine))
+    assert (tmp_path / "coatcheck.db").exists()
+
+
+async def use(engine: coatcheck.AsyncEngine) -> None:
+    async def done() -> str:
+        return "done"
+
+    async with engine:
+        await engine.run("k", done)

@@ -3,6 +3,8 @@
 import asyncio
 import contextvars
 import gc
+import io
+import tempfile
 import threading
 import types
 import weakref
@@ -30,6 +32,8 @@ from coatcheck.stores.memory import AsyncMemoryStore, MemoryStore
 from tests.support.http import ORDER, AsgiExchange, Response, with_key
 from tests.support.times import WAIT_S_MAX
 
+# How long a blocked event loop is waited for: in vain, if the test is to fail.
+LOOP_S_MAX = 5
 PLAIN = b"".join(b"line %d\n" % n for n in range(500))
 
 
@@ -112,6 +116,46 @@ def test_a_caller_may_be_read_from_a_large_body_also_for_a_refusal_from_memory(e
     bodies = [b'["ada", %d, "%s"]' % (n, b"x" * MEMORY_BYTES_MAX) for n in (1, 2)]
     answers = [send(app, body=body) for body in bodies]
     assert [answer.status for answer in answers] == [201, 422]
+
+
+def test_a_large_body_is_written_to_its_file_beside_the_event_loop(guard, monkeypatch):
+    """X2: a slow disk does not delay the other requests of the process."""
+    body = bytes(range(256)) * (3 * MEMORY_BYTES_MAX // 256)
+    loops, tries = [], []
+
+    class SlowFile(io.BytesIO):
+        """A file that takes what it is given when the event loop has had its turn."""
+
+        def write(self, chunk):
+            has_run = threading.Event()
+            loops[0].call_soon_threadsafe(has_run.set)
+            tries.append(has_run.wait(LOOP_S_MAX))
+            return super().write(chunk)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", SlowFile)
+
+    async def echo(request: Request) -> Any:
+        return PlainTextResponse(await request.body(), 201)
+
+    async def story():
+        loops.append(asyncio.get_running_loop())
+        return await post(guard(starlette(echo)), body=body)
+
+    assert run(story()).body == body
+    assert set(tries) == {True}
+
+
+def test_a_body_that_cannot_be_written_is_refused_before_anything_runs(guard, monkeypatch):
+    """X2."""
+
+    class FullDisk(io.BytesIO):
+        def write(self, chunk):
+            raise OSError("no space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", FullDisk)
+    endpoint = Endpoint()
+    answer = send(guard(starlette(endpoint.route())), body=b"x" * 3 * MEMORY_BYTES_MAX)
+    assert (answer.status, answer.code, endpoint.calls) == (503, "store-unavailable", 0)
 
 
 def test_an_application_that_waits_for_the_end_of_a_broken_connection_gets_it(guard):

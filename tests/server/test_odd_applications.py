@@ -399,7 +399,7 @@ def test_a_large_body_needs_no_place_for_files(monkeypatch, caplog):
     assert caplog.text.count("stays in memory") == 3
 
 
-@pytest.mark.parametrize("room_bytes", [0, 1_450_000, 2_000_000])
+@pytest.mark.parametrize("room_bytes", [0, 1_450_000, 2_000_000, 3_000_000])
 def test_a_body_for_which_the_disk_has_no_room_is_refused_before_anything_runs(room_bytes, caplog):
     """X2: a clear 503; a retry is served when there is room."""
     client, served = flask_shop()

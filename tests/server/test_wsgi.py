@@ -1,9 +1,12 @@
 """What is particular to WSGI: PEP 3333 in full, on both sides of the middleware."""
 
+import http.client
 import io
 import sqlite3
 import sys
+import threading
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from typing import Any
 from wsgiref.util import FileWrapper
 from wsgiref.validate import validator
@@ -16,6 +19,8 @@ from coatcheck.core.record import FAILED, IN_DOUBT, Swap
 from coatcheck.server.wsgi import IdempotencyMiddleware
 from coatcheck.stores import Query
 from tests.support.http import NEXT_REQUEST, ORDER, Response, environ_of, exchange_wsgi, with_key
+from tests.support.servers.wsgi import Quiet, Wsgiref
+from tests.support.times import WAIT_S_MAX
 
 TEXT = [("Content-Type", "text/plain")]
 
@@ -543,6 +548,37 @@ def test_flask_is_guarded_by_one_line(engine):
     assert again.headers["Idempotent-Replayed"] == "true"
     assert "Set-Cookie" not in again.headers
     assert calls == [{"item": 1}]
+
+
+def test_a_replay_spells_its_headers_like_the_first_answer():
+    """L2: a record has names in lower case, and some clients compare them letter by letter."""
+    names = ["Content-Type", "ETag", "WWW-Authenticate", "X-Coat-Colour", "Location"]
+
+    def answer(environ, start_response) -> Iterable[bytes]:
+        start_response("200 OK", [(name, "text/plain") for name in names])
+        return [b"done"]
+
+    server = Wsgiref(("127.0.0.1", 0), Quiet)
+    policy = Policy(reference_header="X-Reference")
+    with Engine("memory://", policy) as engine, server:
+        server.set_app(IdempotencyMiddleware(answer, engine=engine))
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            first, again = (spelled_by(server.server_port) for _ in range(2))
+        finally:
+            server.shutdown()
+            thread.join()
+    assert first == {*names, "Content-Length", "X-Reference"}
+    assert again == {*first, "Idempotent-Replayed"}
+
+
+def spelled_by(port: int) -> set[str]:
+    """The names of the headers of an answer, as they come over the wire."""
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S_MAX)) as client:
+        client.request("POST", "/", ORDER, dict(with_key("k-1")))
+        names = {name for name, _ in client.getresponse().getheaders()}
+    return names - {"Date", "Server"}  # wsgiref's own
 
 
 # --- answers that are none ------------------------------------------------------------------

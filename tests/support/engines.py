@@ -25,7 +25,7 @@ from tests.support.times import NOW_MS, WAIT_S_MAX, Clock, eventually, wait_for
 
 __all__ = ["NOW_MS", "WAIT_S_MAX", "Clock", "eventually", "wait_for"]
 
-LEASE_S = 60
+LEASE_S = 20
 # A round of recovery is due once a minute, at the latest after one and a half.
 ROUND_S = 90
 BY_ADA = {"by": "ada", "why": "asked the bank"}

@@ -10,6 +10,10 @@ the interpreter, not on the chunks in which the body arrived.
 
 The arguments of a guarded function are compared by value (`fingerprint_of_call`).
 
+A fingerprint is 16 bytes. The first twelve are a digest of the whole request. Each of the last four
+is a digest of one part: path, query, headers, body. A refusal names the parts that differ
+(`difference`), which is all that these four are for.
+
 Invariant: equal requests have equal fingerprints on every Python version and platform, different
 requests have different ones, and no bytes make this module raise.
 """
@@ -23,12 +27,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import date, time, timedelta
 from decimal import Decimal
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
+from hashlib import blake2b
 from itertools import chain
 from typing import Any, NamedTuple
 from uuid import UUID
 
-from coatcheck.core.identity import digested, digested_chunks
+from coatcheck.core.identity import ID_BYTES, digested
 from coatcheck.core.json_codec import DEPTH_MAX, Pointer, canonical_json
 
 # 256 KiB: in the worst case such a body is parsed in some tens of milliseconds. A larger one would
@@ -44,7 +49,19 @@ CONTENT_TYPE_BYTES_MAX = 1_024
 # In memory, or in chunks that are read from a temporary file.
 Body = bytes | Iterable[bytes]
 
-_DOMAIN = b"coatcheck-same"
+# 12 bytes: two different requests with one key are never equal by chance. An id has 16, because it
+# is compared with all others in the store; a fingerprint is compared with one.
+WHOLE_BYTES = 12
+# What the other four bytes are digests of, in this order.
+PARTS = ("the path", "the query", "one of the headers", "the body or its content type")
+
+_of_whole = partial(blake2b, digest_size=WHOLE_BYTES, person=b"coatcheck-same")
+_of_path = partial(blake2b, digest_size=1, person=b"coatcheck-path")
+_of_query = partial(blake2b, digest_size=1, person=b"coatcheck-query")
+_of_headers = partial(blake2b, digest_size=1, person=b"coatcheck-header")
+_of_body = partial(blake2b, digest_size=ID_BYTES, person=b"coatcheck-body")
+# In place of the digest of a part that is empty, as query and headers mostly are.
+_EMPTY = b"\0"
 _CALL_DOMAIN = b"coatcheck-call"
 
 # How a body was read. The digest begins with it, so that two ways of reading never give the same.
@@ -82,12 +99,41 @@ def fingerprint_of(
     included = b""
     for name, value in headers:
         included += b"%d,%d;%b%b" % (len(name), len(value), name.lower(), value)
+    # Every digest is keyed, those of one byte too: a checksum mixed with the secret would give away
+    # 8 bits of a body to a reader of the store who knows the body of one other record.
     # Lengths first: otherwise the end of one part could be read as the beginning of the next.
-    lengths = f"{len(as_what)},{len(method)},{len(path)},{len(query)},{len(included)};"
-    head = f"{lengths}{as_what}{method}{path}".encode("utf-8", "surrogatepass")
-    if isinstance(content, bytes):
-        return digested(_DOMAIN, secret, b"".join((head, query, included, content)))
-    return digested_chunks(_DOMAIN, secret, chain((head, query, included), content))
+    typed = f"{len(as_what)};{as_what}".encode("utf-8", "surrogatepass")
+    of_body = _of_body(typed, key=secret)
+    for chunk in (content,) if isinstance(content, bytes) else content:
+        of_body.update(chunk)
+    body_digest = of_body.digest()
+    lengths = f"{len(method)},{len(path)},{len(query)},{len(included)};"
+    place = f"{method}{path}".encode("utf-8", "surrogatepass")
+    whole = b"".join((lengths.encode(), place, query, included, body_digest))
+    return b"".join(
+        (
+            _of_whole(whole, key=secret).digest(),
+            _of_path(place, key=secret).digest(),
+            _of_query(query, key=secret).digest() if query else _EMPTY,
+            _of_headers(included, key=secret).digest() if included else _EMPTY,
+            body_digest[:1],
+        )
+    )
+
+
+def difference(one: bytes, other: bytes) -> str:
+    """
+    Which parts differ between two requests with these fingerprints: "the body … differs".
+
+    One byte cannot tell two texts in 256 apart. So a part that differs may not be named, but one
+    that is named does differ.
+    """
+    pairs = zip(PARTS, one[WHOLE_BYTES:], other[WHOLE_BYTES:], strict=False)
+    names = [name for name, of_one, of_other in pairs if of_one != of_other]
+    if not names:
+        return "this request differs"
+    *first, last = names
+    return f"{', '.join(first)} and {last} differ" if first else f"{last} differs"
 
 
 class _Media(NamedTuple):

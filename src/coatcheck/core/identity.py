@@ -12,7 +12,6 @@ store can guess short API keys and idempotency keys by computing their digests.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from hashlib import blake2b, sha1
 
 # 16 bytes: 128 bits are wide enough that collisions do not happen, not even by trying.
@@ -108,11 +107,3 @@ def digest_key(secret: bytes) -> bytes:
 def digested(domain: bytes, secret: bytes, text: bytes) -> bytes:
     """A digest of *text* for use in *domain* only, 16 bytes, keyed with a `digest_key`."""
     return blake2b(text, digest_size=ID_BYTES, key=secret, person=domain).digest()
-
-
-def digested_chunks(domain: bytes, secret: bytes, chunks: Iterable[bytes]) -> bytes:
-    """The same for a text in chunks."""
-    digest = blake2b(digest_size=ID_BYTES, key=secret, person=domain)
-    for chunk in chunks:
-        digest.update(chunk)
-    return digest.digest()

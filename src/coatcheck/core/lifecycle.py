@@ -25,6 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+from coatcheck.core.fingerprint import difference
 from coatcheck.core.flow import Effect, Flow
 from coatcheck.core.keep import COMPLETE, Outcome, OutcomeKind
 from coatcheck.core.policy import Policy
@@ -58,7 +59,7 @@ class ClaimRequest(NamedTuple):
     now_ms: int
     nonce: int  # names the attempt that would begin
     label: str = ""
-    scope: str = ""
+    scope: str = ""  # the caller of an HTTP request; empty: a function
     key: str = ""
     progress: bytes | None = None  # stored with the first claim: the input of a registered function
 
@@ -288,9 +289,10 @@ def verdict(current: Record, request: ClaimRequest, policy: Policy, now_ms: int)
             return _refuse("key-expired", request, status=policy.expired_status)
         return TakeOver(first_attempt(request, policy, current, now_ms), asks=False)
     # A claim that was refused before its handler began has no fingerprint: a corrected request
-    # may follow with the same key.
+    # may follow with the same key. All bytes are compared: equal requests have equal ones, also the
+    # four that only name a difference.
     if current.fingerprint not in (request.fingerprint, b""):
-        return _refuse("key-reused", request, status=policy.mismatch)
+        return _of_other_request(current, request, policy)
     if current.state == COMPLETED:
         return of_completed(current, request)
     if current.state == RUNNING:
@@ -302,6 +304,13 @@ def verdict(current: Record, request: ClaimRequest, policy: Policy, now_ms: int)
         return _refuse(code, request, reason=f"all {current.attempt} attempts have failed")
     claim = next_attempt(current, request, policy, now_ms)
     return TakeOver(claim, asks=current.state == IN_DOUBT, is_fresh=not current.fingerprint)
+
+
+def _of_other_request(current: Record, request: ClaimRequest, policy: Policy) -> Refuse:
+    reason = "the arguments differ"  # of a function; its fingerprint has no parts
+    if request.scope:
+        reason = difference(current.fingerprint, request.fingerprint)
+    return _refuse("key-reused", request, reason=reason, status=policy.mismatch)
 
 
 def _is_exhausted(current: Record, policy: Policy) -> bool:
@@ -342,8 +351,27 @@ def _of_running(current: Record, request: ClaimRequest, policy: Policy, now_ms: 
 
 def _still_running(current: Record, request: ClaimRequest, now_ms: int) -> Refuse:
     age_s = max(0, now_ms - current.created_ms) / 1_000
-    refusal = _refuse("in-progress", request, reason=f"first seen {age_s:.1f} s ago")
-    return refusal._replace(record=current)
+    refusal = problem(
+        "in-progress",
+        key=request.key,
+        id=request.id,
+        reason=f"{age_s:.1f} s ago",
+        retry_after_s=retry_after_s(current, now_ms),
+    )
+    return Refuse(refusal, record=current)
+
+
+def retry_after_s(current: Record, now_ms: int) -> int:
+    """
+    After how many seconds the client of an operation that runs should ask again; at least 1.
+
+    Half as long as the operation has taken so far: a quick one is asked for soon, and a slow one
+    seldom. But not later than the end of the lease: then the outcome is stored, the lease was
+    renewed, or the next attempt may begin.
+    """
+    half_ms = (now_ms - current.created_ms) // 2
+    left_ms = current.lease_until_ms - now_ms
+    return max(1, -(-min(half_ms, left_ms) // 1_000))  # rounded up
 
 
 def _refuse(code: Code, request: ClaimRequest, *, reason: str = "", status: int = 0) -> Refuse:

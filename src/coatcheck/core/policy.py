@@ -77,9 +77,9 @@ class Policy:
     window: Duration = "24h"
     # How much longer than its window a record is kept, so that no retry races the sweep.
     margin: Duration = "1h"
-    # How long a claim lasts without renewal. 60 s: a restart takes less; a running process renews
-    # its claims three times in that span.
-    lease: Duration = "60s"
+    # How long a claim lasts without renewal. 20 s: after a crash, retries wait no longer; a running
+    # process renews its claims three times in that span.
+    lease: Duration = "20s"
     # How long a duplicate waits for the first request to finish. 2 s: most writes are done by then,
     # and the timeout of a client is seldom shorter.
     wait: Duration = "2s"
@@ -93,6 +93,9 @@ class Policy:
     # raises, the error is logged and the answer is kept; under "reconcile" and "manual", an answer
     # that is not final leaves the operation in doubt.
     keep: Keep = "final"
+    # Whether replays set the cookies of the first response. Default: they do not, because a cookie
+    # is a credential. True suits a login: its retry needs the session; see docs/howto/asgi.md.
+    replay_cookies: bool = False
 
     # What follows an attempt that died: "retry", "reconcile" (call *reconcile*) or "manual" (in
     # doubt, until an operator decides).
@@ -418,5 +421,6 @@ def _check_names(policy: Policy) -> None:
             "key_header, replayed_header and reference_header must be three different names, not "
             f"{policy.key_header}, {policy.replayed_header} and {policy.reference_header}"
         )
-    if not isinstance(policy.required, bool):
-        raise Misconfigured(f"required is {policy.required!r}; it must be True or False")
+    for name in ("required", "replay_cookies"):
+        if not isinstance(getattr(policy, name), bool):
+            raise Misconfigured(f"{name} is {getattr(policy, name)!r}; it must be True or False")

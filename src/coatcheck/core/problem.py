@@ -37,16 +37,16 @@ class Kind(NamedTuple):
 
     status: int
     retry: Retry
-    retry_after_s: int | None
+    retry_after_s: int | None  # of "in-progress" at least; see `lifecycle.retry_after_s`
     error: type[errors.CoatcheckError]
     title: str
     words: str
 
 
 # "new-key" only where nothing has run for this key and nothing will: otherwise a new key could do
-# the work twice. Retry-After is 1 s: work that outlasts the wait is usually nearly done, and
-# clients add backoff and jitter. Too many keys: 60 s, because a key becomes free only when its
-# window ends, which may be hours away.
+# the work twice. Retry-After is 1 s: most causes are gone by then, and clients add backoff and
+# jitter. Too many keys: 60 s, because a key becomes free only when its window ends, which may be
+# hours away.
 KINDS: dict[Code, Kind] = {
     "key-missing": Kind(
         *(400, "new-key", None, errors.KeyRejected),
@@ -62,14 +62,14 @@ KINDS: dict[Code, Kind] = {
     "key-reused": Kind(
         *(422, "never", None, errors.KeyReused),
         "Idempotency key reused with a different request",
-        "key {key} was used with a different request; send that request again, or use a new key "
-        "for a new action",
+        "key {key} was first used with another request ({reason}); send that request again, or use "
+        "a new key for a new action",
     ),
     "in-progress": Kind(
         *(409, "same-key", 1, errors.KeyBusy),
         "The first request is still in progress",
-        "the first request with key {key} is still running ({reason}); retry after 1 s with the "
-        "same key",
+        "the operation with key {key} was started {reason} and has not answered yet; retry after "
+        "{retry_after_s} s with the same key",
     ),
     "outcome-unknown": Kind(
         *(409, "never", None, errors.OutcomeUnknown),
@@ -101,13 +101,14 @@ KINDS: dict[Code, Kind] = {
     "too-many-waiting": Kind(
         *(429, "same-key", 1, errors.LimitExceeded),
         "Too many requests wait for this key",
-        "too many requests wait for key {key} already; retry after 1 s with the same key",
+        "too many requests wait for key {key} already; retry after {retry_after_s} s with the same "
+        "key",
     ),
     "too-many-keys": Kind(
         *(429, "same-key", 60, errors.LimitExceeded),
         "Too many keys in use",
         "this caller has reached its limit of keys, so nothing was executed; a key counts until "
-        "its window ends: retry after 60 s with the same key, and send fewer new keys",
+        "its window ends: retry after {retry_after_s} s with the same key, and send fewer new keys",
     ),
     "too-many-attempts": Kind(
         *(409, "never", None, errors.OutcomeUnknown),
@@ -137,6 +138,7 @@ class Problem:
     detail: str
     status: int
     reference: str | None
+    retry_after_s: int | None
 
     @property
     def kind(self) -> Kind:
@@ -164,10 +166,17 @@ class Problem:
 
 
 def problem(
-    code: Code, *, key: str = "", id: bytes | None = None, reason: str = "", status: int = 0
+    code: Code,
+    *,
+    key: str = "",
+    id: bytes | None = None,
+    reason: str = "",
+    status: int = 0,
+    retry_after_s: int = 0,
 ) -> Problem:
-    """The problem of *code*; *status* replaces that of its kind."""
+    """The problem of *code*; *status* and *retry_after_s* replace those of its kind."""
     kind = KINDS[code]
-    detail = kind.words.format(key=redacted(key), reason=reason)
+    after_s = retry_after_s or kind.retry_after_s
+    detail = kind.words.format(key=redacted(key), reason=reason, retry_after_s=after_s)
     reference = None if id is None else reference_of(id)
-    return Problem(code, detail, status or kind.status, reference)
+    return Problem(code, detail, status or kind.status, reference, after_s)

@@ -29,13 +29,15 @@ class Response(NamedTuple):
 NO_CONTENT = frozenset({204, 205, 304})
 
 # Headers of one message, one connection or one moment (RFC 9110 §7.6.1, RFC 9111 §3.1), and
-# Set-Cookie, which only one client may get. Content-Length is computed for each replay.
+# Set-Cookie, which only one client may get, unless the route's policy says otherwise.
+# Content-Length is computed for each replay.
 _NOT_KEPT = frozenset(
     b"""connection keep-alive proxy-connection te trailer transfer-encoding upgrade
     proxy-authenticate proxy-authorization proxy-authentication-info
     date age server via warning set-cookie set-cookie2 content-length alt-svc
     server-timing traceparent tracestate traceresponse x-request-id x-correlation-id""".split()
 )
+_NOT_KEPT_WITH_COOKIES = _NOT_KEPT - {b"set-cookie"}
 
 
 # --- the stored bytes -----------------------------------------------------------------------
@@ -78,10 +80,10 @@ _NAMES = (
 _NAME_CODES = {name: code for code, name in enumerate(_NAMES) if name}
 
 
-def encode_response(response: Response) -> bytes:
+def encode_response(response: Response, *, with_cookies: bool = False) -> bytes:
     """*response* as a record stores it."""
     status, headers, body = response
-    dropped = _NOT_KEPT
+    dropped = _NOT_KEPT_WITH_COOKIES if with_cookies else _NOT_KEPT
     for name, value in headers:
         if name == b"connection":  # it names further headers of this one connection
             dropped = dropped.union(token.strip().lower() for token in value.split(b","))

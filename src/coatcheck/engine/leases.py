@@ -38,8 +38,8 @@ logger = logging.getLogger("coatcheck")
 # Ticks per lease: twice as many as renewals, so that none is late.
 TICKS_PER_LEASE = 2 * RENEWALS_PER_LEASE
 # It ticks as if for a lease of at most this length, so that the thread of a forgotten engine ends
-# soon.
-LEASE_MS_MAX = 30_000
+# soon. 20 s: the default lease, so that the first operation need not wake the thread.
+LEASE_MS_MAX = 20_000
 # As if for this lease while a completion is to be written: twice a second.
 PENDING_EVERY_MS = 3_000
 

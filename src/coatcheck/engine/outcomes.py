@@ -36,7 +36,8 @@ def outcome_of_response(response: Response, policy: Policy) -> Outcome:
         kind = COMPLETE if policy.reruns else _final_or_in_doubt(response)
     if kind is not COMPLETE:
         return Outcome(kind)
-    return Outcome(COMPLETE, encode_response(response), response.status)
+    blob = encode_response(response, with_cookies=policy.replay_cookies)
+    return Outcome(COMPLETE, blob, response.status)
 
 
 def outcome_of_partial(response: Response, policy: Policy) -> Outcome:
@@ -56,7 +57,10 @@ def outcome_of_accepted(response: Response, policy: Policy) -> Outcome:
     if outcome.kind is not OutcomeKind.REJECT:
         return outcome
     is_kept = len(response.body) <= policy.response_bytes_max
-    return Outcome(COMPLETE, encode_response(response) if is_kept else None, response.status)
+    if not is_kept:
+        return Outcome(COMPLETE, None, response.status)
+    blob = encode_response(response, with_cookies=policy.replay_cookies)
+    return Outcome(COMPLETE, blob, response.status)
 
 
 def _final_or_in_doubt(response: Response) -> OutcomeKind:

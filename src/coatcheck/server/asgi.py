@@ -50,7 +50,8 @@ class IdempotencyMiddleware:
 
     Args:
         app: the application.
-        store: a URL or a store; or give *engine*.
+        store: a URL or a store; or give *engine*. With neither, records are in the file
+            `coatcheck.db` in the working directory (`sqlite:///coatcheck.db`).
         policy: a `Policy`, the name of a preset, or None for the default.
         caller: whose key it is, a function of the request; see `coatcheck.server.callers`.
         key: finds the key in the request itself, if no header brings one.
@@ -82,7 +83,9 @@ class IdempotencyMiddleware:
             register = self.engine.recovery.register_route
             hosts: Hosts = NoHosts()
             if routes is None:
-                starlette = StarletteRoutes(self.engine.policy, register, app)
+                starlette = StarletteRoutes(
+                    self.engine.policy, register, app, has_natural_keys=key is not None
+                )
                 self._routes: RoutePolicies = starlette
                 hosts = starlette
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import string
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
@@ -40,10 +41,12 @@ async def read(
     reader = BodyReader(policy)
     while message["type"] != "http.disconnect":
         refusal = reader.add(message.get("body", b""))
+        if refusal is None and reader.is_full:
+            refusal = await asyncio.to_thread(reader.spool)
         if refusal is not None:
             return refusal
         if not message.get("more_body", False):
-            return reader.body()
+            return await asyncio.to_thread(reader.body) if reader.is_large else reader.body()
         message = await receive()
     reader.close()
     return None

@@ -64,37 +64,60 @@ Body: TypeAlias = bytes | LargeBody
 
 
 class BodyReader:
-    """Collects the body of one request."""
+    """
+    Collects the body of one request.
+
+    `add` only collects. When `is_full`, call `spool`, and at the end call `body`: both may write to
+    a file, which takes as long as the disk takes.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._size = 0
-        self._chunks: list[bytes] = []
+        self._chunks: list[bytes] = []  # not in the file yet
+        self._chunks_bytes = 0
         self._large: LargeBody | None = None
 
     def add(self, chunk: bytes) -> Problem | None:
-        """Append *chunk*; the refusal if the body is too large, or cannot be kept."""
+        """Append *chunk*; the refusal if the body is too large."""
         self._size += len(chunk)
         if self._size > self._policy.body_bytes_max:
             self.close()
             return body_too_large(self._policy)
         self._chunks.append(chunk)
-        if self._size > MEMORY_BYTES_MAX:
-            try:
-                self._large = self._large or LargeBody()
-                for one in self._chunks:
-                    self._large.add(one)
-            except OSError as error:  # the disk is full
-                logger.error("refused, because its body could not be kept: %s", error)  # noqa: TRY400 - its trace says nothing more
-                self.close()
-                reason = "its body could not be kept in a temporary file, so it was not run"
-                return problem("store-unavailable", reason=reason)
-            self._chunks.clear()
+        self._chunks_bytes += len(chunk)
         return None
 
-    def body(self) -> Body:
-        """The whole body."""
-        return b"".join(self._chunks) if self._large is None else self._large
+    @property
+    def is_full(self) -> bool:
+        """As much is in memory as may be."""
+        return self._chunks_bytes > MEMORY_BYTES_MAX
+
+    @property
+    def is_large(self) -> bool:
+        """A part of the body is in a file."""
+        return self._large is not None
+
+    def spool(self) -> Problem | None:
+        """Write what is in memory to the file; the refusal if that fails."""
+        try:
+            self._large = self._large or LargeBody()
+            for chunk in self._chunks:
+                self._large.add(chunk)
+        except OSError as error:  # the disk is full
+            logger.error("refused, because its body could not be kept: %s", error)  # noqa: TRY400 - its trace says nothing more
+            self.close()
+            reason = "its body could not be kept in a temporary file, so it was not run"
+            return problem("store-unavailable", reason=reason)
+        self._chunks.clear()
+        self._chunks_bytes = 0
+        return None
+
+    def body(self) -> Body | Problem:
+        """The whole body; the refusal if its end could not be kept."""
+        if self._large is None:
+            return b"".join(self._chunks)
+        return self.spool() or self._large
 
     def close(self) -> None:
         """Forget what was collected."""

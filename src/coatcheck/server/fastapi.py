@@ -13,6 +13,7 @@ from coatcheck.errors import Misconfigured, MissingExtra
 from coatcheck.operation import AsyncOperation, Operation, current_operation
 from coatcheck.server.asgi import IdempotencyMiddleware
 from coatcheck.server.routes import idempotent
+from coatcheck.server.starlette_routes import extend_openapi
 
 try:
     from fastapi import Depends
@@ -24,6 +25,7 @@ __all__ = [
     "CurrentSyncOperation",
     "IdempotencyMiddleware",
     "OptionalOperation",
+    "extend_openapi",
     "idempotent",
 ]
 

@@ -57,8 +57,8 @@ def refused(refusal: Problem, policy: Policy) -> Response:
         (b"content-length", str(len(body)).encode()),
         (b"cache-control", b"no-store"),
     ]
-    if refusal.kind.retry_after_s is not None:
-        headers.append((b"retry-after", str(refusal.kind.retry_after_s).encode()))
+    if refusal.retry_after_s is not None:
+        headers.append((b"retry-after", str(refusal.retry_after_s).encode()))
     if refusal.reference is not None:
         headers.append((policy.reference_name, refusal.reference.encode()))
     return Response(refusal.status, headers, body)

@@ -2,16 +2,20 @@
 
 The middleware asks the application's own routes which of them matches, before the request gets
 there. Starlette is not imported: only the attributes of its routes are read.
+
+The same routes tell which operations of FastAPI's OpenAPI document are guarded (`extend_openapi`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from coatcheck.core.policy import SAFE_METHODS, Policy
+from coatcheck.core.policy import SAFE_METHODS, Policy, changed
+from coatcheck.engine.settings import policy_of
 from coatcheck.errors import Misconfigured
+from coatcheck.server.openapi import annotate
 from coatcheck.server.routes import (
     Mark,
     found_unguarded,
@@ -56,9 +60,12 @@ class StarletteRoutes:
         policy: Policy,
         register: Callable[[str, Policy], None] = lambda _label, _policy: None,
         app: object = None,
+        *,
+        has_natural_keys: bool = False,
     ) -> None:
         self._policy = policy
         self._app = app
+        self._has_natural_keys = has_natural_keys
         self._register = register
         self._matches: dict[tuple[str, ...], _Match] = {}
         self._router: Any = _UNKNOWN  # not known before the first request
@@ -103,6 +110,9 @@ class StarletteRoutes:
         if self._router is _UNKNOWN:
             found = _router_in(self._app) or _router_in(asgi_scope.get("app"))
             self._router = found or _Router(_NO_ROUTES)
+            mounted = (getattr(route, "app", None) for route in _all_in(self._router.routes))
+            for app in (*_chain(self._app), asgi_scope.get("app"), *mounted):
+                extend_openapi(app, self._policy, has_natural_keys=self._has_natural_keys)
         routes: Sequence[Any] = self._router.routes
         if routes is not self._known or len(routes) != self._count:
             self._search(routes)
@@ -117,19 +127,9 @@ class StarletteRoutes:
             mark_of(getattr(route, "endpoint", None)) is not None for route in everything
         )
         self._known, self._count = routes, len(routes)
-        for template, route in _templates(routes):
-            mark = mark_of(getattr(route, "endpoint", None))
-            if mark is not None:
-                self._register_route(template, getattr(route, "methods", None) or _UNSAFE, mark)
-
-    def _register_route(
-        self, template: str, methods: Iterable[str], mark: Mapping[str, Any]
-    ) -> None:
-        for method in set(methods) - SAFE_METHODS:
-            with suppress(Misconfigured):  # raised when the route is requested
-                policy = policy_of_mark(self._policy, method, mark)
-                if method in policy.methods:
-                    self._register(f"{method} {template}", policy)
+        for found in _guarded(routes, self._policy):
+            if found.mark is not None:
+                self._register(f"{found.method} {found.template}", found.policy)
 
     def _match(self, asgi_scope: MutableMapping[str, Any], routes: Sequence[Any]) -> _Match:
         method = asgi_scope["method"].upper()
@@ -141,15 +141,76 @@ class StarletteRoutes:
         return _Match(policy if method in policy.methods else None, template, mark)
 
 
+def extend_openapi(
+    app: object, policy: Policy | str | None = None, *, has_natural_keys: bool = False
+) -> None:
+    """
+    Have the OpenAPI document of a FastAPI application state what is guarded, and by which header.
+
+    The middleware does this when the server starts. Call it only to write the document without a
+    server. *policy* is that of the middleware; *has_natural_keys*: the middleware has a `key=`
+    function, so that no route requires the header.
+    """
+    fastapi: Any = app
+    if not callable(getattr(app, "openapi", None)) or not hasattr(app, "openapi_url"):
+        return  # another framework
+    original = fastapi.openapi
+    if hasattr(original, _EXTENDED):  # by another middleware
+        return
+    own = policy_of(policy)
+    changes = {"required": False} if has_natural_keys else {}
+
+    def openapi() -> dict[str, Any]:
+        """The document, with the operations that are guarded now."""
+        guarded: dict[tuple[str, str], Policy] = {}
+        for found in _guarded(fastapi.routes, own):
+            place = found.template, found.method
+            guarded.setdefault(place, changed(found.policy, changes))  # the first route answers
+        return annotate(original(), guarded)
+
+    setattr(openapi, _EXTENDED, True)
+    # As FastAPI documents it: https://fastapi.tiangolo.com/how-to/extending-openapi/
+    fastapi.openapi = openapi
+
+
+_EXTENDED = "__coatcheck_openapi__"
+
+
+class _Guarded(NamedTuple):
+    """One method of a route that is guarded."""
+
+    template: str
+    method: str
+    policy: Policy
+    mark: Mark | None
+
+
+def _guarded(routes: Sequence[Any], policy: Policy) -> Iterator[_Guarded]:
+    """All that is guarded in *routes*, if *policy* is the middleware's."""
+    for template, route in _templates(routes):
+        mark = mark_of(getattr(route, "endpoint", None))
+        for method in sorted(set(getattr(route, "methods", None) or _UNSAFE) - SAFE_METHODS):
+            with suppress(Misconfigured):  # raised when the route is requested
+                own = policy if mark is None else policy_of_mark(policy, method, mark)
+                if method in own.methods:
+                    yield _Guarded(template, method, own, mark)
+
+
 def _router_in(app: object) -> object | None:
     """The object with the routes: *app*, its router, or one behind other middlewares."""
-    while app is not None:
-        for router in (getattr(app, "router", None), app):
+    for one in _chain(app):
+        for router in (getattr(one, "router", None), one):
             # In other frameworks `routes` may be anything.
             if isinstance(getattr(router, "routes", None), (list, tuple)):
                 return router
-        app = getattr(app, "app", None)
     return None
+
+
+def _chain(app: object) -> Iterator[object]:
+    """*app*, and the application in it, if it is a middleware, and so on."""
+    while app is not None:
+        yield app
+        app = getattr(app, "app", None)
 
 
 def _flat(routes: Sequence[Any]) -> Iterator[Any]:

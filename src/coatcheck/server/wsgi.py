@@ -36,7 +36,8 @@ class IdempotencyMiddleware:
 
     Args:
         app: the application.
-        store: a URL or a store; or give *engine*.
+        store: a URL or a store; or give *engine*. With neither, records are in the file
+            `coatcheck.db` in the working directory (`sqlite:///coatcheck.db`).
         policy: a `Policy`, the name of a preset, or None for the default.
         caller: whose key it is, a function of the request; see `coatcheck.server.callers`.
         key: finds the key in the request itself, if no header brings one.

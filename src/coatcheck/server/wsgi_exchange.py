@@ -205,7 +205,7 @@ class Exchange:
     ) -> Iterable[bytes]:
         """Pass the response on, and the *rest* as it comes, if it was not whole."""
         name, reference = reference_header(operation.claim.id, self._policy)
-        headers = [*self._headers, (name.decode("latin-1"), reference.decode())]
+        headers = [*self._headers, (_spelled(name), reference.decode())]
         if rest is None and not has_length(response):
             # Servers compute it for a list of one; we return none, so the connection would end.
             headers.append(("Content-Length", str(len(response.body))))
@@ -275,6 +275,16 @@ def respond(start_response: StartResponse, response: Response) -> Iterable[bytes
         phrase = HTTPStatus(response.status).phrase
     except ValueError:
         phrase = "Unknown"
-    headers = [(n.decode("latin-1").title(), v.decode("latin-1")) for n, v in response.headers]
+    headers = [(_spelled(name), value.decode("latin-1")) for name, value in response.headers]
     start_response(f"{response.status} {phrase}", headers)
     return [response.body] if response.body else []
+
+
+# The usual names that are not in title case.
+_USUAL = {n.lower(): n for n in ("Content-MD5", "ETag", "WWW-Authenticate", "X-XSS-Protection")}
+
+
+def _spelled(name: bytes) -> str:
+    """*name* as applications spell it: a record has it in lower case."""
+    text = name.decode("latin-1")
+    return _USUAL.get(text) or text.title()

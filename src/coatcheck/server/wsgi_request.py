@@ -39,6 +39,8 @@ def read(environ: Environ, policy: Policy) -> Body | Problem:
         if not chunk:
             break
         refusal = reader.add(chunk)
+        if refusal is None and reader.is_full:
+            refusal = reader.spool()
         if refusal is not None:
             return refusal
         left = None if left is None else left - len(chunk)

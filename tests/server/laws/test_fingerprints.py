@@ -23,6 +23,30 @@ def test_another_request_with_the_same_key_is_refused(api: Api):
     assert api.effects() == 1
 
 
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"body": b"b=2&a=1"}, "the body or its content type differs"),
+        ({"headers": [("Content-Type", "text/plain")]}, "the body or its content type differs"),
+        ({"path": "/orders?b=2&a=1"}, "the query differs"),
+        (
+            {"headers": [("Content-Type", "text/csv"), ("If-Match", "2")]},
+            "one of the headers differs",
+        ),
+    ],
+)
+def test_a_refusal_names_the_part_that_differs(open_api: OpenApi, change, sentence: str):
+    """F1: also if only the order of fields or parameters is another."""
+    api = open_api(include_headers=("If-Match",))
+    request = {
+        "path": "/orders?a=1&b=2",
+        "body": b"a=1&b=2",
+        "headers": [("Content-Type", "text/csv")],
+    }
+    api.post(**request)
+    assert f"({sentence})" in api.post(**request | change).problem["detail"]
+
+
 @pytest.mark.parametrize("status", [400, 409, 422])
 def test_the_status_of_a_mismatch_can_be_chosen(open_api: OpenApi, status: int):
     """F1."""

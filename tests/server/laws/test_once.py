@@ -94,6 +94,20 @@ def test_a_duplicate_can_be_refused_at_once(open_api: OpenApi, policy):
     assert api.post().is_replay
 
 
+def test_a_duplicate_is_asked_to_come_back_later_the_longer_the_first_runs(
+    open_api: OpenApi, clock
+):
+    """L3: half of the time so far, until the end of the lease."""
+    api = open_api(in_flight="409")
+    api.claim("k-1", "/orders")
+    refused = []
+    for _ in range(6):
+        clock.advance(3)
+        refused.append(api.post("k-1"))
+    assert [answer.header("retry-after") for answer in refused] == ["2", "3", "5", "6", "5", "2"]
+    assert "was started 18.0 s ago and has not answered yet" in refused[-1].problem["detail"]
+
+
 @pytest.mark.persists
 def test_a_duplicate_on_another_node_gets_the_result_too(open_api: OpenApi):
     """L3: it polls the store."""

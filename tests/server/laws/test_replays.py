@@ -117,6 +117,20 @@ def test_cookies_reach_the_first_client_only(api: Api):
     assert "a=1" not in repr(api.records())
 
 
+@pytest.mark.persists
+@pytest.mark.parametrize("in_flight", ["wait", "202"])
+def test_a_retried_login_gets_its_session_if_the_policy_says_so(open_api: OpenApi, in_flight):
+    """L2: its first response may be lost, and with it the only copy of the cookie."""
+    api = open_api(replay_cookies=True, in_flight=in_flight)
+    cookies = [("Set-Cookie", "session=1; HttpOnly"), ("Set-Cookie", "theme=dark")]
+    api.shop.answers["/login"] = says(200, b"{}", headers=cookies)
+    answers = [api.post(path="/login") for _ in range(3)]
+    assert [answer.is_replay for answer in answers] == [False, True, True]
+    for answer in answers:
+        assert answer.all("set-cookie") == ["session=1; HttpOnly", "theme=dark"]
+    assert api.effects("/login") == 1
+
+
 def test_a_replay_has_a_content_length(api: Api):
     """L2: whatever the first answer said, and nothing where there is no content."""
     api.shop.answers["/orders"] = says(201, b"in ", b"several ", b"pieces")
