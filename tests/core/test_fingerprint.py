@@ -12,7 +12,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from coatcheck.core.fingerprint import PARSED_BYTES_MAX, fingerprint_of, fingerprint_of_call
+from coatcheck.core.fingerprint import (
+    PARSED_BYTES_MAX,
+    fingerprint_of,
+    fingerprint_of_call,
+    with_session,
+)
 from coatcheck.core.json_codec import canonical_json, parse_pointer
 
 JSON = b"application/json"
@@ -526,3 +531,19 @@ def test_what_is_nested_too_deep_is_left_out():
         return nested
 
     assert of_call(deep(1), 1) != of_call(deep(1), 2)
+
+
+def test_a_session_makes_another_request():
+    """S4: another for each session, request and secret."""
+    one, other = fingerprint(b"1"), fingerprint(b"2")
+    made = {
+        with_session(*parts)
+        for parts in (
+            (one, b"ada", b""),
+            (one, b"eve", b""),
+            (other, b"ada", b""),
+            (one, b"ada", b"s"),
+        )
+    }
+    assert len(made | {one, other}) == 6
+    assert {len(one) for one in made} == {16}

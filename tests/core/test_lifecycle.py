@@ -203,6 +203,22 @@ def test_another_request_is_refused_in_every_state(current):
     assert refused(met(current, Policy(mismatch=409), other)[1]) == ("key-reused", 409)
 
 
+# The request of FIRST again, by a client that has a session now.
+IN_SESSION = REQUEST._replace(fingerprint=b"s" * 16, without_session=REQUEST.fingerprint)
+
+
+def test_a_session_that_came_later_may_read_but_not_run():
+    """S4: or what runs in the session would be shown to requests without it."""
+    assert met(DONE, request=IN_SESSION)[1] == Replay(DONE, b"answer")
+    assert met(FIRST, request=IN_SESSION)[1].version == FIRST.version  # it waits
+    assert refused(met(in_doubt(FIRST), request=IN_SESSION)[1]) == ("outcome-unknown", 409)
+    assert met(DEAD, MANUAL, IN_SESSION)[1].record == in_doubt(DEAD)
+    for current in (failed(FIRST), DEAD):
+        assert refused(met(current, request=IN_SESSION)[1]) == ("key-reused", 422)
+    other = DONE._replace(fingerprint=b"g" * 16)
+    assert refused(met(other, request=IN_SESSION)[1]) == ("key-reused", 422)
+
+
 def test_a_rejected_request_may_be_corrected():
     """L4, S-50."""
     corrected = REQUEST._replace(fingerprint=b"g" * 16)

@@ -46,6 +46,10 @@ Body = bytes | Iterable[bytes]
 
 _DOMAIN = b"coatcheck-same"
 _CALL_DOMAIN = b"coatcheck-call"
+_SESSION_DOMAIN = b"coatcheck-sess"
+# 12: enough to tell two requests with one key apart. The last four bytes stay those of the request
+# without a session, because only the session differs.
+SESSION_BYTES = 12
 
 # How a body was read. The digest begins with it, so that two ways of reading never give the same.
 _BYTES = "bytes "
@@ -88,6 +92,12 @@ def fingerprint_of(
     if isinstance(content, bytes):
         return digested(_DOMAIN, secret, b"".join((head, query, included, content)))
     return digested_chunks(_DOMAIN, secret, chain((head, query, included), content))
+
+
+def with_session(fingerprint: bytes, session: bytes, secret: bytes) -> bytes:
+    """The fingerprint of the same request, sent in *session*."""
+    bound = digested(_SESSION_DOMAIN, secret, fingerprint + session)
+    return bound[:SESSION_BYTES] + fingerprint[SESSION_BYTES:]
 
 
 class _Media(NamedTuple):

@@ -61,6 +61,8 @@ class ClaimRequest(NamedTuple):
     scope: str = ""
     key: str = ""
     progress: bytes | None = None  # stored with the first claim: the input of a registered function
+    # The fingerprint of the same request without its session cookie; empty if it has none.
+    without_session: bytes = b""
 
 
 # Makes a request from a tuple of all its fields; see `new_record`.
@@ -290,7 +292,7 @@ def verdict(current: Record, request: ClaimRequest, policy: Policy, now_ms: int)
     # A claim that was refused before its handler began has no fingerprint: a corrected request
     # may follow with the same key.
     if current.fingerprint not in (request.fingerprint, b""):
-        return _refuse("key-reused", request, status=policy.mismatch)
+        return _of_other_request(current, request, policy, now_ms)
     if current.state == COMPLETED:
         return of_completed(current, request)
     if current.state == RUNNING:
@@ -302,6 +304,24 @@ def verdict(current: Record, request: ClaimRequest, policy: Policy, now_ms: int)
         return _refuse(code, request, reason=f"all {current.attempt} attempts have failed")
     claim = next_attempt(current, request, policy, now_ms)
     return TakeOver(claim, asks=current.state == IN_DOUBT, is_fresh=not current.fingerprint)
+
+
+def _of_other_request(
+    current: Record, request: ClaimRequest, policy: Policy, now_ms: int
+) -> Verdict:
+    """
+    What *current* means for a request with another fingerprint: refused, with one exception.
+
+    A client may have got its session cookie after its first request. Its retry gets the answer that
+    it would get without the cookie. It does not run the operation: the answer would be made for
+    the session, and then be shown to requests without it.
+    """
+    if current.fingerprint == request.without_session:
+        before = request._replace(fingerprint=request.without_session, without_session=b"")
+        decided = verdict(current, before, policy, now_ms)
+        if not isinstance(decided, TakeOver):
+            return decided
+    return _refuse("key-reused", request, status=policy.mismatch)
 
 
 def _is_exhausted(current: Record, policy: Policy) -> bool:
