@@ -16,8 +16,8 @@ from starlette.middleware import Middleware
 import coatcheck
 from coatcheck.errors import CoatcheckError, KeyBusy
 from coatcheck.server import asgi, callers, fastapi, starlette, wsgi
-from coatcheck.server.request import Request
 from coatcheck.server.fastapi import CurrentOperation, idempotent
+from coatcheck.server.request import Request
 from coatcheck.verify import crash
 
 
