@@ -23,7 +23,7 @@ from coatcheck import Engine, Misconfigured, MissingExtra
 from coatcheck.server import callers
 from coatcheck.server.asgi import IdempotencyMiddleware as Asgi
 from coatcheck.server.callers import Refused
-from coatcheck.server.guard import RequestGuard
+from coatcheck.server.guard import NoHosts, RequestGuard
 from coatcheck.server.request import Request
 from tests.support.http import AsgiExchange, with_key
 
@@ -346,8 +346,6 @@ def test_no_claim_is_stored_in_clear():
     engine = Engine("memory://")
     asked = bearer(token(sub="ada@example.com"))
     asked.caller = HS(asked)
-    claim = RequestGuard(engine, HS, None, lambda: False).claim_request(
-        asked, engine.policy, "k", None
-    )
+    claim = RequestGuard(engine, HS, None, NoHosts()).claim_request(asked, engine.policy, "k", None)
     assert "ada" not in repr(claim)
     assert claim.scope

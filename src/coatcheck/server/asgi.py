@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from coatcheck.core.policy import SAFE_METHODS, Policy
@@ -36,7 +36,7 @@ from coatcheck.server.asgi_request import (
 from coatcheck.server.body import LargeBody, close_body
 from coatcheck.server.callers import AsyncCaller, Caller
 from coatcheck.server.cookies import Secret, SessionCookies
-from coatcheck.server.guard import NaturalKey, RequestGuard, text_of_caller
+from coatcheck.server.guard import Hosts, NaturalKey, NoHosts, RequestGuard, text_of_caller
 from coatcheck.server.polling import POLLING_METHODS, id_of
 from coatcheck.server.request import Request, fields_of
 from coatcheck.server.responses import refused, store_unavailable
@@ -90,15 +90,15 @@ class IdempotencyMiddleware:
             self.engine = _engine_of(engine, store, policy, secret, transactions)
             self.engine.recovery.register_requests(self.engine.policy)
             register = self.engine.recovery.register_route
-            is_by_host: Callable[[], bool] = _never
+            hosts: Hosts = NoHosts()
             if routes is None:
                 starlette = StarletteRoutes(self.engine.policy, register, app)
                 self._routes: RoutePolicies = starlette
-                is_by_host = starlette.are_by_host
+                hosts = starlette
             else:
                 self._routes = routes(self.engine.policy, register)
             cookies = SessionCookies(session_cookies, session_secret)
-            self.guard = RequestGuard(self.engine, caller, key, is_by_host, cookies)
+            self.guard = RequestGuard(self.engine, caller, key, hosts, cookies)
             self._status_path = self.engine.policy.status_path
         except (Misconfigured, MissingExtra) as mistake:
             # Starlette makes its middlewares when the server sends the first message. A server
@@ -325,7 +325,3 @@ def _engine_of(
 async def _fail_startup(send: Send, mistake: CoatcheckError) -> None:
     """Have the server exit with an error that names the mistake."""
     await send({"type": "lifespan.startup.failed", "message": f"coatcheck: {mistake}"})
-
-
-def _never() -> bool:
-    return False

@@ -10,7 +10,7 @@ import hmac
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 from urllib.parse import quote
 from uuid import UUID
 
@@ -56,6 +56,21 @@ RETRY_BYTES_MAX = 2_048
 _fingerprint_of_retry = functools.lru_cache(maxsize=1_024)(fingerprint_of)
 
 
+class Hosts(Protocol):
+    """Whether an application has routes for hosts: then the host is part of the caller."""
+
+    @property
+    def matter(self) -> bool:
+        """Some routes are for a host."""
+        ...
+
+
+class NoHosts:
+    """The hosts of an application whose routes do not tell them apart."""
+
+    matter = False
+
+
 class RequestGuard:
     """Reads the keys, callers and fingerprints of one application's requests."""
 
@@ -64,7 +79,7 @@ class RequestGuard:
         engine: EngineBase,
         caller: Caller | AsyncCaller | None,
         key: NaturalKey | None,
-        is_by_host: Callable[[], bool],
+        hosts: Hosts,
         cookies: SessionCookies | None = None,
     ) -> None:
         self.caller_is_async = isinstance(engine, AsyncEngine) and is_async_function(caller)
@@ -75,8 +90,7 @@ class RequestGuard:
         self._engine = engine
         self._attempts = engine.attempts
         self._secret = engine.attempts.secret
-        # Whether the application has routes for hosts: then the host is part of the caller.
-        self._is_by_host = is_by_host
+        self._hosts = hosts
         # `callers.jwt` with a client that fetches keys: it must not run on an event loop.
         self.caller_blocks = getattr(caller, "blocks", False) is True
         self.caller = caller
@@ -223,7 +237,7 @@ class RequestGuard:
     def _caller_of(self, request: Request) -> tuple[str, bytes]:
         """Whose key it is, and the session that a retry must have, too."""
         if request.caller is not None:
-            tenant = ("host", request.header(b"host").lower()) if self._is_by_host() else ()
+            tenant = ("host", request.header(b"host").lower()) if self._hosts.matter else ()
             own = caller_digest("own", request.caller, *tenant, secret=self._secret)
             return own, b""
         fields, native = request.fields, request.native
@@ -232,7 +246,7 @@ class RequestGuard:
         if native.get("extensions") or "SSL_CLIENT_S_DN" in native or "SSL_CLIENT_CERT" in native:
             certificate = client_certificate(request)
         credentials = tuple(map(fields.get, CREDENTIAL_NAMES))
-        host = request.header(b"host").lower() if self._is_by_host() else None
+        host = request.header(b"host").lower() if self._hosts.matter else None
         caller = _default_caller(credentials, who, certificate, host, self._secret)
         # If the session were part of the caller, a retry in another session would run again. If it
         # were ignored, one session could read another's answer. So it is compared, and a request in
