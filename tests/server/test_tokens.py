@@ -50,7 +50,7 @@ JWKS = {"keys": [jwk(RSA, "one"), jwk(OTHER_RSA, "two")]}
 
 
 def token(key=SECRET, algorithm="HS256", headers=None, **claims) -> str:
-    given = {"sub": "ada", "exp": time.time() + 60, **claims}
+    given = {"sub": "ada", "exp": time.time() + 86_400, **claims}  # some are made at import
     kept = {name: value for name, value in given.items() if value is not None}
     return jwt.encode(kept, key, algorithm, headers)
 
