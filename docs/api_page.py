@@ -25,15 +25,8 @@ MODULES: dict[str, tuple[str, ...] | None] = {
     "coatcheck.server.openapi": ("annotate",),
     "coatcheck.server.request": ("Request",),
     "coatcheck.server.callers": (
-        *(
-            "Caller",
-            "credential",
-            "api_key",
-            "cookie",
-            "user",
-            "client_certificate",
-            "client_address",
-        ),
+        *("Caller", "AsyncCaller", "Refused", "credential", "api_key", "cookie", "jwt", "user"),
+        *("client_certificate", "client_address"),
     ),
     "coatcheck.stores": None,
     "coatcheck.telemetry": (

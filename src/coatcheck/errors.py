@@ -3,7 +3,7 @@ Every exception that coatcheck raises, in one tree.
 
 CoatcheckError                        never raised itself
 ├── Refused                           a guarded request was refused; see .problem
-│   ├── KeyRejected        400        missing, malformed or too long
+│   ├── KeyRejected        400, 401   missing, malformed or too long; or its caller is refused
 │   ├── KeyReused          422        same key, different request
 │   ├── KeyBusy            409        the first attempt is still running; see .retry_after_s
 │   ├── KeyExpired         409        a retry after the window, on a route that refuses those
@@ -63,7 +63,7 @@ class Refused(CoatcheckError):
 
 
 class KeyRejected(Refused):
-    """The key is missing, malformed or too long."""
+    """The key is missing, malformed or too long, or its caller is refused."""
 
 
 class KeyReused(Refused):

@@ -17,6 +17,7 @@ from coatcheck.core.fingerprint import (
     difference,
     fingerprint_of,
     fingerprint_of_call,
+    with_session,
 )
 from coatcheck.core.identity import digest_key
 from coatcheck.core.json_codec import canonical_json, parse_pointer
@@ -584,3 +585,19 @@ def test_what_is_nested_too_deep_is_left_out():
         return nested
 
     assert of_call(deep(1), 1) != of_call(deep(1), 2)
+
+
+def test_a_session_makes_another_request():
+    """S4: another for each session, request and secret."""
+    one, other = fingerprint(b"1"), fingerprint(b"2")
+    made = {
+        with_session(*parts)
+        for parts in (
+            (one, b"ada", b""),
+            (one, b"eve", b""),
+            (other, b"ada", b""),
+            (one, b"ada", b"s"),
+        )
+    }
+    assert len(made | {one, other}) == 6
+    assert {len(one) for one in made} == {16}

@@ -213,6 +213,20 @@ def test_a_refusal_names_what_differs(scope, sentence):
     """F1: a function has arguments and nothing else."""
     other = REQUEST._replace(fingerprint=b"g" * 13 + b"fgf", scope=scope)
     assert sentence in met(FIRST, request=other)[1].problem.detail
+# The request of FIRST again, by a client that has a session now.
+IN_SESSION = REQUEST._replace(fingerprint=b"s" * 16, without_session=REQUEST.fingerprint)
+
+
+def test_a_session_that_came_later_may_read_but_not_run():
+    """S4: or what runs in the session would be shown to requests without it."""
+    assert met(DONE, request=IN_SESSION)[1] == Replay(DONE, b"answer")
+    assert met(FIRST, request=IN_SESSION)[1].version == FIRST.version  # it waits
+    assert refused(met(in_doubt(FIRST), request=IN_SESSION)[1]) == ("outcome-unknown", 409)
+    assert met(DEAD, MANUAL, IN_SESSION)[1].record == in_doubt(DEAD)
+    for current in (failed(FIRST), DEAD):
+        assert refused(met(current, request=IN_SESSION)[1]) == ("key-reused", 422)
+    other = DONE._replace(fingerprint=b"g" * 16)
+    assert refused(met(other, request=IN_SESSION)[1]) == ("key-reused", 422)
 
 
 def test_a_rejected_request_may_be_corrected():

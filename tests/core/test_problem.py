@@ -52,6 +52,7 @@ ON_THE_WIRE = {
     "key-expired": (409, "never", None),
     "body-incomplete": (400, "same-key", None),
     "body-too-large": (413, "never", None),
+    "caller-refused": (401, "same-key", None),
     "too-many-waiting": (429, "same-key", 1),
     "too-many-keys": (429, "same-key", 60),
     "too-many-attempts": (409, "never", None),

@@ -18,6 +18,7 @@ import pytest
 import coatcheck
 from coatcheck.core.policy import POLICY_FIELDS
 from coatcheck.core.problem import KINDS
+from coatcheck.server.cookies import OTHER_COOKIES, SESSION_COOKIES
 from coatcheck.server.request import Request
 from coatcheck.stores import Store
 from coatcheck.verify.crash import Injector
@@ -292,3 +293,11 @@ def test_the_function_example_sends_one_invoice(monkeypatch, tmp_path):
     assert example.send_invoice(7, "ada@example.com") == first
     assert example.sent == ["ada@example.com"]
     example.engine.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "listed"), [("sessions", SESSION_COOKIES), ("others", OTHER_COOKIES)]
+)
+def test_every_pattern_of_a_cookie_is_listed(name, listed):
+    found = re.search(rf"<!-- {name} -->\n(.*?)<!--", text_of("howto", "security.md"), re.DOTALL)
+    assert tuple(re.findall(r"`(.+?)`", found[1])) == listed

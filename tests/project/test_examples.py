@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = (
     "recovery.md",
     *(f"howto/{name}.md" for name in ("steps", "crash", "in-doubt", "polling", "own-store")),
-    "howto/routes.md",
+    *("howto/routes.md", "howto/security.md"),
 )
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
@@ -48,6 +48,25 @@ order 42
 201 {'charge': 1, 'order': 42} 1 charged
 201 {'charge': 1, 'order': 42} 1 charged
 """,
+    "revoked": """\
+old 201 1 placed
+new 201 1 placed
+stolen 401 1 placed
+new 401 1 placed
+""",
+    "json_web_tokens": """\
+first 201 None 1
+refreshed 201 None 1
+expired 401 Bearer error="invalid_token" 1
+another user's 201 None 2
+""",
+    "sessions": """\
+Starlette 201 {'for': 'ada'}
+Starlette 201 {'for': 'ada'}
+forged 422
+Flask 201 {'for': 'ada'}
+Flask 201 {'for': 'ada'}
+""",
     "crash": """\
 the process ended with -9
 the retry returned: done
@@ -58,7 +77,7 @@ charged 2 times
 
 @pytest.mark.parametrize("name", PRINTED)
 def test_an_example_prints_what_it_promises(name, tmp_path):
-    """L5, L6, L7: money moves once, wherever that was promised."""
+    """L5, L6, L7, S2, S4: money moves once, wherever that was promised."""
     command = [sys.executable, str(ROOT / "examples" / f"{name}.py")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

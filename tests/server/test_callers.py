@@ -1,12 +1,18 @@
-"""Whose key it is: the ready `caller=` functions, value by value."""
+"""Whose key it is: the ready `caller=` functions, value by value, and async ones."""
+
+import asyncio
+import functools
 
 import pytest
+from fastapi import FastAPI, HTTPException
 from starlette.authentication import SimpleUser, UnauthenticatedUser
 
 from coatcheck import Engine, Misconfigured
 from coatcheck.server import callers
+from coatcheck.server.asgi import IdempotencyMiddleware
 from coatcheck.server.guard import NoHosts, RequestGuard
 from coatcheck.server.request import Request
+from tests.support.http import AsgiExchange, Response, with_key
 
 
 def request(native=(), **headers: str) -> Request:
@@ -243,3 +249,67 @@ def test_a_negative_number_of_proxies_is_refused_at_start():
     """S2."""
     with pytest.raises(Misconfigured):
         callers.client_address(proxies=-1)
+
+
+# --- async functions ------------------------------------------------------------------------
+
+SESSIONS = {b"old": "ada", b"new": "ada", b"other": "eve"}
+
+
+async def looked_up(request: Request, sessions: dict[bytes, str] = SESSIONS) -> str:
+    """Asks a service, and refuses who is not known there."""
+    await asyncio.sleep(0)
+    if request.header(b"authorization") not in sessions:
+        raise HTTPException(401, "log in first", {"WWW-Authenticate": "Bearer"})
+    return sessions[request.header(b"authorization")]
+
+
+class LookUp:
+    async def __call__(self, request: Request) -> str:
+        return await looked_up(request)
+
+
+def served(caller, *credentials: str, body: bytes = b"{}") -> tuple[list[Response], int]:
+    """The responses of a guarded application to one request with *credentials* one by one."""
+    app, calls = FastAPI(), []
+
+    @app.post("/orders", status_code=201)
+    async def order() -> dict[str, int]:
+        calls.append(1)
+        return {"number": len(calls)}
+
+    app.add_middleware(IdempotencyMiddleware, store="memory://", caller=caller)
+
+    async def main() -> list[Response]:
+        exchanges = [
+            AsgiExchange("POST", "/orders", with_key("k-1", [("Authorization", one)]), body)
+            for one in credentials
+        ]
+        return [await exchange.run(app) for exchange in exchanges]
+
+    return asyncio.run(main()), len(calls)
+
+
+@pytest.mark.parametrize("body", [b"{}", b"x" * 2_000_000], ids=["small", "large"])
+@pytest.mark.parametrize(
+    "caller", [looked_up, LookUp(), LookUp().__call__, functools.partial(looked_up)]
+)
+def test_an_async_function_identifies_and_refuses_callers(caller, body):
+    """S2: as FastAPI would answer, although it stands behind; a revoked credential sees nothing."""
+    responses, calls = served(caller, "old", "new", "other", "revoked", "old", body=body)
+    assert [response.status for response in responses] == [201, 201, 201, 401, 201]
+    assert [response.is_replay for response in responses] == [False, True, False, False, True]
+    assert calls == 2
+    refused = responses[3]
+    assert refused.problem["detail"] == "log in first"
+    assert refused.header("www-authenticate") == "Bearer"
+
+
+def test_an_error_of_an_async_function_is_the_application_s():
+    """S2."""
+
+    async def caller(_request: Request) -> str:
+        raise LookupError("no such tenant")
+
+    with pytest.raises(LookupError, match="no such tenant"):
+        served(caller, "old")

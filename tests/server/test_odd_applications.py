@@ -188,8 +188,7 @@ def test_async_functions_for_key_and_keep_are_refused():
         assert placed == []
 
 
-@pytest.mark.parametrize("kind", [Asgi, Wsgi])
-@pytest.mark.parametrize("name", ["key", "caller"])
+@pytest.mark.parametrize(("kind", "name"), [(Asgi, "key"), (Wsgi, "key"), (Wsgi, "caller")])
 def test_a_function_that_would_have_to_be_awaited_is_refused(kind, name):
     """K4, S2: else the key would be the address of a coroutine, and each retry another key."""
     for function in (_Callable().__call__, _Callable()):

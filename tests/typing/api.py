@@ -22,6 +22,7 @@ from coatcheck.server.fastapi import (
     OptionalOperation,
     idempotent,
 )
+from coatcheck.server.request import Request
 from coatcheck.verify import crash
 
 
@@ -273,6 +274,22 @@ guarded_wsgi = wsgi.IdempotencyMiddleware(wsgi_app, store="sqlite:///orders.db")
 injector.wsgi(guarded_wsgi)
 wsgi.IdempotencyMiddleware(guarded_wsgi, engine=coatcheck.Engine("memory://"))
 wsgi.IdempotencyMiddleware(wsgi_app, store="memory://", caller=callers.client_address(proxies=1))
+
+
+async def user_of(request: Request) -> str:
+    """An async caller, which may refuse."""
+    if not request.header(b"authorization"):
+        raise callers.Refused(401, "who are you?", headers=[("WWW-Authenticate", "Bearer")])
+    return "ada"
+
+
+asgi.IdempotencyMiddleware(
+    asgi_app, store="memory://", caller=user_of, session_cookies=["a_*"], session_secret="s"
+)
+wsgi.IdempotencyMiddleware(wsgi_app, store="memory://", caller=user_of)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+wsgi.IdempotencyMiddleware(
+    wsgi_app, store="memory://", caller=callers.jwt({"keys": []}, algorithms=["RS256"], leeway=5)
+)
 
 app = FastAPI()
 app.add_middleware(fastapi.IdempotencyMiddleware, store="sqlite:///orders.db", policy="payments")

@@ -21,9 +21,14 @@ def check_function(name: str, function: object) -> None:
 
 def refuse_async(name: str, function: object) -> None:
     """Raise `Misconfigured` if the argument *name* is an async function."""
-    called = getattr(function, "__call__", None)  # noqa: B004 - of an object that can be called
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called):
+    if is_async_function(function):
         raise Misconfigured(_MUST_BE_SYNC.format(name=name))
+
+
+def is_async_function(function: object) -> bool:
+    """*function* is written with `async def`."""
+    called = getattr(function, "__call__", None)  # noqa: B004 - of an object that can be called
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
 
 
 def refuse_awaitable(name: str, result: object) -> None:

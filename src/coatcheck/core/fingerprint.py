@@ -63,6 +63,10 @@ _of_body = partial(blake2b, digest_size=ID_BYTES, person=b"coatcheck-body")
 # In place of the digest of a part that is empty, as query and headers mostly are.
 _EMPTY = b"\0"
 _CALL_DOMAIN = b"coatcheck-call"
+_SESSION_DOMAIN = b"coatcheck-sess"
+# 12: enough to tell two requests with one key apart. The last four bytes stay those of the request
+# without a session, because only the session differs.
+SESSION_BYTES = 12
 
 # How a body was read. The digest begins with it, so that two ways of reading never give the same.
 _BYTES = "bytes "
@@ -134,6 +138,12 @@ def difference(one: bytes, other: bytes) -> str:
         return "this request differs"
     *first, last = names
     return f"{', '.join(first)} and {last} differ" if first else f"{last} differs"
+
+
+def with_session(fingerprint: bytes, session: bytes, secret: bytes) -> bytes:
+    """The fingerprint of the same request, sent in *session*."""
+    bound = digested(_SESSION_DOMAIN, secret, fingerprint + session)
+    return bound[:SESSION_BYTES] + fingerprint[SESSION_BYTES:]
 
 
 class _Media(NamedTuple):

@@ -62,6 +62,8 @@ class ClaimRequest(NamedTuple):
     scope: str = ""  # the caller of an HTTP request; empty: a function
     key: str = ""
     progress: bytes | None = None  # stored with the first claim: the input of a registered function
+    # The fingerprint of the same request without its session cookie; empty if it has none.
+    without_session: bytes = b""
 
 
 # Makes a request from a tuple of all its fields; see `new_record`.
@@ -292,7 +294,7 @@ def verdict(current: Record, request: ClaimRequest, policy: Policy, now_ms: int)
     # may follow with the same key. All bytes are compared: equal requests have equal ones, also the
     # four that only name a difference.
     if current.fingerprint not in (request.fingerprint, b""):
-        return _of_other_request(current, request, policy)
+        return _of_other_request(current, request, policy, now_ms)
     if current.state == COMPLETED:
         return of_completed(current, request)
     if current.state == RUNNING:
@@ -306,7 +308,21 @@ def verdict(current: Record, request: ClaimRequest, policy: Policy, now_ms: int)
     return TakeOver(claim, asks=current.state == IN_DOUBT, is_fresh=not current.fingerprint)
 
 
-def _of_other_request(current: Record, request: ClaimRequest, policy: Policy) -> Refuse:
+def _of_other_request(
+    current: Record, request: ClaimRequest, policy: Policy, now_ms: int
+) -> Verdict:
+    """
+    What *current* means for a request with another fingerprint: refused, with one exception.
+
+    A client may have got its session cookie after its first request. Its retry gets the answer that
+    it would get without the cookie. It does not run the operation: the answer would be made for
+    the session, and then be shown to requests without it.
+    """
+    if current.fingerprint == request.without_session:
+        before = request._replace(fingerprint=request.without_session, without_session=b"")
+        decided = verdict(current, before, policy, now_ms)
+        if not isinstance(decided, TakeOver):
+            return decided
     reason = "the arguments differ"  # of a function; its fingerprint has no parts
     if request.scope:
         reason = difference(current.fingerprint, request.fingerprint)

@@ -25,6 +25,7 @@ Code: TypeAlias = Literal[
     "key-expired",
     "body-incomplete",
     "body-too-large",
+    "caller-refused",
     "too-many-waiting",
     "too-many-keys",
     "too-many-attempts",
@@ -98,6 +99,11 @@ KINDS: dict[Code, Kind] = {
         "Request body too large",
         "{reason}",
     ),
+    "caller-refused": Kind(
+        *(401, "same-key", None, errors.KeyRejected),
+        "The caller of this request was not accepted",
+        "{reason}",
+    ),
     "too-many-waiting": Kind(
         *(429, "same-key", 1, errors.LimitExceeded),
         "Too many requests wait for this key",
@@ -124,9 +130,10 @@ KINDS: dict[Code, Kind] = {
 }
 
 
-# Added to "key-reused" where the cookie may be the difference: clients look for it in the body.
-COOKIE_IS_COMPARED = (
-    "the Cookie header is compared, too, because nothing else identifies the caller of this request"
+# Added to "key-reused" where the session may be the difference: clients look for it in the body.
+SESSION_IS_COMPARED = (
+    "the session in its Cookie header is compared, too, because nothing else identifies the caller "
+    "of this request"
 )
 
 

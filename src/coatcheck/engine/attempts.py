@@ -178,7 +178,8 @@ class Attempts:
         if len(label) > LABEL_CHARS_MAX:
             label = label_of(label)
         nonce, scope = next(self._nonces), caller[:SCOPE_CHARS]
-        return new_claim_request((id, fingerprint, self.now_ms(), nonce, label, scope, key, None))
+        now_ms = self.now_ms()
+        return new_claim_request((id, fingerprint, now_ms, nonce, label, scope, key, None, b""))
 
     def request_for(self, record: Record) -> ClaimRequest:
         """A request for the operation of *record* itself: for operators and the background."""

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
+from typing import Any
 
 from coatcheck.core.policy import SAFE_METHODS, Policy
 from coatcheck.core.problem import Problem
@@ -32,8 +34,9 @@ from coatcheck.server.asgi_request import (
     request_of,
 )
 from coatcheck.server.body import LargeBody, close_body
-from coatcheck.server.callers import Caller
-from coatcheck.server.guard import Hosts, NaturalKey, NoHosts, RequestGuard
+from coatcheck.server.callers import AsyncCaller, Caller
+from coatcheck.server.cookies import Secret, SessionCookies
+from coatcheck.server.guard import Hosts, NaturalKey, NoHosts, RequestGuard, text_of_caller
 from coatcheck.server.polling import POLLING_METHODS, id_of
 from coatcheck.server.request import Request, fields_of
 from coatcheck.server.responses import refused, store_unavailable
@@ -53,13 +56,18 @@ class IdempotencyMiddleware:
         store: a URL or a store; or give *engine*. With neither, records are in the file
             `coatcheck.db` in the working directory (`sqlite:///coatcheck.db`).
         policy: a `Policy`, the name of a preset, or None for the default.
-        caller: whose key it is, a function of the request; see `coatcheck.server.callers`.
+        caller: whose key it is, a function of the request, sync or async; see
+            `coatcheck.server.callers`.
         key: finds the key in the request itself, if no header brings one.
         secret: makes operation ids unguessable; the same on every node.
         engine: an `AsyncEngine` that is shared with other middlewares or functions.
         transactions: where connections for transaction mode come from; see `Engine`.
         routes: makes the `RoutePolicies` that find the policy of each request; without it the
             routes of Starlette and FastAPI are read.
+        session_cookies: names of cookies that hold a session, beside the usual ones; `*` is any
+            text.
+        session_secret: of session cookies that Starlette or Flask signs, or a list of secrets.
+            Then a session that was only signed anew is the same.
     """
 
     def __init__(
@@ -68,12 +76,14 @@ class IdempotencyMiddleware:
         *,
         store: str | AsyncStore | None = None,
         policy: Policy | str | None = None,
-        caller: Caller | None = None,
+        caller: Caller | AsyncCaller | None = None,
         key: NaturalKey | None = None,
         secret: bytes | str = b"",
         engine: AsyncEngine | None = None,
         transactions: object = None,
         routes: NewRoutes | None = None,
+        session_cookies: Sequence[str] = (),
+        session_secret: Secret | None = None,
     ) -> None:
         self.app = app
         self._mistake: CoatcheckError | None = None
@@ -90,7 +100,8 @@ class IdempotencyMiddleware:
                 hosts = starlette
             else:
                 self._routes = routes(self.engine.policy, register)
-            self.guard = RequestGuard(self.engine, caller, key, hosts)
+            cookies = SessionCookies(session_cookies, session_secret)
+            self.guard = RequestGuard(self.engine, caller, key, hosts, cookies)
             self._status_path = self.engine.policy.status_path
         except (Misconfigured, MissingExtra) as mistake:
             # Starlette makes its middlewares when the server sends the first message. A server
@@ -146,6 +157,12 @@ class IdempotencyMiddleware:
             refusal = None if key is None else guard.refused(request, key, policy, template)
             await self._pass_or_refuse(request, receive, send, refusal)
             return
+
+        if guard.caller is not None:
+            refused_by_caller = await self._identify(request, policy, template)
+            if refused_by_caller is not None:
+                await self._pass_or_refuse(request, receive, send, refused_by_caller)
+                return
 
         # A retry is answered from memory if possible.
         claim = (
@@ -218,6 +235,28 @@ class IdempotencyMiddleware:
             return store_unavailable(error)
         return None
 
+    async def _identify(
+        self, request: Request, policy: Policy, template: str | None = None
+    ) -> Response | None:
+        """Call `caller=`; the response if it refuses the request."""
+        guard = self.guard
+        caller: Any = guard.caller
+        try:
+            if guard.caller_is_async:
+                found = await caller(request)
+            elif guard.caller_blocks or isinstance(request.body, LargeBody):
+                found = await asyncio.to_thread(caller, request)
+            else:
+                found = caller(request)
+            request.caller = text_of_caller(found)
+        except Exception as error:
+            response = guard.refused_by_caller(error, request, policy, template)
+            if response is None:
+                close_body(request.body)
+                raise
+            return response
+        return None
+
     async def _pass_or_refuse(
         self,
         request: Request,
@@ -247,6 +286,11 @@ class IdempotencyMiddleware:
         response = None
         if id is not None:
             request = request_of(asgi_scope, fields_of(asgi_scope["headers"]), b"")
+            if self.guard.caller is not None:
+                response = await self._identify(request, self.engine.policy)
+                if response is not None:
+                    await respond(send, response)
+                    return
             try:
                 await self.engine.ensure_started()
                 (record,) = await self.engine.store.get((id,))

@@ -1,22 +1,64 @@
 """Callers: functions of the request that return whose key it is.
 
-There are functions for credentials, certificates, the framework's user, a cookie and the client's
-address. What they return is digested, so that it is never stored in clear. Your own is
-`def caller(request: Request) -> str`. It must return the same text for each retry of the same
-user, also after a token was refreshed. If it returns None or "", the default identifies the caller.
+There are functions for credentials, verified tokens, certificates, the framework's user, a cookie
+and the client's address. What they return is digested, so that it is never stored in clear. Your
+own is `def caller(request: Request) -> str`; over ASGI it may be `async def`. It must return the
+same text for each retry of the same user, also after a token was refreshed. If it returns None or
+"", the default identifies the caller. If it raises `Refused`, or an exception that the framework
+would turn into a response, such as `HTTPException(401)`, the client gets that response: nothing
+runs, nothing is stored and nothing is replayed. Any other exception is an error of the application.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeAlias
 from uuid import UUID
 
-from coatcheck.errors import Misconfigured
+from coatcheck.errors import Misconfigured, MissingExtra
+from coatcheck.operation import Happened
 from coatcheck.server.request import Request
 
+if TYPE_CHECKING:
+    from coatcheck.server.tokens import Key
+
+CallerValue: TypeAlias = str | bytes | int | UUID | None
+
 # What `caller=` takes. If it returns None, the default identifies the caller.
-Caller: TypeAlias = Callable[[Request], str | bytes | int | UUID | None]
+Caller: TypeAlias = Callable[[Request], CallerValue]
+
+# What `caller=` also takes over ASGI.
+AsyncCaller: TypeAlias = Callable[[Request], Awaitable[CallerValue]]
+
+
+class Refused(Exception):
+    """
+    Raised by a `caller=` function: the client gets this response, and nothing runs.
+
+    Args:
+        status: of the response, 300 to 599.
+        detail: the reason, for the client; it is the `detail` of a problem document.
+        headers: of the response, such as `[("WWW-Authenticate", "Bearer")]`.
+        body: replaces the problem document; give its `Content-Type` in *headers*.
+    """
+
+    def __init__(
+        self,
+        status: int = 401,
+        detail: str = "the credentials of this request are missing or not valid",
+        *,
+        headers: Sequence[tuple[str, str]] = (),
+        body: bytes | None = None,
+    ) -> None:
+        super().__init__(detail)
+        Happened(status, tuple(headers), body or b"")  # which checks them
+        if status < 300:
+            raise Misconfigured(f"a refusal has a status from 300 to 599, not {status}")
+        self.status = status
+        self.detail = detail
+        self.headers = tuple(headers)
+        self.body = body
 
 
 # Those of the headers below that may identify an application and not one of its users: an API key,
@@ -77,6 +119,46 @@ def cookie(name: str) -> Caller:
         return None
 
     return caller
+
+
+def jwt(
+    key: Key,
+    *,
+    algorithms: Sequence[str],
+    audience: str | Sequence[str] | None = None,
+    issuer: str | Sequence[str] | None = None,
+    claim: str = "sub",
+    header: str = "Authorization",
+    leeway: float | timedelta = 0,
+) -> Caller:
+    """
+    One claim of the verified JSON Web Token in the request, and its issuer.
+
+    A refreshed token with the same claim is the same caller. A request without a valid token gets
+    401 with a `WWW-Authenticate` header (RFC 6750). Needs `coatcheck[jwt]`.
+
+    Args:
+        key: a secret, or a public key as PEM; a JWK or JWKS, as `PyJWK`, `PyJWKSet` or dict; or a
+            `jwt.PyJWKClient`, which fetches them.
+        algorithms: those that tokens may be signed with, such as `["RS256"]`. HMAC and public keys
+            may not be mixed, because anyone could sign with the public key as an HMAC secret.
+        audience: whom the token must be for; None: it must name no audience.
+        issuer: who must have issued the token, or one of several.
+        claim: which claim names the user; the request is refused if it is not in the token.
+        header: where the token is: after `Bearer`, or alone in a header of another name.
+        leeway: by how many seconds clocks may differ.
+    """
+    try:
+        from coatcheck.server.tokens import TokenCaller  # noqa: PLC0415 - needs PyJWT
+    except ImportError as error:
+        raise MissingExtra("jwt", "PyJWT") from error
+    return TokenCaller(
+        key,
+        algorithms=algorithms,
+        claim=claim,
+        header=header,
+        checks={"audience": audience, "issuer": issuer, "leeway": leeway},
+    )
 
 
 def user(request: Request) -> str | None:

@@ -14,15 +14,16 @@ from typing import Protocol, TypeAlias
 from urllib.parse import quote
 from uuid import UUID
 
-from coatcheck.core.callables import check_function, refuse_awaitable
-from coatcheck.core.fingerprint import fingerprint_of
+from coatcheck.core.callables import check_function, is_async_function, refuse_awaitable
+from coatcheck.core.fingerprint import fingerprint_of, with_session
 from coatcheck.core.identity import caller_digest, operation_id
 from coatcheck.core.key import Key, Malformed, parse_key, reference_of
 from coatcheck.core.lifecycle import ClaimRequest, Refuse, Replay
 from coatcheck.core.policy import Policy
-from coatcheck.core.problem import COOKIE_IS_COMPARED, Problem, problem
+from coatcheck.core.problem import SESSION_IS_COMPARED, Problem, problem
 from coatcheck.core.record import Record
 from coatcheck.core.response import Response
+from coatcheck.engine import AsyncEngine
 from coatcheck.engine.base import EngineBase
 from coatcheck.engine.functions import key_of_call
 from coatcheck.engine.recovery import label_of_route
@@ -31,12 +32,15 @@ from coatcheck.server.callers import (
     CREDENTIAL_NAMES,
     CREDENTIALS,
     SHARED,
+    AsyncCaller,
     Caller,
     client_certificate,
     credential_text,
     user,
 )
+from coatcheck.server.cookies import SessionCookies
 from coatcheck.server.polling import StatusRequest, accepted, status_of, token_of
+from coatcheck.server.refusals import response_of_refusal
 from coatcheck.server.request import Request
 from coatcheck.server.responses import refused, replayed
 
@@ -73,18 +77,24 @@ class RequestGuard:
     def __init__(
         self,
         engine: EngineBase,
-        caller: Caller | None,
+        caller: Caller | AsyncCaller | None,
         key: NaturalKey | None,
         hosts: Hosts,
+        cookies: SessionCookies | None = None,
     ) -> None:
-        for name, function in (("caller", caller), ("key", key)):
-            if function is not None:
-                check_function(name, function)
+        self.caller_is_async = isinstance(engine, AsyncEngine) and is_async_function(caller)
+        if caller is not None and not self.caller_is_async:
+            check_function("caller", caller)
+        if key is not None:
+            check_function("key", key)
         self._engine = engine
         self._attempts = engine.attempts
         self._secret = engine.attempts.secret
         self._hosts = hosts
-        self._caller = caller
+        # `callers.jwt` with a client that fetches keys: it must not run on an event loop.
+        self.caller_blocks = getattr(caller, "blocks", False) is True
+        self.caller = caller
+        self._cookies = cookies or SessionCookies()
         self._key = key
         self.has_natural_keys = key is not None
 
@@ -121,9 +131,10 @@ class RequestGuard:
     ) -> ClaimRequest:
         """What to claim for *request*; *template* is its route's, if that is known."""
         method, path, body = request.method, request.path, request.body
-        caller, compared = self._caller_of(request)
+        caller, session = self._caller_of(request)
+        compared: list[tuple[bytes, bytes]] = []
         if policy.header_names:
-            compared = [*compared, *((n, request.header(n)) for n in policy.header_names)]
+            compared = [(n, request.header(n)) for n in policy.header_names]
         if b"content-encoding" in request.fields:  # it says what the bytes of the body mean
             compared = [*compared, (b"content-encoding", request.fields[b"content-encoding"])]
         route = f"{method} {template or path}"
@@ -144,7 +155,12 @@ class RequestGuard:
         )
         if self._engine.service:
             route = label_of_route(route, self._engine.service)
-        return self._attempts.new_request(id, fingerprint, key=key, caller=caller, label=route)
+        new_request = self._attempts.new_request
+        if not session:
+            return new_request(id, fingerprint, key=key, caller=caller, label=route)
+        bound = with_session(fingerprint, session, self._secret)
+        claim = new_request(id, bound, key=key, caller=caller, label=route)
+        return claim._replace(without_session=fingerprint)
 
     def is_nested(self, request: Request, claim: ClaimRequest) -> bool:
         """
@@ -174,7 +190,7 @@ class RequestGuard:
             return self.accepted(answer.record, policy, request)
         refusal = answer.problem
         if refusal.code == "key-reused" and self._caller_of(request)[1]:
-            refusal = replace(refusal, detail=f"{refusal.detail}; {COOKIE_IS_COMPARED}")
+            refusal = replace(refusal, detail=f"{refusal.detail}; {SESSION_IS_COMPARED}")
         return refused(refusal, policy)
 
     def accepted(self, record: Record, policy: Policy, request: Request) -> Response:
@@ -195,25 +211,35 @@ class RequestGuard:
 
     def _is_address(self, token: str, record: Record, request: Request) -> bool:
         """*token* was given to the caller of *request*, for *record*."""
-        caller, compared = self._caller_of(request)
+        caller, session = self._caller_of(request)
         # A caller's name may be easy to guess: the record says whose it is (a compact store keeps
         # one character of that). A function has no caller.
         if not record.scope or not caller.startswith(record.scope):
             return False
-        ours = self._token_of(record, caller, compared)
-        return hmac.compare_digest(token.encode(), ours.encode())
+        # Like a retry, a client may have got its session after it was given the address.
+        ours = {self._token_of(record, caller, of) for of in (session, b"")}
+        return any(hmac.compare_digest(token.encode(), one.encode()) for one in ours)
 
-    def _token_of(
-        self, record: Record, caller: str, compared: Sequence[tuple[bytes, bytes]]
-    ) -> str:
-        who = caller.encode() + b"".join(value for _, value in compared)
-        return token_of(record, who, self._secret)
+    def _token_of(self, record: Record, caller: str, session: bytes) -> str:
+        return token_of(record, caller.encode() + session, self._secret)
 
-    def _caller_of(self, request: Request) -> tuple[str, list[tuple[bytes, bytes]]]:
-        """Whose key it is, and which headers must be the same for a retry."""
-        if self._caller is not None and (own := _text_of(self._caller(request))) is not None:
+    def refused_by_caller(
+        self, error: Exception, request: Request, policy: Policy, template: str | None = None
+    ) -> Response | None:
+        """The response if `caller=` refused *request* with *error*; None if it failed."""
+        response = response_of_refusal(error, policy)
+        if response is None:
+            return None
+        refusal = problem("caller-refused", status=response.status)
+        self._attempts.report_refusal(refusal, f"{request.method} {template or request.path}")
+        return response._replace(body=b"") if request.method == "HEAD" else response
+
+    def _caller_of(self, request: Request) -> tuple[str, bytes]:
+        """Whose key it is, and the session that a retry must have, too."""
+        if request.caller is not None:
             tenant = ("host", request.header(b"host").lower()) if self._hosts.matter else ()
-            return caller_digest("own", own, *tenant, secret=self._secret), []
+            own = caller_digest("own", request.caller, *tenant, secret=self._secret)
+            return own, b""
         fields, native = request.fields, request.native
         who = user(request) if "user" in native or "REMOTE_USER" in native else None
         certificate = None
@@ -222,15 +248,14 @@ class RequestGuard:
         credentials = tuple(map(fields.get, CREDENTIAL_NAMES))
         host = request.header(b"host").lower() if self._hosts.matter else None
         caller = _default_caller(credentials, who, certificate, host, self._secret)
-        # A cookie may hold a session, or a timestamp of an analytics script. If it identified the
-        # caller, a retry with a new timestamp would run again. If it were ignored, one session
-        # could read another's answer. So it is compared, and a request with another cookie is
-        # refused. It is not compared if something else identifies the user, which an application's
-        # API key does not.
+        # If the session were part of the caller, a retry in another session would run again. If it
+        # were ignored, one session could read another's answer. So it is compared, and a request in
+        # another session is refused. It is not compared if something else identifies the user,
+        # which an application's API key does not.
         cookie = fields.get(b"cookie")
         if not cookie or who is not None or not SHARED.issuperset(CREDENTIALS.intersection(fields)):
-            return caller, []
-        return caller, [(b"cookie", cookie)]
+            return caller, b""
+        return caller, self._cookies.session_of(cookie, native.get("session"))
 
 
 # 256: the callers of some seconds. Everything that distinguishes callers is among the arguments.
@@ -262,7 +287,7 @@ def _unnamed(template: str) -> str:
     return re.sub(r"\{[^{}]*\}", "{}", template)
 
 
-def _text_of(found: object) -> str | None:
+def text_of_caller(found: object) -> str | None:
     """What a `caller=` function returned, as text; numbers and headers are common."""
     if isinstance(found, bytes):
         found = found.decode("latin-1")  # like `callers.api_key`

@@ -28,6 +28,7 @@ class Request:
     body: Body
     native: MutableMapping[str, Any]  # the ASGI scope or the WSGI environ
     root: bytes | str = ""  # where the application is mounted, not escaped
+    caller: str | None = None  # what `caller=` returned; None: the default identifies the caller
 
     def header(self, name: bytes) -> bytes:
         """The value of the header *name*, which is in lower case: `b"x-tenant"`; b"" if absent."""

@@ -10,17 +10,20 @@ record is safe. PEP 3333 is kept in full: `write()`, generators, late and repeat
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from coatcheck.core.policy import SAFE_METHODS, Policy
 from coatcheck.core.problem import Problem
+from coatcheck.core.response import Response
 from coatcheck.engine import Engine
 from coatcheck.engine.attempts import OUTAGES
 from coatcheck.errors import Misconfigured
 from coatcheck.operation import current_operation, enter
 from coatcheck.server.body import close_body
 from coatcheck.server.callers import Caller
-from coatcheck.server.guard import NaturalKey, RequestGuard
+from coatcheck.server.cookies import Secret, SessionCookies
+from coatcheck.server.guard import NaturalKey, RequestGuard, text_of_caller
 from coatcheck.server.polling import POLLING_METHODS, id_of
 from coatcheck.server.request import Request
 from coatcheck.server.responses import refused, store_unavailable
@@ -46,6 +49,10 @@ class IdempotencyMiddleware:
         transactions: where connections for transaction mode come from; see `Engine`.
         routes: makes the `RoutePolicies` that find the policy of each request; without it the
             middleware's own policy guards every request.
+        session_cookies: names of cookies that hold a session, beside the usual ones; `*` is any
+            text.
+        session_secret: of session cookies that Starlette or Flask signs, or a list of secrets.
+            Then a session that was only signed anew is the same.
     """
 
     def __init__(
@@ -60,6 +67,8 @@ class IdempotencyMiddleware:
         engine: Engine | None = None,
         transactions: object = None,
         routes: NewRoutes | None = None,
+        session_cookies: Sequence[str] = (),
+        session_secret: Secret | None = None,
     ) -> None:
         given = (store, policy, secret or None, transactions)
         if engine is not None and any(one is not None for one in given):
@@ -75,7 +84,8 @@ class IdempotencyMiddleware:
         )
         self.engine.check_store()
         self.engine.recovery.register_requests(self.engine.policy)
-        self.guard = RequestGuard(self.engine, caller, key, FlaskHosts(app))
+        cookies = SessionCookies(session_cookies, session_secret)
+        self.guard = RequestGuard(self.engine, caller, key, FlaskHosts(app), cookies)
         new_routes = routes or OnePolicy
         self._routes = new_routes(self.engine.policy, self.engine.recovery.register_route)
 
@@ -144,6 +154,10 @@ class IdempotencyMiddleware:
         except OUTAGES as error:
             refusal = store_unavailable(error)
             return respond(start_response, guard.refused(request, refusal, policy, template))
+        if guard.caller is not None:
+            response = self._identify(request, policy, template)
+            if response is not None:
+                return respond(start_response, response)
         claim = guard.claim_request(request, policy, key, template)
         if "coatcheck.operation" in request.native and guard.is_nested(request, claim):
             return self._pass(request, start_response)
@@ -154,6 +168,20 @@ class IdempotencyMiddleware:
             return exchange.serve()
         finally:
             enter(before)
+
+    def _identify(
+        self, request: Request, policy: Policy, template: str | None = None
+    ) -> Response | None:
+        """Call `caller=`; the response if it refuses the request."""
+        caller: Any = self.guard.caller
+        try:
+            request.caller = text_of_caller(caller(request))
+        except Exception as error:
+            response = self.guard.refused_by_caller(error, request, policy, template)
+            if response is None:
+                raise
+            return response
+        return None
 
     def _pass(self, request: Request, start_response: StartResponse) -> Iterable[bytes]:
         """Pass on a request that is not guarded after all."""
@@ -167,12 +195,17 @@ class IdempotencyMiddleware:
         id = None if start else id_of(token)
         response = None
         if id is not None:
+            request = request_of(environ, b"")
+            if self.guard.caller is not None:
+                response = self._identify(request, policy)
+                if response is not None:
+                    return respond(start_response, response)
             try:
                 self.engine.ensure_started()
                 (record,) = self.engine.store.get((id,))
             except OUTAGES as error:
                 return respond(start_response, refused(store_unavailable(error), policy))
-            response = self.guard.status(record, token, request_of(environ, b""))
+            response = self.guard.status(record, token, request)
         if response is None:
             self._routes.let_pass(environ)
             return self.app(environ, start_response)

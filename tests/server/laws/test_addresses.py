@@ -119,7 +119,7 @@ def test_the_address_needs_the_cookie_of_its_request(open_api: OpenApi):
             [],
             EVES_BEARER,
             [*ADA, *EVES_BEARER],
-            [("Cookie", "session=ada; a=b")],
+            [("Cookie", "session=ada; token=b")],
         ):
             assert is_unknown(api, address, headers)
 
@@ -140,7 +140,16 @@ def test_without_a_caller_the_request_identifies_the_address(open_api: OpenApi, 
     address, gate = address_and_gate(api, body=b'{"item": 7}')
     assert asked(api, address).status == 202
     assert is_unknown(api, guess(body=b'{"item": 8}'))
-    assert is_unknown(api, address, EVE)
+    assert is_unknown(api, address, EVES_BEARER)
+    gate.open()
+
+
+def test_an_address_without_a_session_may_be_asked_with_one(open_api: OpenApi):
+    """X3, S4: the client may have got it meanwhile, and without it would see the same."""
+    api = open_api(in_flight="202")
+    address, gate = address_and_gate(api)
+    assert asked(api, address, ADA).status == 202
+    assert asked(api, api.post(headers=[*ADA, ASYNC]).header("location"), ADA).status == 202
     gate.open()
 
 

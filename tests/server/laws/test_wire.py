@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from coatcheck.core.problem import KINDS
+from coatcheck.server.callers import Refused
 from tests.support.failing_stores import Faulty
 from tests.support.http import Response
 
@@ -77,6 +78,13 @@ def large_body(open_api, clock, store) -> Response:
     return open_api(body_bytes_max=10).post()
 
 
+def refused_caller(open_api, clock, store) -> Response:
+    def caller(_request):
+        raise Refused(401, "who are you?")
+
+    return open_api(caller=caller).post()
+
+
 def crowded_key(open_api, clock, store) -> Response:
     api = open_api(waiters_max=0)
     api.claim("k-1", "/orders")
@@ -119,6 +127,7 @@ ROWS = (
     Row(late, 409, "key-expired", "never"),
     Row(late_compatible, 429, "key-expired", "never"),
     Row(large_body, 413, "body-too-large", "never", has_reference=False),
+    Row(refused_caller, 401, "caller-refused", "same-key", has_reference=False),
     Row(crowded_key, 429, "too-many-waiting", "same-key", "1"),
     Row(crowded_caller, 429, "too-many-keys", "same-key", "60", has_reference=False),
     Row(exhausted, 409, "too-many-attempts", "never"),
