@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import hmac
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeAlias
@@ -105,15 +104,20 @@ class RequestGuard:
     def claim_request(
         self, request: Request, policy: Policy, key: str, template: str | None
     ) -> ClaimRequest:
-        """What to claim for *request*; *template* is its route's, if that is known."""
+        """
+        What to claim for *request*; *template* is its route's, if that is known.
+
+        The id is made of the path, with a template or without one: a retry of a request that came
+        before its route was marked must find the same record. The template is only the label.
+        """
         method, path, body = request.method, request.path, request.body
         caller, compared = self._caller_of(request)
         if policy.header_names:
             compared = [*compared, *((n, request.header(n)) for n in policy.header_names)]
         if b"content-encoding" in request.fields:  # it says what the bytes of the body mean
             compared = [*compared, (b"content-encoding", request.fields[b"content-encoding"])]
-        route = f"{method} {template or path}"
-        place = route if template is None else f"{method} {_unnamed(template)}"
+        place = f"{method} {path}"
+        route = place if template is None else f"{method} {template}"
         id = operation_id(caller=caller, route=place, key=key, secret=self._secret)
         is_small = isinstance(body, bytes) and len(body) + len(path) <= RETRY_BYTES_MAX
         is_retry = is_small and self._attempts.replay_cache.knows(id)
@@ -240,12 +244,6 @@ def _default_caller(
     if host is not None:
         parts += ["host", host]
     return caller_digest(*parts, secret=secret)
-
-
-@functools.lru_cache(maxsize=256)  # 256: more declared routes than an API has
-def _unnamed(template: str) -> str:
-    """*template* without the names of its parameters: a release may rename them."""
-    return re.sub(r"\{[^{}]*\}", "{}", template)
 
 
 def _text_of(found: object) -> str | None:
