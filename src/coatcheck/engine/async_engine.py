@@ -16,7 +16,7 @@ from coatcheck.core.policy import Policy
 from coatcheck.core.record import Record
 from coatcheck.core.response import Response
 from coatcheck.engine.attempt import AsyncAttempt
-from coatcheck.engine.base import EngineBase, policy_in_transaction
+from coatcheck.engine.base import NOT_OBSERVED, EngineBase, policy_in_transaction
 from coatcheck.engine.clock import local_ms
 from coatcheck.engine.deferred import DeferredWork, defer
 from coatcheck.engine.functions import (
@@ -37,7 +37,7 @@ from coatcheck.engine.settings import policy_of
 from coatcheck.engine.sweeper import SWEEP_EVERY_S, Archive
 from coatcheck.engine.transactions import Database, LoopAccess, OperationTransaction, Repeat
 from coatcheck.engine.waiters import TaskWaiter
-from coatcheck.errors import Misconfigured
+from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.operation import DidNotHappen, Happened, Operation, enter, leave
 from coatcheck.stores import AsyncStore, Store, ThreadedStore, open_async_lazily
 from coatcheck.stores.encryption import EncryptedStore, KeyRing
@@ -113,6 +113,14 @@ class AsyncEngine(EngineBase):
             self.recovery.start(asyncio.get_running_loop())
             self.is_started = True
 
+    async def start_for(self, policy: Policy) -> None:
+        """Start for a request with *policy*, which may run although the store is unavailable."""
+        try:
+            await self.ensure_started()
+        except StoreUnavailable:
+            if policy.on_outage != "execute":
+                raise
+
     async def close(self) -> None:
         """End the threads and close the store."""
         await asyncio.to_thread(self._close_threads)
@@ -141,8 +149,10 @@ class AsyncEngine(EngineBase):
         *database*: for transaction mode, if not the engine's own. *repeats*: how often the database
         had the handler run again before (`Repeat.repeats`).
         """
-        if policy.mode != "transaction":
+        if policy.mode == "record":
             started = await self._runner.run(self.attempts.begin(request, policy))
+        elif policy.mode == "observe":
+            raise Misconfigured(NOT_OBSERVED)
         else:
             database = database or self.database()
             transaction = OperationTransaction(self.attempts, database, LoopAccess())
@@ -255,9 +265,9 @@ class AsyncEngine(EngineBase):
         policy: Policy | None,
         database: Database | None = None,
     ) -> T:
-        if not self.is_started:
-            await self.ensure_started()
         policy = self.policy if policy is None else policy_of(policy)
+        if not self.is_started:
+            await self.start_for(policy)
         fingerprint = fingerprint_of_call(*arguments_of(call))
         request = request_of_call(self.attempts, key, label, fingerprint, policy)
         return await self._run_request(request, policy, call, database)

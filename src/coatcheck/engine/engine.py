@@ -15,7 +15,7 @@ from coatcheck.core.policy import Policy
 from coatcheck.core.record import Record
 from coatcheck.core.response import Response
 from coatcheck.engine.attempt import Attempt
-from coatcheck.engine.base import EngineBase, policy_in_transaction
+from coatcheck.engine.base import NOT_OBSERVED, EngineBase, policy_in_transaction
 from coatcheck.engine.deferred import DeferredWork, defer
 from coatcheck.engine.functions import (
     RegisteredFunction,
@@ -145,6 +145,14 @@ class Engine(EngineBase):
             self.recovery.start()
             self.is_started = True
 
+    def start_for(self, policy: Policy) -> None:
+        """Start for a request with *policy*, which may run although the store is unavailable."""
+        try:
+            self.ensure_started()
+        except StoreUnavailable:
+            if policy.on_outage != "execute":
+                raise
+
     def close(self) -> None:
         """End the threads and close the store."""
         self._close_threads()
@@ -173,8 +181,10 @@ class Engine(EngineBase):
         *database*: for transaction mode, if not the engine's own. *repeats*: how often the database
         had the handler run again before (`Repeat.repeats`).
         """
-        if policy.mode != "transaction":
+        if policy.mode == "record":
             started = self._runner.run(self.attempts.begin(request, policy))
+        elif policy.mode == "observe":
+            raise Misconfigured(NOT_OBSERVED)
         else:
             database = database or self.database()
             transaction = OperationTransaction(self.attempts, database, ThreadAccess())
@@ -286,9 +296,9 @@ class Engine(EngineBase):
         policy: Policy | None,
         database: Database | None = None,
     ) -> T:
-        if not self.is_started:
-            self.ensure_started()
         policy = self.policy if policy is None else policy_of(policy)
+        if not self.is_started:
+            self.start_for(policy)
         fingerprint = fingerprint_of_call(*arguments_of(call))
         request = request_of_call(self.attempts, key, label, fingerprint, policy)
         return self._run_request(request, policy, call, database)

@@ -35,11 +35,13 @@ from coatcheck.server.asgi_request import (
 from coatcheck.server.body import LargeBody, close_body
 from coatcheck.server.callers import Caller
 from coatcheck.server.guard import NaturalKey, RequestGuard
+from coatcheck.server.observe import Observations, serve_asgi
 from coatcheck.server.polling import POLLING_METHODS, id_of
 from coatcheck.server.request import Request, fields_of
 from coatcheck.server.responses import refused, store_unavailable
 from coatcheck.server.routes import NewRoutes, RoutePolicies
 from coatcheck.server.starlette_routes import StarletteRoutes
+from coatcheck.server.switch import DisabledBy, is_process_disabled, switched
 from coatcheck.stores import AsyncStore
 
 logger = logging.getLogger("coatcheck")
@@ -58,6 +60,8 @@ class IdempotencyMiddleware:
         secret: makes operation ids unguessable; the same on every node.
         engine: an `AsyncEngine` that is shared with other middlewares or functions.
         transactions: where connections for transaction mode come from; see `Engine`.
+        disabled_by: the kill switch: the path of a file with the labels of routes to let pass, or a
+            function of a label; see `docs/howto/rollout.md`.
         routes: makes the `RoutePolicies` that find the policy of each request; without it the
             routes of Starlette and FastAPI are read.
     """
@@ -73,6 +77,7 @@ class IdempotencyMiddleware:
         secret: bytes | str = b"",
         engine: AsyncEngine | None = None,
         transactions: object = None,
+        disabled_by: DisabledBy | None = None,
         routes: NewRoutes | None = None,
     ) -> None:
         self.app = app
@@ -88,7 +93,14 @@ class IdempotencyMiddleware:
                 is_by_host = starlette.are_by_host
             else:
                 self._routes = routes(self.engine.policy, register)
+            self._is_disabled = is_process_disabled()
+            self._routes = switched(
+                *(self._routes, disabled_by, self.engine.attempts),
+                is_process_disabled=self._is_disabled,
+            )
             self.guard = RequestGuard(self.engine, caller, key, is_by_host)
+            store_in_threads = self.engine.store.blocking
+            self.observations = Observations(self.engine.attempts, store_in_threads, self.guard)
             self._status_path = self.engine.policy.status_path
         except (Misconfigured, MissingExtra) as mistake:
             # Starlette makes its middlewares when the server sends the first message. A server
@@ -111,6 +123,9 @@ class IdempotencyMiddleware:
             await self._safe(asgi_scope, receive, send)
             return
         policy, template = self._routes.lookup(asgi_scope, method)
+        if policy is not None and policy.mode == "observe":
+            await serve_asgi(self, asgi_scope, receive, send, (policy, template))
+            return
         headers = asgi_scope["headers"]
         key_values = []
         if policy is not None:
@@ -139,7 +154,7 @@ class IdempotencyMiddleware:
                 if key is None:
                     key = guard.natural_key_of(request, policy)
                 if isinstance(key, str) and not self.engine.is_started:
-                    key = await self._start() or key
+                    key = await self._start(policy) or key
         if not isinstance(key, str):
             refusal = None if key is None else guard.refused(request, key, policy, template)
             await self._pass_or_refuse(request, receive, send, refusal)
@@ -186,6 +201,9 @@ class IdempotencyMiddleware:
     async def _lifespan(self, asgi_scope: AsgiScope, receive: Receive, send: Send) -> None:
         """Open the store before the application starts; a mistake stops the server."""
         self._routes.let_pass(asgi_scope)  # reads the routes, whose policies the recovery needs
+        if self._is_disabled:  # then nothing needs the store
+            await self.app(asgi_scope, receive, send)
+            return
         startup = await receive()
         try:
             await self.engine.ensure_started()
@@ -208,10 +226,10 @@ class IdempotencyMiddleware:
         await receive()
         await _fail_startup(send, self._mistake)
 
-    async def _start(self) -> Problem | None:
+    async def _start(self, policy: Policy) -> Problem | None:
         """Read the store's clock before the first request; the refusal if that fails."""
         try:
-            await self.engine.ensure_started()
+            await self.engine.start_for(policy)
         except OUTAGES as error:
             return store_unavailable(error)
         return None
