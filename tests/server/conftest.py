@@ -17,7 +17,7 @@ from tests.server.laws.shop import Shop
 from tests.support.times import Clock
 from tests.support.web_servers import KINDS, Server
 
-MIDDLEWARE_SETTINGS = ("caller", "key")
+MIDDLEWARE_SETTINGS = ("caller", "key", "disabled_by")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

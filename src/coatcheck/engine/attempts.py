@@ -552,7 +552,9 @@ class Attempts:
 
     def report(self, request: ClaimRequest, answer: Answer | None) -> None:
         """Report what became of *request*; None: its handler failed."""
-        level = logging.WARNING if isinstance(answer, Refuse) else logging.INFO
+        is_unguarded = isinstance(answer, Executed) and not answer.record.version
+        is_warning = is_unguarded or isinstance(answer, Refuse)
+        level = logging.WARNING if is_warning else logging.INFO
         if self.telemetry.observers or logger.isEnabledFor(level):
             self.telemetry.report(decision_of(request, answer, self.now_ms()))
 

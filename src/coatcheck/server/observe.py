@@ -354,6 +354,10 @@ def _begin(
     policy, template, key = found
     if body is None and key is None:  # its key may be in the body
         return None
+    refusal = None if body is None else _too_large(len(body), policy)
+    if refusal is not None:
+        observations.would_refuse(refusal, request, template)
+        return None
     request.body = b"%d bytes" % (length or 0) if body is None else body
     return observations.begin(request, policy, template, key)
 
