@@ -18,6 +18,7 @@ from starlette.routing import Host, Mount, Route, Router
 from coatcheck import AsyncEngine, DidNotHappen, Misconfigured, Operation, Policy
 from coatcheck.server import starlette as on_starlette
 from coatcheck.server.fastapi import CurrentOperation, IdempotencyMiddleware, idempotent
+from coatcheck.server.routes import policy_of_mark
 from coatcheck.stores import Query
 from tests.support.http import ORDER, AsgiExchange, Response, with_key
 
@@ -465,6 +466,14 @@ def test_a_reconcile_function_implies_recovery_by_reconcile(engine: AsyncEngine)
         return "ok"
 
     assert shop.post("/charges").status == 200
+
+
+@pytest.mark.parametrize("changes", [{"recovery": "manual"}, {"mode": "transaction"}], ids=str)
+def test_a_route_that_must_not_run_twice_refuses_during_an_outage(changes: dict[str, Any]):
+    """D2: although the application executes the others unguarded."""
+    policy = policy_of_mark(Policy(on_outage="execute"), "POST", changes)
+    assert policy.on_outage == "refuse"
+    assert policy_of_mark(Policy(on_outage="execute"), "POST", {}).on_outage == "execute"
 
 
 def test_a_route_can_choose_another_recovery_than_the_application():
