@@ -12,6 +12,7 @@ PAGES = (
     "recovery.md",
     *(f"howto/{name}.md" for name in ("steps", "crash", "in-doubt", "polling", "own-store")),
     "howto/routes.md",
+    "howto/rollout.md",
 )
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
@@ -47,6 +48,15 @@ order 42
 400 key-missing 0 charged
 201 {'charge': 1, 'order': 42} 1 charged
 201 {'charge': 1, 'order': 42} 1 charged
+""",
+    "rollout": """\
+201 POST /orders executed
+201 POST /orders would_replay
+201 POST /orders would_refuse key-reused
+400 POST /charges refused key-missing
+201 POST /charges executed
+201 POST /charges replayed
+201 2 charges
 """,
     "crash": """\
 the process ended with -9

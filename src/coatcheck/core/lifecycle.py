@@ -177,7 +177,7 @@ def lifecycle(request: ClaimRequest, policy: Policy, *, may_claim: bool = True) 
         if policy.on_outage != "execute":
             raise
         unguarded = without_record(claim)
-        yield Execute(unguarded)  # whatever becomes of it, nothing is written
+        yield from Execute(unguarded)  # whatever becomes of it, nothing is written
         return Executed(unguarded)
     is_fresh = True
     if conflict is not None:

@@ -70,15 +70,15 @@ class Policy:
     # is lost if this process ends before the store is back.
     unrecorded: Literal["503", "answer"] = "503"
     # "record": claim and result are separate commits; "transaction": one commit with the effect;
-    # "observe": every request runs as if it were not guarded, and the log tells what "record" would
-    # have done.
+    # "observe": every request runs as if it were not guarded, and the log tells what "record"
+    # would have done.
     mode: Literal["record", "transaction", "observe"] = "record"
     # Transaction mode: how often the handler runs again after a deadlock or a serialization
     # failure. 0: its other effects may not be repeatable.
     transaction_retries: int = 0
 
-    # If the store cannot be reached when a request is claimed: "refuse" it with 503; or "execute" it
-    # without protection, so that its retries run again. Only where that does little harm.
+    # If the store cannot be reached when a request is claimed: "refuse" it with 503; or "execute"
+    # it without protection, so that its retries run again. Only where that does little harm.
     on_outage: Literal["refuse", "execute"] = "refuse"
 
     # A retry after the window: it starts a new operation ("new"), or it is refused while *margin*

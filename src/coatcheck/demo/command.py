@@ -1,8 +1,8 @@
 """`coatcheck demo`, from its arguments to its exit code.
 
 Exit code 0: with coatcheck every order was charged exactly once. 1: not so, or a server did not
-start. The files of the demo are removed when it ends, also by Ctrl-C. They stay with --keep, so that
-an order can be looked up, and after a failure, so that its cause can be found.
+start. The files of the demo are removed when it ends, also by Ctrl-C. They stay with --keep, so
+that an order can be looked up, and after a failure, so that its cause can be found.
 """
 
 from __future__ import annotations

@@ -103,23 +103,25 @@ class AsyncEngine(EngineBase):
             run_steps=run_here(Runner.for_store(blocking), self._runner),
         )
 
-    async def ensure_started(self) -> None:
-        """Read the store's clock and start the recovery; the first request does it by itself."""
-        if not self.is_started:
-            clock = self.attempts.clock
+    async def ensure_started(self, policy: Policy | None = None) -> None:
+        """
+        Read the store's clock and start the recovery; the first request does it by itself.
+
+        *policy*: of that request, which may run although the store is unavailable.
+        """
+        if self.is_started:
+            return
+        clock = self.attempts.clock
+        try:
             if clock.is_due():
                 asked_ms = local_ms()
                 clock.set(asked_ms, await self.store.now_ms())
+        except StoreUnavailable:
+            if policy is None or policy.on_outage != "execute":
+                raise
+        else:
             self.recovery.start(asyncio.get_running_loop())
             self.is_started = True
-
-    async def start_for(self, policy: Policy) -> None:
-        """Start for a request with *policy*, which may run although the store is unavailable."""
-        try:
-            await self.ensure_started()
-        except StoreUnavailable:
-            if policy.on_outage != "execute":
-                raise
 
     async def close(self) -> None:
         """End the threads and close the store."""
@@ -267,7 +269,7 @@ class AsyncEngine(EngineBase):
     ) -> T:
         policy = self.policy if policy is None else policy_of(policy)
         if not self.is_started:
-            await self.start_for(policy)
+            await self.ensure_started(policy)
         fingerprint = fingerprint_of_call(*arguments_of(call))
         request = request_of_call(self.attempts, key, label, fingerprint, policy)
         return await self._run_request(request, policy, call, database)

@@ -248,7 +248,7 @@ class Attempts:
         return operation
 
     def _unguarded(self, execute: Execute, request: ClaimRequest) -> Execute | Refuse:
-        """The store is unavailable, and the policy says "execute": do so, if it did not run here."""
+        """Execute without a claim, as the policy says; refuse what has begun in this process."""
         if request.id in self.heartbeat.leases:  # it runs, or its completion is to be written
             refusal = problem("store-unavailable", key=request.key, id=request.id, reason=NOT_RUN)
             return Refuse(refusal)

@@ -138,20 +138,22 @@ class Engine(EngineBase):
             except StoreUnavailable as error:
                 logger.warning("the store is unavailable, so it is checked later: %s", error)
 
-    def ensure_started(self) -> None:
-        """Read the store's clock and start the recovery; the first request does it by itself."""
-        if not self.is_started:
+    def ensure_started(self, policy: Policy | None = None) -> None:
+        """
+        Read the store's clock and start the recovery; the first request does it by itself.
+
+        *policy*: of that request, which may run although the store is unavailable.
+        """
+        if self.is_started:
+            return
+        try:
             self.attempts.clock.look()
+        except StoreUnavailable:
+            if policy is None or policy.on_outage != "execute":
+                raise
+        else:
             self.recovery.start()
             self.is_started = True
-
-    def start_for(self, policy: Policy) -> None:
-        """Start for a request with *policy*, which may run although the store is unavailable."""
-        try:
-            self.ensure_started()
-        except StoreUnavailable:
-            if policy.on_outage != "execute":
-                raise
 
     def close(self) -> None:
         """End the threads and close the store."""
@@ -298,7 +300,7 @@ class Engine(EngineBase):
     ) -> T:
         policy = self.policy if policy is None else policy_of(policy)
         if not self.is_started:
-            self.start_for(policy)
+            self.ensure_started(policy)
         fingerprint = fingerprint_of_call(*arguments_of(call))
         request = request_of_call(self.attempts, key, label, fingerprint, policy)
         return self._run_request(request, policy, call, database)

@@ -229,7 +229,7 @@ class IdempotencyMiddleware:
     async def _start(self, policy: Policy) -> Problem | None:
         """Read the store's clock before the first request; the refusal if that fails."""
         try:
-            await self.engine.start_for(policy)
+            await self.engine.ensure_started(policy)
         except OUTAGES as error:
             return store_unavailable(error)
         return None

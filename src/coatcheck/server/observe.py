@@ -389,7 +389,7 @@ def serve_wsgi(
     if observed is None:
         return middleware.app(environ, start_response)
 
-    def watch(status: str, headers: Sequence[tuple[str, str]], *rest: Any) -> Any:  # noqa: ANN401 - `write`
+    def watch(status: str, headers: Sequence[tuple[str, str]], *rest: Any) -> Any:  # noqa: ANN401 - the write function
         observed.status = int(status[:3])
         return start_response(status, headers, *rest)
 

@@ -154,7 +154,7 @@ class IdempotencyMiddleware:
                 return respond(start_response, guard.refused(request, found, policy, template))
             key = found
         try:
-            self.engine.start_for(policy)
+            self.engine.ensure_started(policy)
         except OUTAGES as error:
             refusal = store_unavailable(error)
             return respond(start_response, guard.refused(request, refusal, policy, template))
