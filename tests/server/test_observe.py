@@ -9,7 +9,8 @@ import pytest
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from coatcheck import AsyncEngine, Decision, Engine, Policy
+from coatcheck import AsyncEngine, Decision, Engine, Policy, current_operation
+from coatcheck.core.record import COMPLETED
 from coatcheck.server import observe
 from coatcheck.server.fastapi import CurrentOperation, IdempotencyMiddleware, idempotent
 from coatcheck.server.wsgi import IdempotencyMiddleware as WsgiMiddleware
@@ -164,3 +165,70 @@ def test_a_forked_server_observes_in_its_children(tmp_path):
         deadline.start()
         assert os.waitpid(child, 0)[1] == 0
         deadline.cancel()
+
+
+def chunks_of(sent: list[bytes]):
+    """Two chunks; the second is made only if the first has been sent."""
+    yield b"one"
+    assert sent == [b"one"], "the first chunk was held back"
+    yield b"two"
+
+
+def test_a_streamed_response_is_sent_as_it_is_made_over_asgi():
+    """R1."""
+    sent: list[bytes] = []
+
+    async def app(_scope, _receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for chunk in chunks_of(sent):
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body"})
+
+    async def send(message):
+        sent.extend([message["body"]] if message.get("body") else [])
+
+    async def main():
+        async with AsyncEngine("memory://", OBSERVE) as engine:
+            exchange = AsgiExchange("POST", "/charges", with_key("k"), b"{}")
+            guarded = IdempotencyMiddleware(app, engine=engine)
+            await guarded(exchange.asgi_scope, exchange.receive, send)
+
+    asyncio.run(main())
+    assert sent == [b"one", b"two"]
+
+
+def test_a_streamed_response_is_sent_as_it_is_made_over_wsgi():
+    """R1: the handler also has its operation while it makes the chunks."""
+    sent: list[bytes] = []
+    keys = []
+
+    def app(_environ, start_response):
+        start_response("200 OK", [])
+        for chunk in chunks_of(sent):
+            keys.append(current_operation().key)
+            yield chunk
+
+    with Engine("memory://", OBSERVE) as engine:
+        environ = environ_of("POST", "/orders", with_key("k"), b"{}")
+        returned = WsgiMiddleware(app, engine=engine)(environ, lambda *_: None)
+        sent.extend(returned)
+        returned.close()
+        eventually(lambda: [r.state for r in engine.store.find(Query()).records] == [COMPLETED])
+    assert (sent, keys) == ([b"one", b"two"], ["k", "k"])
+    assert current_operation() is None
+
+
+def test_a_middleware_behind_one_that_observes_still_guards():
+    """R1, L1: as if the outer one were not there."""
+    calls = []
+
+    def app(environ, start_response):
+        calls.append(1)
+        return ok(environ, start_response)
+
+    with Engine("memory://", OBSERVE) as outer, Engine("memory://") as inner:
+        guarded = WsgiMiddleware(WsgiMiddleware(app, engine=inner), engine=outer)
+        for _ in range(2):
+            environ = environ_of("POST", "/orders", with_key("k"), b"{}")
+            assert exchange_wsgi(guarded, environ).body == b"ok"
+    assert calls == [1]

@@ -144,7 +144,10 @@ class RequestGuard:
         If it were claimed again, it would wait for itself.
         """
         operation = request.native.get("coatcheck.operation")
-        return operation is not None and operation.reference == reference_of(claim.id)
+        if operation is None or not operation.fence:  # it is only observed
+            return False
+        is_same: bool = operation.reference == reference_of(claim.id)
+        return is_same
 
     def refused(
         self, request: Request, refusal: Problem, policy: Policy, template: str | None = None

@@ -33,6 +33,7 @@ from coatcheck.engine.attempts import LOG_EVERY_S, OUTAGES, Attempts
 from coatcheck.engine.outcomes import is_failure, outcome_of_partial
 from coatcheck.engine.periodic import AtMostEvery
 from coatcheck.engine.runner import Runner
+from coatcheck.errors import StoreUnavailable
 from coatcheck.operation import Lease, Operation, current_operation, enter, leave
 from coatcheck.server.asgi_request import App, AsgiScope, Message, Receive, Send
 from coatcheck.server.asgi_request import request_of as request_of_asgi
@@ -109,7 +110,7 @@ class Observations:
         self._pending = 0
         self._log_outage = AtMostEvery(LOG_EVERY_S)
         self._log_full = AtMostEvery(LOG_EVERY_S)
-        self._is_down = False
+        self._failure = ""  # of the last call; "": it did not fail
         self._try_again = AtMostEvery(OUTAGE_S)
 
     # --- in the request ------------------------------------------------------------------------
@@ -180,12 +181,15 @@ class Observations:
         return found
 
     def _observe(self, observed: ObservedRequest) -> Observation:
-        if self._is_down and not self._try_again.is_due():
-            return UNAVAILABLE
+        self._leave_alone_if_down()
         self._attempts.clock.look()
         found = self._runner.run(observe(observed.request, observed.policy))
-        self._is_down = False
+        self._failure = ""
         return found
+
+    def _leave_alone_if_down(self) -> None:
+        if self._failure and not self._try_again.is_due():
+            raise StoreUnavailable(self._failure)
 
     def _end(
         self, observed: ObservedRequest, outcome: Outcome | None, took_ms: int, *, is_failed: bool
@@ -199,6 +203,7 @@ class Observations:
         self._attempts.heartbeat.stop_renewing(lease)
         try:
             if outcome is not None:
+                self._leave_alone_if_down()
                 self._runner.run(write_outcome(lease.claim, outcome, is_fresh=found.is_fresh))
         except OUTAGES as error:
             self._note_outage(error)
@@ -209,8 +214,9 @@ class Observations:
         self._report_request(observed, ended, attempt=attempt, took_ms=took_ms)
 
     def _note_outage(self, error: Exception) -> None:
-        self._is_down = True
-        self._try_again.is_due()  # from now on
+        if not self._failure:
+            self._try_again.is_due()  # not for a while
+        self._failure = str(error) or type(error).__name__
         if self._log_outage.is_due():
             logger.error(
                 "coatcheck: requests are not observed: the store is unavailable: %s", error

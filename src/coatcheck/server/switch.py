@@ -106,10 +106,9 @@ class _SwitchedRoutes:
 
 
 def _path_of(native: MutableMapping[str, Any]) -> str:
-    path: str | None = native.get("path")
-    if path is not None:  # ASGI
-        return path
-    path = native.get("SCRIPT_NAME", "") + native.get("PATH_INFO", "")
+    if "path" in native:  # ASGI
+        return str(native["path"])
+    path: str = native.get("SCRIPT_NAME", "") + native.get("PATH_INFO", "")
     return path.encode("latin-1", "replace").decode("utf-8", "replace")
 
 

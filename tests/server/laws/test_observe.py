@@ -165,23 +165,6 @@ def test_an_error_of_the_application_is_raised_as_before(api: Api):
     assert isinstance(api.post().error, ValueError)
 
 
-def test_a_streamed_response_is_sent_as_it_is_made(api: Api, watcher: Watcher):
-    """R1: the second chunk is made when the first has been sent, and nothing is held back."""
-    sent: list[str] = []
-
-    def chunks():
-        for name in ("one", "two"):
-            sent.append(name)
-            yield name.encode()
-
-    api.shop.answers["/orders"] = lambda _call: Said(
-        200, (("Content-Type", "text/plain"),), chunks()
-    )
-    assert api.post().body == b"onetwo"
-    assert sent == ["one", "two"]
-    assert watcher.outcomes(1) == [("executed", "")]
-
-
 def test_a_large_body_reaches_the_application_whole(api: Api, watcher: Watcher):
     """R1: over 1 MiB it is not read in advance, and compared by its length."""
     large = b"a" * 3_000_000
