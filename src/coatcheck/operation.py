@@ -265,7 +265,7 @@ class Operation(Lease):
         A number that only grows from attempt to attempt.
 
         A downstream that remembers the highest number it has seen and refuses lower ones cannot be
-        changed by an attempt that lost its claim without knowing it.
+        changed by an attempt that lost its claim without knowing it. 0: nothing guards this one.
         """
         return self.claim.version
 

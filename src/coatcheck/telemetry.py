@@ -14,9 +14,22 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from coatcheck.core.key import reference_of
+from coatcheck.core.lifecycle import Answer, ClaimRequest, Executed, Refuse, Replay
 from coatcheck.core.record import Record
 
 logger = logging.getLogger("coatcheck")
+
+
+DecisionOutcome: TypeAlias = Literal[
+    "executed",
+    "replayed",
+    "refused",
+    "failed",
+    "unguarded",
+    "would_replay",
+    "would_wait",
+    "would_refuse",
+]
 
 
 class Decision(NamedTuple):
@@ -25,20 +38,24 @@ class Decision(NamedTuple):
 
     "executed": the handler ran; "replayed": the stored response was returned; "refused": the
     response is a problem document with this *code*; "failed": the handler raised, or its
-    transaction was rolled back.
+    transaction was rolled back; "unguarded": the handler ran without protection, because the store
+    was unavailable (`on_outage="execute"`).
+
+    In observe mode the handler runs in any case. "would_replay", "would_wait" and "would_refuse":
+    record mode would have done that; "executed" and "failed": as above.
     """
 
-    outcome: Literal["executed", "replayed", "refused", "failed"]
+    outcome: DecisionOutcome
     reference: str  # for `coatcheck lookup`; "" if the request had no valid key
     label: str  # "POST /orders", or the scope of a guarded function
     scope: str  # the caller's digest
     attempt: int  # 1 for the first; 0 if it was refused or failed
-    code: str  # the problem's code if it was refused, else ""
+    code: str  # of the problem, if it was refused, would have been, or ran unguarded; else ""
     duration_ms: int
 
 
-# Called in the thread or on the event loop of the request, so it must not block. An exception is
-# logged and goes no further.
+# Called in the thread or on the event loop of the request, so it must not block; in observe mode, in
+# a background thread. An exception is logged and goes no further.
 Observer: TypeAlias = Callable[[Decision], object]
 
 
@@ -91,6 +108,14 @@ class Recovered(OperationEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class Observed(OperationEvent):
+    """Observe mode: what record mode would have done with a request; see `Decision`."""
+
+    outcome: DecisionOutcome
+    code: str
+
+
+@dataclass(frozen=True, slots=True)
 class Swept:
     """Expired records were deleted."""
 
@@ -133,6 +158,26 @@ class Telemetry:
                 listener(event)
             except Exception:
                 logger.exception("a listener failed")
+
+
+def decision_of(request: ClaimRequest, answer: Answer | None, now_ms: int) -> Decision:
+    """What became of *request*; None: its handler failed."""
+    outcome: DecisionOutcome = "failed"
+    attempt, code = 0, ""
+    match answer:
+        case Executed(record):
+            outcome, attempt = "executed", record.attempt
+            if not record.version:
+                outcome, code = "unguarded", "store-unavailable"
+        case Replay(record):
+            outcome, attempt = "replayed", record.attempt
+        case Refuse(refusal):
+            outcome, code = "refused", refusal.code
+        case None:
+            pass
+    duration_ms = now_ms - request.now_ms
+    reference = reference_of(request.id)
+    return Decision(outcome, reference, request.label, request.scope, attempt, code, duration_ms)
 
 
 def log_decision(decision: Decision) -> None:

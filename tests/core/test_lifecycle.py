@@ -213,6 +213,8 @@ def test_a_refusal_names_what_differs(scope, sentence):
     """F1: a function has arguments and nothing else."""
     other = REQUEST._replace(fingerprint=b"g" * 13 + b"fgf", scope=scope)
     assert sentence in met(FIRST, request=other)[1].problem.detail
+
+
 # The request of FIRST again, by a client that has a session now.
 IN_SESSION = REQUEST._replace(fingerprint=b"s" * 16, without_session=REQUEST.fingerprint)
 
@@ -618,3 +620,27 @@ def test_a_new_generation_begins_with_the_input_of_its_own_request():
     late = WITH_INPUT._replace(now_ms=NOW + 2 * DAY)
     _, claim = met(DONE._replace(progress=encoded(Progress(steps=(Step("a", 1),)))), request=late)
     assert claim.record.progress == WITH_INPUT.progress
+
+
+def test_without_the_store_a_request_runs_unguarded_if_its_policy_says_so():
+    """D2: no effect follows the execution, so nothing is written."""
+    flow, _ = started(Policy(on_outage="execute"))
+    unguarded = flow.throw(StoreUnavailable("down"))
+    assert isinstance(unguarded, Execute)
+    assert (unguarded.claim.version, unguarded.claim.id) == (0, REQUEST.id)
+    assert end_of(flow, ANSWER) == Executed(unguarded.claim)
+
+
+def test_without_the_store_a_request_is_refused_by_default():
+    """D2."""
+    flow, _ = started()
+    with pytest.raises(StoreUnavailable):
+        flow.throw(StoreUnavailable("down"))
+
+
+def test_a_duplicate_that_waits_when_the_store_goes_down_never_runs_unguarded():
+    """D2: it is known that another attempt runs."""
+    flow, effect = met(FIRST, Policy(on_outage="execute"))
+    assert isinstance(effect, WaitForChange)
+    with pytest.raises(StoreUnavailable):
+        flow.throw(StoreUnavailable("down"))

@@ -36,6 +36,7 @@ DEFAULTS = {
     "unrecorded": "503",
     "mode": "record",
     "commit": "success",
+    "on_outage": "refuse",
     "transaction_retries": 0,
     "on_expired": "new",
     "expired_status": 409,
@@ -317,3 +318,19 @@ def test_a_policy_that_could_never_work_is_refused(fields):
     """T1, T2: a time that no store can hold, a refusal for no time, one name for two headers."""
     with pytest.raises(Misconfigured):
         Policy(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "other"),
+    [
+        ({"recovery": "manual"}, "recovery='manual'"),
+        ({"recovery": "reconcile", "reconcile": print}, "recovery='reconcile'"),
+        ({"mode": "transaction"}, "mode='transaction'"),
+    ],
+)
+def test_what_must_not_run_twice_does_not_run_unguarded(fields, other):
+    """D2."""
+    with pytest.raises(Misconfigured, match=f"{other} is there to prevent"):
+        Policy(on_outage="execute", **fields)
+    with pytest.raises(Misconfigured):
+        Policy.preset("payments", on_outage="execute")

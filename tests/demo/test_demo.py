@@ -3,9 +3,11 @@
 One run with few orders serves all tests of the result, because it takes seconds.
 """
 
+import functools
 import io
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -116,6 +118,34 @@ def test_with_json_the_report_is_on_standard_error_without_escape_sequences(demo
     assert "with coatcheck" in demo_run.shown
     assert "orders charged twice or more" in demo_run.shown
     assert "\x1b" not in demo_run.shown
+
+
+def test_the_report_names_the_condition_of_its_promise(demo_run):
+    """L5, L6: the recovery policy, and the key that the provider gets; on one screen."""
+    assert re.search(r"recovery after the kill +- +retry", demo_run.shown)
+    assert 'operation.derive("charge")' in demo_run.shown
+    lines = demo_run.shown.splitlines()
+    assert len(lines) <= 24
+    assert max(len(line) for line in lines if "kept here" not in line) <= 80
+
+
+def test_a_demo_that_ended_well_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert main(["demo", "--orders", "4", "--json"]) == 0
+    shown = capsys.readouterr()
+    facts = json.loads(shown.out)
+    assert (facts["directory"], facts["example"]["lookup"]) == (None, "")
+    assert "files in" not in shown.err
+    assert "lookup" not in shown.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_demo_that_failed_keeps_its_files(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    run = functools.partial(command.run, orders=4, seed=DEMO_SEED, keep=None, as_json=False)
+    assert run(guard="forgetful") == 1
+    (directory,) = tmp_path.iterdir()
+    assert f"files in {directory}" in capsys.readouterr().out
 
 
 def test_the_demo_reports_a_guard_that_does_not_work(tmp_path, capsys):

@@ -42,6 +42,9 @@ class Machine(Clock):
     def monotonic_ns(self):
         return (self.now_ms - self.slept_ms) * 1_000_000
 
+    def time_ns(self):
+        return (self.now_ms + 10 * HOUR_MS) * 1_000_000
+
     def clock_gettime_ns(self, clock):
         assert clock == self.CLOCK_BOOTTIME
         return self.now_ms * 1_000_000
@@ -68,6 +71,14 @@ class ToldStore(WatchedStore):
         self.looks += 1
         self.local.now_ms += self.takes_ms
         return self.says_ms
+
+
+def test_before_the_first_look_it_is_the_time_of_this_machine(local):
+    """D2: what runs during an outage, and is claimed as the store comes back, has a date."""
+    clock = StoreClock(ToldStore(local, says_ms=77_000, takes_ms=0))
+    assert clock.now_ms() == local.now_ms + 10 * HOUR_MS
+    clock.look()
+    assert clock.now_ms() == 77_000
 
 
 def test_time_goes_on_by_our_own_clock_between_two_looks(local):

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = (
     "recovery.md",
     *(f"howto/{name}.md" for name in ("steps", "crash", "in-doubt", "polling", "own-store")),
-    *("howto/routes.md", "howto/security.md"),
+    *("howto/routes.md", "howto/security.md", "howto/rollout.md"),
 )
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
@@ -66,6 +66,15 @@ Starlette 201 {'for': 'ada'}
 forged 422
 Flask 201 {'for': 'ada'}
 Flask 201 {'for': 'ada'}
+""",
+    "rollout": """\
+201 POST /orders executed
+201 POST /orders would_replay
+201 POST /orders would_refuse key-reused
+400 POST /charges refused key-missing
+201 POST /charges executed
+201 POST /charges replayed
+201 2 charges
 """,
     "crash": """\
 the process ended with -9

@@ -69,7 +69,7 @@ PROMISES = (
     *("T1", "T2", "T3"),
     *("D1", "D2", "D3", "D4"),
     *("X1", "X2", "X3"),
-    *("R4", "R5", "V3"),
+    *("R1", "R2", "R4", "R5", "V3"),
 )
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

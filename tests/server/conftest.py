@@ -17,7 +17,7 @@ from tests.server.laws.shop import Shop
 from tests.support.times import Clock
 from tests.support.web_servers import KINDS, Server
 
-MIDDLEWARE_SETTINGS = ("caller", "key", "session_cookies", "session_secret")
+MIDDLEWARE_SETTINGS = ("caller", "key", "disabled_by", "session_cookies", "session_secret")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -32,7 +32,7 @@ def _add_options(command: argparse.ArgumentParser) -> None:
         default=DEMO_SEED,
         help="seed for the network errors (default: %(default)s)",
     )
-    where = "put databases and logs into this empty directory (default: a temporary one)"
+    where = "keep databases and logs in this empty directory (default: remove them at the end)"
     add("--keep", metavar="DIR", type=Path, help=where)
 
 

@@ -174,7 +174,14 @@ Verdict: TypeAlias = Replay | Refuse | Wait | TakeOver | MarkInDoubt
 def lifecycle(request: ClaimRequest, policy: Policy, *, may_claim: bool = True) -> Flow[Answer]:
     """A guarded request, from claim to answer; *may_claim*: a new key may be used for it."""
     claim = first_attempt(request, policy, GONE, request.now_ms)
-    conflict: Record | None = (yield Claim(request.id, 0, claim)) if may_claim else GONE
+    try:
+        conflict: Record | None = (yield Claim(request.id, 0, claim)) if may_claim else GONE
+    except StoreUnavailable:
+        if policy.on_outage != "execute":
+            raise
+        unguarded = without_record(claim)
+        yield from Execute(unguarded)  # whatever becomes of it, nothing is written
+        return Executed(unguarded)
     is_fresh = True
     if conflict is not None:
         taken = yield from wait_or_take_over(request, policy, conflict)
@@ -198,6 +205,11 @@ def lifecycle(request: ClaimRequest, policy: Policy, *, may_claim: bool = True) 
     if conflict is None or conflict.version == 0:  # gone: its whole retention passed while it ran
         return Executed(claim)
     return superseded(conflict, request, policy)
+
+
+def without_record(claim: Record) -> Record:
+    """*claim* for a handler that runs unguarded: no record has version 0."""
+    return claim._replace(version=0)
 
 
 def outcome_kind_of_error(error: BaseException, policy: Policy) -> OutcomeKind:

@@ -111,14 +111,20 @@ class Policy:
     # What the client gets then: "503", so that it retries with the same key; or the "answer", which
     # is lost if this process ends before the store is back.
     unrecorded: Literal["503", "answer"] = "503"
-    # "record": claim and result are separate commits; "transaction": one commit with the effect.
-    mode: Literal["record", "transaction"] = "record"
+    # "record": claim and result are separate commits; "transaction": one commit with the effect;
+    # "observe": every request runs as if it were not guarded, and the log tells what "record"
+    # would have done.
+    mode: Literal["record", "transaction", "observe"] = "record"
     # Transaction mode: which answers commit the handler's writes: "success" (2xx and 3xx), or every
     # answer that is "kept". A 4xx answer whose writes are rolled back is kept all the same.
     commit: Literal["success", "kept"] = "success"
     # Transaction mode: how often the handler runs again after a deadlock or a serialization
     # failure. 0: its other effects may not be repeatable.
     transaction_retries: int = 0
+
+    # If the store cannot be reached when a request is claimed: "refuse" it with 503; or "execute"
+    # it without protection, so that its retries run again. Only where that does little harm.
+    on_outage: Literal["refuse", "execute"] = "refuse"
 
     # A retry after the window: it starts a new operation ("new"), or it is refused while *margin*
     # lasts ("refuse").
@@ -322,8 +328,9 @@ _CHOICES: Mapping[str, tuple[Any, ...]] = {
     "mismatch": (400, 409, 422),
     "recovery": ("retry", "reconcile", "manual"),
     "unrecorded": ("503", "answer"),
-    "mode": ("record", "transaction"),
+    "mode": ("record", "transaction", "observe"),
     "commit": ("success", "kept"),
+    "on_outage": ("refuse", "execute"),
     "on_expired": ("new", "refuse"),
     "expired_status": (409, 410, 412, 429),
 }
@@ -370,6 +377,12 @@ def _check_recovery(policy: Policy) -> None:
     if policy.recovery != "reconcile" and policy.reconcile is not None:
         raise Misconfigured(
             f"reconcile= is given, but recovery is {policy.recovery!r}; write recovery='reconcile'"
+        )
+    if policy.on_outage == "execute" and (not policy.reruns or policy.mode == "transaction"):
+        other = f"mode={policy.mode!r}" if policy.reruns else f"recovery={policy.recovery!r}"
+        raise Misconfigured(
+            f"on_outage='execute' runs requests that may have run before, which {other} is there "
+            "to prevent: write on_outage='refuse'"
         )
 
 

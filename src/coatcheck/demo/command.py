@@ -1,8 +1,8 @@
 """`coatcheck demo`, from its arguments to its exit code.
 
 Exit code 0: with coatcheck every order was charged exactly once. 1: not so, or a server did not
-start. The files of a finished demo stay where it says, so that an order can be looked up; those of
-an interrupted demo are removed.
+start. The files of the demo are removed when it ends, also by Ctrl-C. They stay with --keep, so
+that an order can be looked up, and after a failure, so that its cause can be found.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 from typing import Self
@@ -47,6 +47,10 @@ def run(
         if keep is None:
             shutil.rmtree(directory, ignore_errors=True)
         raise
+    if keep is None and result.promise_held:
+        shutil.rmtree(directory, ignore_errors=True)
+        example = result.example and replace(result.example, lookup="")
+        result = replace(result, directory=None, example=example)
     display.show_result(result)
     if as_json:
         facts = {"promise_held": result.promise_held, **asdict(result)}

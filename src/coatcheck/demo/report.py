@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TextIO
 
 from coatcheck.demo.client import Receipt
+from coatcheck.demo.servers import RECOVERY
 
 # Name at most 3 orders in a message.
 _NAMED_MAX = 3
@@ -28,6 +29,11 @@ A shop takes {orders:,} orders over HTTP and charges each through a payment
 provider. The network loses a third of the responses, so the client retries;
 some requests are sent twice; half-way, the shop is killed with kill -9.
 """
+
+# What makes it true: coatcheck alone cannot know what a killed shop had already done.
+_CONDITION = """\
+The condition: each charge is sent with the key operation.derive("charge"),
+which is the same in every attempt at an order, so the provider charges once."""
 
 _BOLD, _DIM, _RED, _GREEN = "1", "2", "31", "32"
 
@@ -56,7 +62,7 @@ class Example:
     reference: str
     attempt: int
     requests: int
-    lookup: str
+    lookup: str  # "": the files are removed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +73,7 @@ class Result:
     without_keys: Summary
     with_coatcheck: Summary
     seconds: float
-    directory: Path
+    directory: Path | None  # None: the files are removed
     example: Example | None
 
     @property
@@ -171,10 +177,13 @@ class Display:
         if not result.promise_held:
             words = f"{self._bad} Not every order was charged exactly once (seed {result.seed})."
             colour = _RED
-        where = f"  {result.seconds:.1f} s, files in {result.directory}"
-        self._line(self._paint(words, _BOLD, colour) + self._paint(where, _DIM))
+        where = "" if result.directory is None else f", files in {result.directory}"
+        took = self._paint(f"  {result.seconds:.1f} s{where}", _DIM)
+        self._line(self._paint(words, _BOLD, colour) + took)
         for sentence in result.with_coatcheck.broken:
             self._line(f"  {sentence}")
+        if result.promise_held:
+            self._line(_CONDITION)
         if result.example is not None:
             self._show_example(result.example)
 
@@ -187,9 +196,11 @@ class Display:
             ("responses lost", left.responses_lost, right.responses_lost),
             ("sent twice at the same time", left.repeated, right.repeated),
             ("shop killed", left.kills, right.kills),
+            ("recovery after the kill", "-", RECOVERY),
             ("charges by the provider", left.charges, right.charges),
         ):
-            self._line(f"  {name:<28}{one:>16,}{other:>18,}")
+            cells = [cell if isinstance(cell, str) else f"{cell:,}" for cell in (one, other)]
+            self._line(f"  {name:<28}{cells[0]:>16}{cells[1]:>18}")
         twice = (left.double_charged, right.double_charged)
         self._show_errors("orders charged twice or more", twice, "{:,}")
         dollars = (left.overcharged_cents / 100, right.overcharged_cents / 100)
@@ -208,7 +219,10 @@ class Display:
             what = f"running when the shop was killed; attempt {example.attempt} completed it"
         else:
             what = f"sent {example.requests} times"
-        self._line(f"\n{example.name} was {what}:")
+        if not example.lookup:
+            self._line(f"{example.name} was {what}.")
+            return
+        self._line(f"{example.name} was {what}:")
         lookup = example.lookup
         if self._is_live and len(lookup) + 2 > _columns():
             lookup = lookup.replace(" --store", " \\\n      --store")

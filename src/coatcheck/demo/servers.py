@@ -23,7 +23,7 @@ from contextlib import closing
 from http import HTTPStatus
 from pathlib import Path
 from socketserver import TCPServer, ThreadingMixIn
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 from urllib.parse import quote
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from wsgiref.types import StartResponse, WSGIApplication
@@ -44,6 +44,8 @@ CHARGE_S = 0.02
 # 1.5 s until another attempt takes over the orders of a killed shop. Short, because a person is
 # watching; a living shop renews it three times within that.
 SHOP_LEASE = "1.5s"
+# The next attempt runs the whole order again. It may, because it charges with the same derived key.
+RECOVERY: Final = "retry"
 # 30 s: the provider is never killed, so no other attempt takes over.
 PROVIDER_LEASE = "30s"
 # 10 s: as long as the client waits for a response.
@@ -145,7 +147,7 @@ def _endpoint(path: str, handle: Handler) -> WSGIApplication:
 
 
 def _guarded(app: WSGIApplication, guard: str, database: Path, lease: str) -> WSGIApplication:
-    policy = Policy(required=True, lease=lease)
+    policy = Policy(required=True, lease=lease, recovery=RECOVERY)
     match guard:
         case "none":
             return app

@@ -18,7 +18,7 @@ from coatcheck.core.response import Response
 from coatcheck.core.signatures import check_result, codec_of_call, read_call
 from coatcheck.core.values import Codec
 from coatcheck.engine.attempt import AsyncAttempt
-from coatcheck.engine.base import EngineBase, policy_in_transaction
+from coatcheck.engine.base import NOT_OBSERVED, EngineBase, policy_in_transaction
 from coatcheck.engine.clock import local_ms
 from coatcheck.engine.deferred import DeferredWork, defer
 from coatcheck.engine.functions import (
@@ -38,7 +38,7 @@ from coatcheck.engine.settings import policy_of
 from coatcheck.engine.sweeper import SWEEP_EVERY_S, Archive
 from coatcheck.engine.transactions import Database, LoopAccess, OperationTransaction, Repeat
 from coatcheck.engine.waiters import TaskWaiter
-from coatcheck.errors import Misconfigured
+from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.operation import DidNotHappen, Happened, Operation, enter, leave
 from coatcheck.stores import AsyncStore, Store, ThreadedStore, open_async_lazily
 from coatcheck.stores.encryption import EncryptedStore, KeyRing
@@ -104,13 +104,23 @@ class AsyncEngine(EngineBase):
             run_steps=run_here(Runner.for_store(blocking), self._runner),
         )
 
-    async def ensure_started(self) -> None:
-        """Read the store's clock and start the recovery; the first request does it by itself."""
-        if not self.is_started:
-            clock = self.attempts.clock
+    async def ensure_started(self, policy: Policy | None = None) -> None:
+        """
+        Read the store's clock and start the recovery; the first request does it by itself.
+
+        *policy*: of that request, which may run although the store is unavailable.
+        """
+        if self.is_started:
+            return
+        clock = self.attempts.clock
+        try:
             if clock.is_due():
                 asked_ms = local_ms()
                 clock.set(asked_ms, await self.store.now_ms())
+        except StoreUnavailable:
+            if policy is None or policy.on_outage != "execute":
+                raise
+        else:
             self.recovery.start(asyncio.get_running_loop())
             self.is_started = True
 
@@ -142,8 +152,10 @@ class AsyncEngine(EngineBase):
         *database*: for transaction mode, if not the engine's own. *repeats*: how often the database
         had the handler run again before (`Repeat.repeats`).
         """
-        if policy.mode != "transaction":
+        if policy.mode == "record":
             started = await self._runner.run(self.attempts.begin(request, policy))
+        elif policy.mode == "observe":
+            raise Misconfigured(NOT_OBSERVED)
         else:
             database = database or self.database()
             transaction = OperationTransaction(self.attempts, database, LoopAccess())
@@ -278,9 +290,9 @@ class AsyncEngine(EngineBase):
         *,
         database: Database | None = None,
     ) -> T:
-        if not self.is_started:
-            await self.ensure_started()
         policy = self.policy if policy is None else policy_of(policy)
+        if not self.is_started:
+            await self.ensure_started(policy)
         args, kwargs, codec = read_call(call, codec)
         fingerprint = fingerprint_of_call(args, kwargs)
         request = request_of_call(self.attempts, key, label, fingerprint, policy)

@@ -16,7 +16,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from coatcheck.core.flow import Call, Effect, Flow, Sleep
 from coatcheck.core.identity import LABEL_CHARS_MAX, SCOPE_CHARS, label_of
@@ -61,6 +61,7 @@ from coatcheck.engine.outcomes import (
     outcome_of_reconcile,
     with_step_problems,
 )
+from coatcheck.engine.periodic import AtMostEvery
 from coatcheck.engine.reconcile_calls import (
     ReconcileCalls,
     outcome_of_failure,
@@ -83,6 +84,7 @@ from coatcheck.telemetry import (
     Released,
     Telemetry,
     Waited,
+    decision_of,
 )
 
 logger = logging.getLogger("coatcheck")
@@ -103,6 +105,9 @@ ENDS: dict[State, type[OperationEvent]] = {
     IN_DOUBT: InDoubt,
 }
 
+# How often an outage is logged while requests run unguarded; each has a decision of its own.
+LOG_EVERY_S = 10.0
+
 # 63 bits, because databases have signed integers of 64.
 NONCE_BITS = 63
 
@@ -119,6 +124,7 @@ class Attempts:
     """
 
     steps: Steps  # set by the engine, which needs the attempts for it
+    unrecorded_steps: Steps  # the same for an operation that has no record
 
     def __init__(
         self,
@@ -145,6 +151,7 @@ class Attempts:
         self._running_loop = running_loop
         # An async engine begins only on event loops: there the library's own function will do.
         self._loop_of_begin = asyncio.get_running_loop if is_async else running_loop
+        self._log_unguarded = AtMostEvery(LOG_EVERY_S)
         self._renew()
         renew_after_fork(self)
 
@@ -223,23 +230,35 @@ class Attempts:
             logger.error("refused, because the store is unavailable: %s", error)  # noqa: TRY400 - its trace says nothing more
             refusal = problem("store-unavailable", key=request.key, id=request.id, reason=NOT_RUN)
             started = Refuse(refusal, cause=error)
+        if type(started) is Execute and not started.claim.version:
+            started = self._unguarded(started, request)
         if type(started) is not Execute:
             if isinstance(started, (Executed, Replay, Refuse)):
                 self.report(request, started)
             return started
+        steps = self.steps if started.claim.version else self.unrecorded_steps
         operation = Operation(
             started.claim,
             policy,
             self.secret,
             request=request,
             flow=flow,
-            steps=self.steps if transaction is None else None,
+            steps=steps if transaction is None else None,
             transaction=transaction,
             loop=self._loop_of_begin(),
         )
-        if transaction is None:
+        if transaction is None and started.claim.version:
             self.heartbeat.start_renewing(operation)
         return operation
+
+    def _unguarded(self, execute: Execute, request: ClaimRequest) -> Execute | Refuse:
+        """Execute without a claim, as the policy says; refuse what has begun in this process."""
+        if request.id in self.heartbeat.leases:  # it runs, or its completion is to be written
+            refusal = problem("store-unavailable", key=request.key, id=request.id, reason=NOT_RUN)
+            return Refuse(refusal)
+        if self._log_unguarded.is_due():
+            logger.error("coatcheck: requests run unguarded: the store is unavailable")
+        return execute
 
     def complete(self, operation: Operation, outcome: Outcome, *, status: int = 200) -> Flow[Any]:
         """
@@ -539,9 +558,11 @@ class Attempts:
 
     def report(self, request: ClaimRequest, answer: Answer | None) -> None:
         """Report what became of *request*; None: its handler failed."""
-        level = logging.WARNING if isinstance(answer, Refuse) else logging.INFO
+        is_unguarded = isinstance(answer, Executed) and not answer.record.version
+        is_warning = is_unguarded or isinstance(answer, Refuse)
+        level = logging.WARNING if is_warning else logging.INFO
         if self.telemetry.observers or logger.isEnabledFor(level):
-            self.telemetry.report(_decision(request, answer, self.now_ms()))
+            self.telemetry.report(decision_of(request, answer, self.now_ms()))
 
     def report_refusal(self, refusal: Problem, label: str) -> None:
         """Report a request that was refused before it could be claimed."""
@@ -561,20 +582,3 @@ def _written_later(
 def is_of_function(record: Record) -> bool:
     """A guarded function made *record*, not an HTTP request: those have a caller."""
     return not record.scope
-
-
-def _decision(request: ClaimRequest, answer: Answer | None, now_ms: int) -> Decision:
-    outcome: Literal["executed", "replayed", "refused", "failed"] = "failed"
-    attempt, code = 0, ""
-    match answer:
-        case Executed(record):
-            outcome, attempt = "executed", record.attempt
-        case Replay(record):
-            outcome, attempt = "replayed", record.attempt
-        case Refuse(refusal):
-            outcome, code = "refused", refusal.code
-        case None:
-            pass
-    duration_ms = now_ms - request.now_ms
-    reference = reference_of(request.id)
-    return Decision(outcome, reference, request.label, request.scope, attempt, code, duration_ms)

@@ -21,7 +21,7 @@ from coatcheck.engine.settings import (
     secret_of,
     service_name,
 )
-from coatcheck.engine.steps import StepWriter
+from coatcheck.engine.steps import StepWriter, UnrecordedSteps
 from coatcheck.engine.sweeper import Archive, Sweeper
 from coatcheck.engine.transactions import Database
 from coatcheck.engine.waiters import Waiter
@@ -34,6 +34,10 @@ from coatcheck.stores.transaction_statements import (
 )
 from coatcheck.telemetry import Listener, Observer, Telemetry
 from coatcheck.transactions.sources import ConnectionSource, connection_source
+
+NOT_OBSERVED = (
+    "mode='observe' is for HTTP requests: give this function policy=Policy(...) with another mode"
+)
 
 
 class EngineBase:
@@ -75,6 +79,7 @@ class EngineBase:
             running_loop=running_loop,
         )
         self.attempts.steps = StepWriter(self.attempts.now_ms, run_steps)
+        self.attempts.unrecorded_steps = UnrecordedSteps(run_steps)
         self.recovery = Recovery(
             self.attempts, store, every_s=recover_every_s, service=self.service
         )
@@ -131,4 +136,5 @@ def policy_in_transaction(policy: Policy) -> Policy:
     """*policy* in transaction mode."""
     if policy.mode == "transaction":
         return policy
-    return changed(policy, {"mode": "transaction"})
+    # A transaction needs the database in any case.
+    return changed(policy, {"mode": "transaction", "on_outage": "refuse"})

@@ -26,7 +26,8 @@ class StoreClock:
 
     def __init__(self, store: Store, clock: Callable[[], int] | None = None) -> None:
         self._store = store
-        self._offset_ms = 0
+        # Before the first reading, this machine's own time: a request may run during an outage.
+        self._offset_ms = time.time_ns() // 1_000_000 - local_ms()
         self._looked_ms: int | None = None
         self._is_given = clock is not None
         self.now_ms: Callable[[], int] = self._now_ms if clock is None else clock

@@ -17,7 +17,7 @@ from coatcheck.core.response import Response
 from coatcheck.core.signatures import check_result, codec_of_call, read_call
 from coatcheck.core.values import Codec
 from coatcheck.engine.attempt import Attempt
-from coatcheck.engine.base import EngineBase, policy_in_transaction
+from coatcheck.engine.base import NOT_OBSERVED, EngineBase, policy_in_transaction
 from coatcheck.engine.deferred import DeferredWork, defer
 from coatcheck.engine.functions import (
     RegisteredFunction,
@@ -143,10 +143,20 @@ class Engine(EngineBase):
             except StoreUnavailable as error:
                 logger.warning("the store is unavailable, so it is checked later: %s", error)
 
-    def ensure_started(self) -> None:
-        """Read the store's clock and start the recovery; the first request does it by itself."""
-        if not self.is_started:
+    def ensure_started(self, policy: Policy | None = None) -> None:
+        """
+        Read the store's clock and start the recovery; the first request does it by itself.
+
+        *policy*: of that request, which may run although the store is unavailable.
+        """
+        if self.is_started:
+            return
+        try:
             self.attempts.clock.look()
+        except StoreUnavailable:
+            if policy is None or policy.on_outage != "execute":
+                raise
+        else:
             self.recovery.start()
             self.is_started = True
 
@@ -178,8 +188,10 @@ class Engine(EngineBase):
         *database*: for transaction mode, if not the engine's own. *repeats*: how often the database
         had the handler run again before (`Repeat.repeats`).
         """
-        if policy.mode != "transaction":
+        if policy.mode == "record":
             started = self._runner.run(self.attempts.begin(request, policy))
+        elif policy.mode == "observe":
+            raise Misconfigured(NOT_OBSERVED)
         else:
             database = database or self.database()
             transaction = OperationTransaction(self.attempts, database, ThreadAccess())
@@ -313,9 +325,9 @@ class Engine(EngineBase):
         *,
         database: Database | None = None,
     ) -> T:
-        if not self.is_started:
-            self.ensure_started()
         policy = self.policy if policy is None else policy_of(policy)
+        if not self.is_started:
+            self.ensure_started(policy)
         args, kwargs, codec = read_call(call, codec)
         fingerprint = fingerprint_of_call(args, kwargs)
         request = request_of_call(self.attempts, key, label, fingerprint, policy)

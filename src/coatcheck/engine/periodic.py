@@ -8,8 +8,10 @@ with jitter, so that many nodes do not do the same work at the same moment.
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -51,6 +53,23 @@ def repeat(
             return
         pause_s = step(living)
         del living
+
+
+class AtMostEvery:
+    """True at most once in *every_s*: for messages that would fill a log during an outage."""
+
+    def __init__(self, every_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._every_s = every_s
+        self._clock = clock
+        self._due_s = -math.inf
+
+    def is_due(self) -> bool:
+        """The last time was long enough ago; then the next time is set."""
+        now_s = self._clock()
+        if now_s < self._due_s:
+            return False
+        self._due_s = now_s + self._every_s
+        return True
 
 
 class Schedule:

@@ -29,6 +29,34 @@ RETRY_S = 2.0
 NAME_CHARS_MAX = 100
 
 
+class UnrecordedSteps:
+    """
+    The steps of an operation that has no record: they run, and nothing is written.
+
+    Args:
+        run: as for a `StepWriter`.
+    """
+
+    def __init__(self, run: Callable[[Flow[Any]], Any]) -> None:
+        self._run = run
+
+    def step(self, _operation: Operation, call: StepCall) -> Any:  # noqa: ANN401 - what the step returned
+        """Run a step."""
+        return self._run(_performed(Call(call.call)))
+
+    def note(self, _operation: Operation, _what: object) -> Any:  # noqa: ANN401 - None, awaited on a loop
+        """Write nothing."""
+        return self._run(_performed(Sleep(0)))
+
+    def report_progress(self, _operation: Operation, _fraction: float | None, _words: str) -> Any:  # noqa: ANN401 - as above
+        """Write nothing."""
+        return self._run(_performed(Sleep(0)))
+
+
+def _performed(effect: Effect[Any]) -> Flow[Any]:
+    return (yield from effect)
+
+
 class StepWriter:
     """
     Writes into the claims of one engine's operations.

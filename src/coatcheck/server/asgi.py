@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 from coatcheck.core.policy import SAFE_METHODS, Policy
 from coatcheck.core.problem import Problem
@@ -36,12 +35,14 @@ from coatcheck.server.asgi_request import (
 from coatcheck.server.body import LargeBody, close_body
 from coatcheck.server.callers import AsyncCaller, Caller
 from coatcheck.server.cookies import Secret, SessionCookies
-from coatcheck.server.guard import Hosts, NaturalKey, NoHosts, RequestGuard, text_of_caller
+from coatcheck.server.guard import Hosts, NaturalKey, NoHosts, RequestGuard
+from coatcheck.server.observe import Observations, serve_asgi
 from coatcheck.server.polling import POLLING_METHODS, id_of
 from coatcheck.server.request import Request, fields_of
 from coatcheck.server.responses import refused, store_unavailable
 from coatcheck.server.routes import NewRoutes, RoutePolicies
 from coatcheck.server.starlette_routes import StarletteRoutes
+from coatcheck.server.switch import DisabledBy, is_process_disabled, switched
 from coatcheck.stores import AsyncStore
 
 logger = logging.getLogger("coatcheck")
@@ -62,6 +63,8 @@ class IdempotencyMiddleware:
         secret: makes operation ids unguessable; the same on every node.
         engine: an `AsyncEngine` that is shared with other middlewares or functions.
         transactions: where connections for transaction mode come from; see `Engine`.
+        disabled_by: the kill switch: the path of a file with the labels of routes to let pass, or a
+            function of a label; see `docs/howto/rollout.md`.
         routes: makes the `RoutePolicies` that find the policy of each request; without it the
             routes of Starlette and FastAPI are read.
         session_cookies: names of cookies that hold a session, beside the usual ones; `*` is any
@@ -81,6 +84,7 @@ class IdempotencyMiddleware:
         secret: bytes | str = b"",
         engine: AsyncEngine | None = None,
         transactions: object = None,
+        disabled_by: DisabledBy | None = None,
         routes: NewRoutes | None = None,
         session_cookies: Sequence[str] = (),
         session_secret: Secret | None = None,
@@ -100,8 +104,15 @@ class IdempotencyMiddleware:
                 hosts = starlette
             else:
                 self._routes = routes(self.engine.policy, register)
+            self._is_disabled = is_process_disabled()
+            self._routes = switched(
+                *(self._routes, disabled_by, self.engine.attempts),
+                is_process_disabled=self._is_disabled,
+            )
             cookies = SessionCookies(session_cookies, session_secret)
             self.guard = RequestGuard(self.engine, caller, key, hosts, cookies)
+            store_in_threads = self.engine.store.blocking
+            self.observations = Observations(self.engine.attempts, store_in_threads, self.guard)
             self._status_path = self.engine.policy.status_path
         except (Misconfigured, MissingExtra) as mistake:
             # Starlette makes its middlewares when the server sends the first message. A server
@@ -124,6 +135,9 @@ class IdempotencyMiddleware:
             await self._safe(asgi_scope, receive, send)
             return
         policy, template = self._routes.lookup(asgi_scope, method)
+        if policy is not None and policy.mode == "observe":
+            await serve_asgi(self, asgi_scope, receive, send, (policy, template))
+            return
         headers = asgi_scope["headers"]
         key_values = []
         if policy is not None:
@@ -152,7 +166,7 @@ class IdempotencyMiddleware:
                 if key is None:
                     key = guard.natural_key_of(request, policy)
                 if isinstance(key, str) and not self.engine.is_started:
-                    key = await self._start() or key
+                    key = await self._start(policy) or key
         if not isinstance(key, str):
             refusal = None if key is None else guard.refused(request, key, policy, template)
             await self._pass_or_refuse(request, receive, send, refusal)
@@ -205,6 +219,9 @@ class IdempotencyMiddleware:
     async def _lifespan(self, asgi_scope: AsgiScope, receive: Receive, send: Send) -> None:
         """Open the store before the application starts; a mistake stops the server."""
         self._routes.let_pass(asgi_scope)  # reads the routes, whose policies the recovery needs
+        if self._is_disabled:  # then nothing needs the store
+            await self.app(asgi_scope, receive, send)
+            return
         startup = await receive()
         try:
             await self.engine.ensure_started()
@@ -227,10 +244,10 @@ class IdempotencyMiddleware:
         await receive()
         await _fail_startup(send, self._mistake)
 
-    async def _start(self) -> Problem | None:
+    async def _start(self, policy: Policy) -> Problem | None:
         """Read the store's clock before the first request; the refusal if that fails."""
         try:
-            await self.engine.ensure_started()
+            await self.engine.ensure_started(policy)
         except OUTAGES as error:
             return store_unavailable(error)
         return None
@@ -239,18 +256,10 @@ class IdempotencyMiddleware:
         self, request: Request, policy: Policy, template: str | None = None
     ) -> Response | None:
         """Call `caller=`; the response if it refuses the request."""
-        guard = self.guard
-        caller: Any = guard.caller
         try:
-            if guard.caller_is_async:
-                found = await caller(request)
-            elif guard.caller_blocks or isinstance(request.body, LargeBody):
-                found = await asyncio.to_thread(caller, request)
-            else:
-                found = caller(request)
-            request.caller = text_of_caller(found)
+            await self.guard.identify_on_loop(request)
         except Exception as error:
-            response = guard.refused_by_caller(error, request, policy, template)
+            response = self.guard.refused_by_caller(error, request, policy, template)
             if response is None:
                 close_body(request.body)
                 raise

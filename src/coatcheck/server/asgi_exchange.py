@@ -303,8 +303,9 @@ class Exchange(BufferedReceive):
             elif not self._is_accepted:
                 self._is_streaming = more_body
                 status, headers, body = response
-                reference = reference_of(self._claim.id).encode()
-                headers = [*headers, (self._policy.reference_name, reference)]
+                if operation.claim.version:  # without a record there is nothing to refer to
+                    reference = reference_of(self._claim.id).encode()
+                    headers = [*headers, (self._policy.reference_name, reference)]
                 await send({"type": "http.response.start", "status": status, "headers": headers})
                 await send({"type": "http.response.body", "body": body, "more_body": more_body})
         finally:  # also if the client is gone

@@ -5,12 +5,12 @@ Nothing here waits or sends; the middlewares do.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import hmac
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 from urllib.parse import quote
 from uuid import UUID
 
@@ -28,6 +28,7 @@ from coatcheck.engine.base import EngineBase
 from coatcheck.engine.functions import key_of_call
 from coatcheck.engine.recovery import label_of_route
 from coatcheck.errors import Misconfigured
+from coatcheck.server.body import LargeBody
 from coatcheck.server.callers import (
     CREDENTIAL_NAMES,
     CREDENTIALS,
@@ -129,7 +130,12 @@ class RequestGuard:
     def claim_request(
         self, request: Request, policy: Policy, key: str, template: str | None
     ) -> ClaimRequest:
-        """What to claim for *request*; *template* is its route's, if that is known."""
+        """
+        What to claim for *request*; *template* is its route's, if that is known.
+
+        The id is made of the path, with a template or without one: a retry of a request that came
+        before its route was marked must find the same record. The template is only the label.
+        """
         method, path, body = request.method, request.path, request.body
         caller, session = self._caller_of(request)
         compared: list[tuple[bytes, bytes]] = []
@@ -137,8 +143,8 @@ class RequestGuard:
             compared = [(n, request.header(n)) for n in policy.header_names]
         if b"content-encoding" in request.fields:  # it says what the bytes of the body mean
             compared = [*compared, (b"content-encoding", request.fields[b"content-encoding"])]
-        route = f"{method} {template or path}"
-        place = route if template is None else f"{method} {_unnamed(template)}"
+        place = f"{method} {path}"
+        route = place if template is None else f"{method} {template}"
         id = operation_id(caller=caller, route=place, key=key, secret=self._secret)
         is_small = isinstance(body, bytes) and len(body) + len(path) <= RETRY_BYTES_MAX
         is_retry = is_small and self._attempts.replay_cache.knows(id)
@@ -170,7 +176,10 @@ class RequestGuard:
         If it were claimed again, it would wait for itself.
         """
         operation = request.native.get("coatcheck.operation")
-        return operation is not None and operation.reference == reference_of(claim.id)
+        if operation is None or not operation.fence:  # it is only observed
+            return False
+        is_same: bool = operation.reference == reference_of(claim.id)
+        return is_same
 
     def refused(
         self, request: Request, refusal: Problem, policy: Policy, template: str | None = None
@@ -222,6 +231,21 @@ class RequestGuard:
 
     def _token_of(self, record: Record, caller: str, session: bytes) -> str:
         return token_of(record, caller.encode() + session, self._secret)
+
+    def identify(self, request: Request) -> None:
+        """Call `caller=` in this thread; raises what it raises."""
+        caller: Any = self.caller
+        request.caller = _text_of_caller(caller(request))
+
+    async def identify_on_loop(self, request: Request) -> None:
+        """Call `caller=` from an event loop; raises what it raises."""
+        caller: Any = self.caller
+        if self.caller_is_async:
+            request.caller = _text_of_caller(await caller(request))
+        elif self.caller_blocks or isinstance(request.body, LargeBody):
+            await asyncio.to_thread(self.identify, request)
+        else:
+            self.identify(request)
 
     def refused_by_caller(
         self, error: Exception, request: Request, policy: Policy, template: str | None = None
@@ -281,13 +305,7 @@ def _default_caller(
     return caller_digest(*parts, secret=secret)
 
 
-@functools.lru_cache(maxsize=256)  # 256: more declared routes than an API has
-def _unnamed(template: str) -> str:
-    """*template* without the names of its parameters: a release may rename them."""
-    return re.sub(r"\{[^{}]*\}", "{}", template)
-
-
-def text_of_caller(found: object) -> str | None:
+def _text_of_caller(found: object) -> str | None:
     """What a `caller=` function returned, as text; numbers and headers are common."""
     if isinstance(found, bytes):
         found = found.decode("latin-1")  # like `callers.api_key`

@@ -46,6 +46,17 @@ _FOUND: ContextVar[object] = ContextVar("coatcheck.mark", default=None)
 _UNGUARDED = object()
 
 
+class Disabled:
+    """
+    The kill switch lets the present request pass.
+
+    *operation* is for an endpoint that asks for one; nothing guards it, and it has no record.
+    """
+
+    def __init__(self, operation: Callable[[], Operation]) -> None:
+        self.operation = operation
+
+
 class RoutePolicies(Protocol):
     """Finds the policy that guards a request; made once for each middleware."""
 
@@ -56,7 +67,8 @@ class RoutePolicies(Protocol):
         The policy for a request with an unsafe *method*, and the template of its route.
 
         *native* is the ASGI scope or the WSGI environ. No policy: the request is not guarded. The
-        template is None if the policy is the middleware's own; then the path names the route.
+        template is the label of the route's operations; None if the policy is the middleware's
+        own: then the path is the label. Keys belong to the path in both cases.
         """
         ...
 
@@ -137,7 +149,7 @@ def _checked(endpoint: Callable[P, T], mark: Mark) -> Callable[P, T]:
 
     def check() -> None:
         found = _FOUND.get()
-        if found is not mark and found is not _UNGUARDED:
+        if found is not mark and found is not _UNGUARDED and not isinstance(found, Disabled):
             raise Misconfigured(
                 f"{endpoint.__qualname__} is marked @idempotent, but no IdempotencyMiddleware "
                 "guards it: app.add_middleware(IdempotencyMiddleware, store=...)"
@@ -176,12 +188,20 @@ def policy_of_mark(policy: Policy, method: str, mark: Mapping[str, Any]) -> Poli
     changes = {"methods": {method}, **mark}
     if mark.get("recovery", "reconcile") != "reconcile":  # then no function is called
         changes["reconcile"] = None
+    if mark.get("recovery", "retry") != "retry" or mark.get("mode") == "transaction":
+        changes.setdefault("on_outage", "refuse")  # the middleware's "execute" contradicts it
     return changed(policy, changes)
 
 
-def found(mark: Mark | None) -> None:
+def found(mark: Mark | Disabled | None) -> None:
     """Note the mark that was found for the present request."""
     _FOUND.set(mark)
+
+
+def disabled_operation() -> Operation | None:
+    """An operation that nothing guards, if the kill switch lets the present request pass."""
+    found = _FOUND.get()
+    return found.operation() if isinstance(found, Disabled) else None
 
 
 def is_refused_early(response: Response, operation: Operation) -> bool:

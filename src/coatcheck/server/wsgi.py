@@ -11,7 +11,6 @@ record is safe. PEP 3333 is kept in full: `write()`, generators, late and repeat
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from coatcheck.core.policy import SAFE_METHODS, Policy
 from coatcheck.core.problem import Problem
@@ -23,11 +22,13 @@ from coatcheck.operation import current_operation, enter
 from coatcheck.server.body import close_body
 from coatcheck.server.callers import Caller
 from coatcheck.server.cookies import Secret, SessionCookies
-from coatcheck.server.guard import NaturalKey, RequestGuard, text_of_caller
+from coatcheck.server.guard import NaturalKey, RequestGuard
+from coatcheck.server.observe import Observations, serve_wsgi
 from coatcheck.server.polling import POLLING_METHODS, id_of
 from coatcheck.server.request import Request
 from coatcheck.server.responses import refused, store_unavailable
 from coatcheck.server.routes import NewRoutes, OnePolicy
+from coatcheck.server.switch import DisabledBy, is_process_disabled, switched
 from coatcheck.server.wsgi_exchange import App, Exchange, ResponseBody, StartResponse, respond
 from coatcheck.server.wsgi_request import Environ, bytes_of, drain, give, read, request_of, rewound
 from coatcheck.stores import Store
@@ -47,6 +48,8 @@ class IdempotencyMiddleware:
         secret: makes operation ids unguessable; the same on every node.
         engine: an `Engine` that is shared with other middlewares or functions.
         transactions: where connections for transaction mode come from; see `Engine`.
+        disabled_by: the kill switch: the path of a file with the labels of routes to let pass, or a
+            function of a label; see `docs/howto/rollout.md`.
         routes: makes the `RoutePolicies` that find the policy of each request; without it the
             middleware's own policy guards every request.
         session_cookies: names of cookies that hold a session, beside the usual ones; `*` is any
@@ -66,6 +69,7 @@ class IdempotencyMiddleware:
         secret: bytes | str = b"",
         engine: Engine | None = None,
         transactions: object = None,
+        disabled_by: DisabledBy | None = None,
         routes: NewRoutes | None = None,
         session_cookies: Sequence[str] = (),
         session_secret: Secret | None = None,
@@ -82,12 +86,19 @@ class IdempotencyMiddleware:
         self.engine = engine or Engine(
             store or "sqlite:///coatcheck.db", policy, secret=secret, transactions=transactions
         )
-        self.engine.check_store()
+        is_disabled = is_process_disabled()
+        if not is_disabled:
+            self.engine.check_store()
         self.engine.recovery.register_requests(self.engine.policy)
         cookies = SessionCookies(session_cookies, session_secret)
         self.guard = RequestGuard(self.engine, caller, key, FlaskHosts(app), cookies)
         new_routes = routes or OnePolicy
-        self._routes = new_routes(self.engine.policy, self.engine.recovery.register_route)
+        self._routes = switched(
+            new_routes(self.engine.policy, self.engine.recovery.register_route),
+            *(disabled_by, self.engine.attempts),
+            is_process_disabled=is_disabled,
+        )
+        self.observations = Observations(self.engine.attempts, self.engine.store, self.guard)
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
         """Serve one request; only those with unsafe methods are guarded."""
@@ -101,6 +112,8 @@ class IdempotencyMiddleware:
         policy, template = self._routes.lookup(environ, method)
         if policy is None:
             return self.app(environ, start_response)
+        if policy.mode == "observe":
+            return serve_wsgi(self, environ, start_response, (policy, template))
         value = environ.get(policy.key_environ)
         key = self.guard.key_of(() if value is None else (bytes_of(value),), policy)
         if key is None and not self.guard.has_natural_keys:
@@ -150,7 +163,7 @@ class IdempotencyMiddleware:
                 return respond(start_response, guard.refused(request, found, policy, template))
             key = found
         try:
-            self.engine.ensure_started()
+            self.engine.ensure_started(policy)
         except OUTAGES as error:
             refusal = store_unavailable(error)
             return respond(start_response, guard.refused(request, refusal, policy, template))
@@ -173,9 +186,8 @@ class IdempotencyMiddleware:
         self, request: Request, policy: Policy, template: str | None = None
     ) -> Response | None:
         """Call `caller=`; the response if it refuses the request."""
-        caller: Any = self.guard.caller
         try:
-            request.caller = text_of_caller(caller(request))
+            self.guard.identify(request)
         except Exception as error:
             response = self.guard.refused_by_caller(error, request, policy, template)
             if response is None:

@@ -204,8 +204,10 @@ class Exchange:
         rest: Iterator[bytes] | None,
     ) -> Iterable[bytes]:
         """Pass the response on, and the *rest* as it comes, if it was not whole."""
-        name, reference = reference_header(operation.claim.id, self._policy)
-        headers = [*self._headers, (_spelled(name), reference.decode())]
+        headers = list(self._headers)
+        if operation.claim.version:  # without a record there is nothing to refer to
+            name, reference = reference_header(operation.claim.id, self._policy)
+            headers.append((_spelled(name), reference.decode()))
         if rest is None and not has_length(response):
             # Servers compute it for a list of one; we return none, so the connection would end.
             headers.append(("Content-Length", str(len(response.body))))

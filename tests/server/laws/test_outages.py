@@ -1,16 +1,18 @@
 """D2: while the store cannot be reached nothing executes, and no unrecorded success is reported."""
 
+import logging
 import sqlite3
 from contextlib import closing
 
 import pytest
 
 from coatcheck.core.record import COMPLETED, RUNNING, Swap
+from coatcheck.errors import StoreUnavailable
 from tests.support.failing_stores import Faulty, LosesOne, unavailable
 from tests.support.times import eventually
 
 from .api import Api, OpenApi
-from .shop import in_turn, raises, says
+from .shop import Call, Said, in_turn, raises, says
 
 
 @pytest.fixture
@@ -163,3 +165,95 @@ def test_a_claim_whose_completion_failed_is_renewed_no_longer(api: Api, store: F
     assert api.post().status == 500
     assert api.effects() == 1
     assert not api.engine.attempts.heartbeat.leases
+
+
+# --- routes with low stakes -------------------------------------------------------------------
+
+
+@pytest.fixture
+def lax(open_api: OpenApi, store: Faulty) -> Api:
+    """Executes unguarded while the store is down."""
+    return open_api(store=store, patience=0, on_outage="execute")
+
+
+@pytest.mark.persists
+def test_by_choice_a_request_runs_unguarded_while_the_store_is_down(
+    lax: Api, store: Faulty, caplog
+):
+    """D2: without a reference, because no record has it; and loudly, but not for each request."""
+    store.is_down = True
+    unguarded = [lax.post(), lax.post()]
+    assert [(r.status, r.all("idempotency-reference")) for r in unguarded] == [(201, [])] * 2
+    assert lax.effects() == 2
+    errors = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+    assert errors == ["coatcheck: requests run unguarded: the store is unavailable"]
+    decisions = [(r.outcome, r.code) for r in caplog.records if hasattr(r, "outcome")]
+    assert decisions == [("unguarded", "store-unavailable")] * 2
+    store.is_down = False
+    assert lax.records() == []
+    first, again = lax.post(), lax.post()
+    assert (first.is_replay, again.is_replay) == (False, True)
+
+
+def test_a_store_that_was_never_there_is_no_obstacle_either(open_api, store: Faulty):
+    """D2: also where its clock is asked for the first time."""
+    store.is_down = True
+    api = open_api(store=store, on_outage="execute", settings={"clock": None})
+    assert api.post().status == 201
+    store.is_down = False
+    assert not api.post().is_replay
+    assert api.post().is_replay
+
+
+def test_an_unguarded_handler_may_use_its_operation(lax: Api, store: Faulty):
+    """D2, K5: steps run and are not recorded; what it raises is raised."""
+
+    def handler(call: Call) -> Said:
+        assert call.operation.step("charge", lambda: 7) == 7
+        call.operation.note("done")
+        return Said()
+
+    lax.shop.answers["/orders"] = in_turn(handler, raises(ValueError("a bug")))
+    store.is_down = True
+    assert lax.post().status == 201
+    assert isinstance(lax.post().error, ValueError)
+
+
+def test_what_this_process_has_executed_does_not_run_unguarded(lax: Api, store: Faulty):
+    """D2, L1: its completion is still to be written, so the retry is known to be one."""
+    store.before = lambda swaps: is_completion(swaps[0]) and unavailable(swaps)
+    assert lax.post().status == 503
+    store.is_down = True
+    assert (lax.post().code, lax.effects()) == ("store-unavailable", 1)
+    store.is_down, store.before = False, len
+    eventually(lambda: lax.records()[0].state == COMPLETED)
+    assert lax.post().is_replay
+
+
+def test_a_claim_that_was_applied_unnoticed_stays_until_its_lease_ends(
+    lax: Api, store: Faulty, clock
+):
+    """D2, L5: then the recovery policy decides about a retry."""
+
+    def lose_everything(_swaps):
+        store.is_down = True
+        raise StoreUnavailable("connection reset", is_ambiguous=True)
+
+    store.after = lose_everything
+    assert lax.post().status == 201
+    store.is_down, store.after = False, len
+    assert [record.state for record in lax.records()] == [RUNNING]
+    clock.advance(61)
+    assert (lax.post().status, lax.effects()) == (201, 2)
+
+
+def test_a_function_runs_unguarded_by_the_same_choice(lax: Api, store: Faulty):
+    """D2."""
+    store.is_down = True
+    calls: list[int] = []
+    for _ in range(2):
+        lax.run("k", calls.append, 1, scope="s")
+    store.is_down = False
+    for _ in range(2):
+        lax.run("k", calls.append, 1, scope="s")
+    assert calls == [1, 1, 1]
