@@ -45,7 +45,10 @@ class PolicyOptions(TypedDict, total=False):
     reconcile_timeout: Duration
     patience: Duration
     unrecorded: Literal["503", "answer"]
-    mode: Literal["record", "transaction"]
+    mode: Literal["record", "transaction", "observe"]
+    commit: Literal["success", "kept"]
+    on_outage: Literal["refuse", "execute"]
+    replay_cookies: bool
     transaction_retries: int
     on_expired: Literal["new", "refuse"]
     expired_status: Literal[409, 410, 412, 429]
