@@ -38,7 +38,7 @@ SESSIONS = b"""
     AWSELBAuthSessionCookie-0 KEYCLOAK_SESSION KEYCLOAK_IDENTITY AUTH_SESSION_ID SMSESSION
     iPlanetDirectoryPro FedAuth rtFa ESTSAUTHPERSISTENT MSISAuth ory_kratos_session authelia_session
     stytch_session_jwt wos-session better-auth.session_token sb-abcd-auth-token.0 hanko user user_id
-    uid __Host-session __Secure-sid __Host-token __Host-Http-sid
+    uid __Host-session __Secure-sid __Host-token __Host-Http-sid __Http-uid __Host-Http-uid
 """.decode().split()
 OTHERS = b"""
     _ga _ga_ABC123 _gid _gat _gat_UA-1 _gcl_au _gac_1 __utma __utmb __utmz _dc_gtm_UA-1 _fbp _fbc fr

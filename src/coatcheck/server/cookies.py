@@ -43,7 +43,7 @@ OTHER_COOKIES = (
     *("incap_ses_*", "_pin_unauth", "analytics_session*", "fs_session", "_tt_sessionid", "apt.sid"),
 )
 # RFC 6265bis §4.1.3: promises about how a cookie was set, not a part of its meaning.
-_PREFIX = re.compile("__(host|secure|http|host-http)-")
+_PREFIX = re.compile(r"\A__(host-http|host|secure|http)-")
 
 # 256: more names than the clients of an application send.
 NAMES_MAX = 256
@@ -66,7 +66,7 @@ class SessionCookies:
         @functools.lru_cache(maxsize=NAMES_MAX)
         def is_session(name: bytes) -> bool:
             text = name.decode("latin-1").lower()
-            short = _PREFIX.sub("", text, count=1) if text.startswith("__") else text
+            short = _PREFIX.sub("", text)
             if own.match(text) or own.match(short):
                 return True
             return listed.match(short) is not None and others.match(short) is None
