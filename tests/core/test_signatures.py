@@ -167,6 +167,8 @@ def test_a_result_that_cannot_be_stored_is_refused_by_the_annotation():
     for refuse in (codec, lambda function: check_result(function, None)):
         with pytest.raises(Misconfigured, match=r"^the result of vague: Vague cannot be stor"):
             refuse(vague)
+    with pytest.raises(Misconfigured, match=r"^codec= is <class .*; it must be an object with enc"):
+        check_result(vague, Item)
     given = codec_for(Item)
     check_result(vague, given)
     assert read_call(functools.partial(vague), given)[2] is given
