@@ -55,6 +55,11 @@ def test_arguments_that_a_function_does_not_take_are_refused():
     """F1: before anything is claimed."""
     with pytest.raises(TypeError, match="missing a required argument: 'order'"):
         compared(place)
+    with pytest.raises(TypeError, match="missing a required argument: 'gift'"):
+        compared(place_named, 7)
+
+
+def place_named(order, *, gift): ...
 
 
 class Shop:
@@ -162,6 +167,8 @@ def test_a_result_that_cannot_be_stored_is_refused_by_the_annotation():
     for refuse in (codec, lambda function: check_result(function, None)):
         with pytest.raises(Misconfigured, match=r"^the result of vague: Vague cannot be stor"):
             refuse(vague)
+    with pytest.raises(Misconfigured, match=r"^codec= is <class .*; it must be an object with enc"):
+        check_result(vague, Item)
     given = codec_for(Item)
     check_result(vague, given)
     assert read_call(functools.partial(vague), given)[2] is given

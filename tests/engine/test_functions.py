@@ -203,6 +203,20 @@ def test_a_codec_of_the_application_takes_the_place_of_the_annotation(guards, en
     assert guards.done(guarded()) == "abc"
 
 
+@pytest.mark.parametrize("codec", [Reversed, Line, "utf-8"])
+def test_what_cannot_be_a_codec_is_refused_before_anything_runs(guards, engine, codec):
+    """R4."""
+    function = returning(guards, Any, 5)
+    for guard in (
+        lambda: engine.guard(key=lambda: "k", codec=codec)(function),
+        lambda: guards.done(engine.run("k", function, codec=codec)),
+        lambda: engine.attempt("k", scope="s", codec=codec),
+    ):
+        with pytest.raises(Misconfigured, match="must be an object with encode and decode"):
+            guard()
+    assert engine.attempts._store.records == []
+
+
 def test_an_error_of_a_codec_is_raised_at_the_first_call(guards, engine):
     """R4."""
     with pytest.raises(Misconfigured, match=r"returned a int, .*TypeError"):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 from coatcheck.core.fingerprint import fingerprint_of_call
-from coatcheck.core.values import Codec, codec_of
+from coatcheck.core.values import Codec, check_codec, codec_of
 from coatcheck.errors import Misconfigured
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
@@ -28,7 +28,7 @@ class _Facts(NamedTuple):
     """What is known of one function."""
 
     signature: inspect.Signature | None = None
-    required: int = 0  # so many positional arguments are compared as they are
+    required: int = 0  # so many positional arguments, and no others, are compared as they are
     codec: Codec[Any] | None = None
     problem: str = ""  # why its results cannot be stored
     is_known: bool = True  # False: its annotation names what is not defined yet
@@ -72,6 +72,8 @@ def read_call(
         codec = facts.codec
         if facts.problem:
             raise (Misconfigured if facts.is_known else _NotReadable)(facts.problem)
+    else:
+        check_codec(codec)
     args = (*owner, *args)
     if binds and facts.signature is not None and (kwargs or len(args) != facts.required):
         args, kwargs = _bound(facts.signature, args, kwargs)
@@ -160,7 +162,10 @@ def _kinds_of(signature: inspect.Signature) -> set[object]:
 
 def _required(signature: inspect.Signature | None) -> int:
     parameters = () if signature is None else signature.parameters.values()
-    return sum(p.kind in _BY_POSITION and p.default is p.empty for p in parameters)
+    required = [p.kind for p in parameters if p.default is p.empty]
+    if Parameter.KEYWORD_ONLY in required:
+        return -1
+    return sum(kind in _BY_POSITION for kind in required)
 
 
 def _result_of(function: Any) -> Any:  # noqa: ANN401 - a function or a class

@@ -54,6 +54,15 @@ def codec_for(kind: type[T]) -> Codec[T]:
     return codec_of(kind) or _PLAIN_CODEC
 
 
+def check_codec(codec: object) -> None:
+    """Refuse what cannot be a codec."""
+    if isinstance(codec, type) or not (hasattr(codec, "encode") and hasattr(codec, "decode")):
+        raise Misconfigured(
+            f"codec= is {codec!r:.80}; it must be an object with encode and decode, such as "
+            "codec_for(Order)"
+        )
+
+
 def codec_of(hint: Any) -> Codec[Any] | None:  # noqa: ANN401 - an annotation
     """
     The codec for results annotated with *hint*; None if JSON and bytes are enough.

@@ -18,7 +18,7 @@ from typing import Any, Protocol, Self, cast
 from coatcheck.core.keep import Outcome
 from coatcheck.core.lifecycle import Answer, ClaimRequest, Refuse, Replay
 from coatcheck.core.policy import Policy
-from coatcheck.core.values import Codec
+from coatcheck.core.values import Codec, check_codec
 from coatcheck.engine.functions import outcome_of_call, value_of
 from coatcheck.errors import Misconfigured
 from coatcheck.operation import AsyncOperation, Operation, enter, leave
@@ -56,6 +56,8 @@ class _Attempt:
     ) -> None:
         if policy.mode == "transaction":
             raise Misconfigured("attempt() has no transaction: use engine.transaction(...)")
+        if codec is not None:
+            check_codec(codec)
         self._engine = engine
         self._make_request = make_request
         self._policy = policy
