@@ -92,7 +92,8 @@ def fingerprint_of(
         path: as it was sent, or the template of the route.
         ignore: members of a JSON body that may change between retries.
         headers: those that the policy includes and the request has, in the policy's order.
-        secret: the deployment's. Without one, short bodies can be guessed from the stored digest.
+        secret: the deployment's, as a `digest_key`. Without one, short bodies can be guessed from
+            the stored digest.
     """
     if len(content_type) <= CONTENT_TYPE_BYTES_MAX:
         media = _media_of(content_type)
@@ -103,8 +104,6 @@ def fingerprint_of(
     included = b""
     for name, value in headers:
         included += b"%d,%d;%b%b" % (len(name), len(value), name.lower(), value)
-    # Every digest is keyed, those of one byte too: a checksum mixed with the secret would give away
-    # 8 bits of a body to a reader of the store who knows the body of one other record.
     # Lengths first: otherwise the end of one part could be read as the beginning of the next.
     typed = f"{len(as_what)};{as_what}".encode("utf-8", "surrogatepass")
     of_body = _of_body(typed, key=secret)
@@ -114,6 +113,8 @@ def fingerprint_of(
     lengths = f"{len(method)},{len(path)},{len(query)},{len(included)};"
     place = f"{method}{path}".encode("utf-8", "surrogatepass")
     whole = b"".join((lengths.encode(), place, query, included, body_digest))
+    # Every digest is keyed, those of one byte too: a checksum mixed with the secret would give away
+    # 8 bits of a body to a reader of the store who knows the body of one other record.
     return b"".join(
         (
             _of_whole(whole, key=secret).digest(),
