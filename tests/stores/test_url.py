@@ -5,7 +5,7 @@ import traceback
 import pytest
 
 from coatcheck.errors import CoatcheckError, Misconfigured
-from coatcheck.stores import migrate_store, open_store
+from coatcheck.stores import migrate_store, open_lazily, open_store, registry
 from coatcheck.stores.url import shown
 
 OPENERS = [open_store, migrate_store]
@@ -116,14 +116,21 @@ def test_a_port_that_is_none_is_not_told():
         ("redis://127.0.0.1:1/0?timeout=25h", "timeout.* longer than a day"),
         ("mysql://h/db?timeout=99999999999d", "timeout.* longer than a day"),
         ("postgresql://h/db?timeout=99999999999d", "timeout.* longer than a day"),
-        ("postgresql://h/db?timeout=0s", "timeout=0s leaves no time"),
+        ("postgresql://h/db?timeout=0s", "timeout=0s: a timeout must be longer than 0"),
         ("sqlite:///x.db?busy_timeout=99999999999d", "busy_timeout.* longer than a day"),
         ("redis://a..b/0", "a..b/0 cannot be opened"),
         (f"redis://{'a' * 70}/0", "cannot be opened"),
-        (f"redis://h/0?wait={'9' * 5_000}", "wait=9{40} is no option"),
+        (f"redis://h/0?wait={'9' * 5_000}", "wait=9{40}: not a number of replicas"),
         ("mysql://h/db?ssl_ca=%00", "cannot be opened"),
         ("postgresql://ann:\ud800@h/db", "…@h/db cannot be opened"),
         ("sqlite:///a%00b", "names no file"),
+        ("sqlite://orders.db", r"did you mean sqlite:///orders.db\?"),
+        ("sqlite://var/orders.db?create=1", r"did you mean sqlite:///var/orders.db\?"),
+        ("postgress://h/db", r"did you mean postgres://\?"),
+        ("mysqll://h/db", r"did you mean mysql://\?"),
+        ("redis+sentinal://h/s", r"did you mean redis\+sentinel://\?"),
+        ("dynamo://orders", r"did you mean dynamodb://\?"),
+        ("postgresql://h/db?schema=", "schema=: name a schema"),
         ("sqlite:////tmp/\ud800.db", "names no file"),
         ("memory://x", "takes no name and no options"),
         ("memory://?a=b", "takes no name and no options"),
@@ -136,6 +143,24 @@ def test_what_cannot_be_opened_is_a_sentence_and_no_traceback(opener, url, said)
     """D1."""
     with pytest.raises(Misconfigured, match=said):
         opener(url)
+
+
+@pytest.mark.parametrize(
+    ("urls", "info"),
+    [
+        (("sqlite:///path.db", "sqlite:////path.db"), registry.SQLITE),
+        (("postgresql://h/d", "postgres://h/d"), registry.POSTGRES),
+        (("postgresql+psycopg://h/d", "postgresql+asyncpg://h/d"), registry.POSTGRES),
+        (("mysql://h/d", "mysql+pymysql://h/d", "mariadb://h/d"), registry.MYSQL),
+        (("redis://h", "rediss://h", "redis+sentinel://h/s", "redis+cluster://h"), registry.REDIS),
+        (("dynamodb://table?region=eu-west-1&endpoint=http://127.0.0.1:1",), registry.DYNAMODB),
+    ],
+)
+def test_every_scheme_names_its_store(urls, info):
+    """D1: the aliases of other libraries too; nothing is connected yet."""
+    for url in urls:
+        open_lazily(url).close()
+        assert registry.info_of(url) is info
 
 
 def test_memory_is_opened_under_its_name_alone():

@@ -24,12 +24,18 @@ from tests.support.servers.mariadb import Mariadb
         ("mysql://ann:s3cret@host/shop/orders", "must be mysql://user"),
         ("mysql://ann:s3#cret@host/shop", "'#' as %23"),
         ("mysql://ann:s3cret@host:many/shop", "must be mysql://user"),
-        ("mysql://ann:s3cret@host/shop?compakt=1", "compakt=… is no option; there are table="),
+        (
+            "mysql://ann:s3cret@host/shop?compakt=1",
+            "compakt=… is no option (did you mean compact?); the options are table=",
+        ),
         ("mysql://ann:s3cret@host/shop?compact=yes", "compact=yes"),
-        ("mysql://ann:s3cret@host/shop?timeout=soon", "timeout: 'soon' is not a duration"),
-        ("mysql://ann:s3cret@host/shop?timeout=0s", "timeout=0s must be longer than 0"),
-        ("mysql://ann:s3cret@host/shop?transaction_timeout=0s", "transaction_timeout=0s must be"),
-        ("mysql://ann:s3cret@host/shop?transaction_timeout=x", "transaction_timeout: 'x' is not"),
+        ("mysql://ann:s3cret@host/shop?timeout=soon", "timeout=soon: 'soon' is not a duration"),
+        ("mysql://ann:s3cret@host/shop?timeout=0s", "timeout=0s: a timeout must be longer"),
+        (
+            "mysql://ann:s3cret@host/shop?transaction_timeout=0s",
+            "transaction_timeout=0s: a timeout",
+        ),
+        ("mysql://ann:s3cret@host/shop?transaction_timeout=x", "transaction_timeout=x: 'x' is not"),
         ("mysql://ann:s3cret@host/shop?table=a`b", "letters, digits and '_'"),
         ("mysql://ann:s3cret@host/shop?table=coatcheck_meta", "cannot be the name"),
         (

@@ -108,9 +108,12 @@ def test_a_url_names_a_relative_or_an_absolute_file(tmp_path: Path, monkeypatch)
         ("sqlite:///", "names no file"),
         ("sqlite:///:memory:", "memory://"),
         ("sqlite:///orders#1.db", "%23"),
-        ("sqlite:///orders.db?compakt=1", "compakt=… is no option; the options are compact=0 or 1"),
+        (
+            "sqlite:///orders.db?compakt=1",
+            "compakt=… is no option .did you mean compact.*; the options are compact=",
+        ),
         ("sqlite:///orders.db?compact=yes", "compact=yes"),
-        ("sqlite:///orders.db?busy_timeout=soon", "busy_timeout: 'soon' is not a duration"),
+        ("sqlite:///orders.db?busy_timeout=soon", "busy_timeout=soon: 'soon' is not a duration"),
     ],
 )
 def test_a_wrong_url_is_refused_with_a_message_that_helps(url, words, tmp_path, monkeypatch):
@@ -322,16 +325,23 @@ def test_reads_do_not_wait_for_writes_and_a_search_delays_no_request(store: Sqli
 # ------------------------------------------------------------------------------------------- schema
 
 
-def test_a_store_shares_a_file_with_the_tables_of_an_application(path: Path):
-    """D4: settings of the whole file stay the application's."""
+@pytest.mark.parametrize("journal", ["delete", "wal"])
+def test_a_store_shares_a_file_with_the_tables_of_an_application(path: Path, journal: str):
+    """D4: settings of the whole file stay the application's; the doctor tells if they cost time."""
     with closing(sqlite3.connect(path)) as connection:
+        connection.execute(f"pragma journal_mode = {journal}")
         connection.executescript(
             "pragma user_version = 41; pragma application_id = 42; create table orders (id);"
             "insert into orders values (7);"
         )
     with closing(SqliteStore(path)) as store:
         assert store.swap([claim(claim_of(1))]) == [None]
+        warnings = [text for level, text in store.check() if level != "ok"]
+        assert [f"journal_mode = {journal}" in text for text in warnings] == [True] * (
+            journal == "delete"
+        )
     with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("pragma journal_mode").fetchone() == (journal,)
         assert connection.execute("pragma user_version").fetchone() == (41,)
         assert connection.execute("pragma application_id").fetchone() == (42,)
         assert connection.execute("select * from orders").fetchall() == [(7,)]

@@ -76,9 +76,11 @@ class Server:
     user: str | None
     password: str = field(repr=False)
     database: str
-    timeout_s: float
-    transaction_timeout_s: float
     tls: ssl.SSLContext | bool | None
+    # 5 s: hundreds of commits. A caller that has waited that long is better off with an error.
+    timeout_s: float = 5.0
+    # 60 s: the handler's own statements may take long, and MySQL lets them wait 50 s for a lock.
+    transaction_timeout_s: float = 60.0
 
     def __str__(self) -> str:
         user = f"{self.user}@" if self.user else ""
