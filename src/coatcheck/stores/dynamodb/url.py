@@ -14,25 +14,16 @@ _TABLE_NAME = re.compile(r"[A-Za-z0-9_.-]{3,255}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamoConfig:
-    """
-    Which table to use, and how.
-
-    Args:
-        table: its name.
-        region: its AWS region; by default the one of the environment, as for all AWS tools.
-        endpoint: the address of a server other than AWS, such as one for tests.
-        compact: keep the label, but neither scope nor key; see `compact_record`.
-        timeout_s: how long a request may take, including its retry.
-        concurrency: how many requests of one batch, or of one event loop, run at the same time.
-    """
+    """Which table to use, and how."""
 
     table: str
-    region: str | None = None
-    endpoint: str | None = None
-    compact: bool = False
-    timeout_s: float = 5.0
-    # 32: a batch of 256 takes eight rounds of a few milliseconds. More threads would mostly wait
-    # for the interpreter lock.
+    region: str | None = None  # None: the one of the environment, as for all AWS tools
+    endpoint: str | None = None  # of a server other than AWS, such as one for tests
+    compact: bool = False  # keep the label, but neither scope nor key; see `compact_record`
+    timeout_s: float = 5.0  # for a request, including its retry
+    # How many requests of one batch, or of one event loop, run at the same time. 32: a batch of 256
+    # takes eight rounds of a few milliseconds. More threads would mostly wait for the interpreter
+    # lock.
     concurrency: int = 32
 
     def __str__(self) -> str:
