@@ -103,6 +103,7 @@ def _codes_by_status(policy: Policy) -> dict[int, list[Code]]:
         "key-expired": policy.on_expired == "refuse",
         "too-many-keys": policy.live_keys_max is not None,
         "too-many-attempts": policy.attempts_max is not None,
+        "caller-refused": False,  # the application documents its own authentication
     }
     chosen: dict[Code, int] = {
         "key-reused": policy.mismatch,

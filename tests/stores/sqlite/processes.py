@@ -12,7 +12,7 @@ import sys
 import threading
 from uuid import UUID
 
-from coatcheck.core.record import Record, Swap, completed
+from coatcheck.core.record import Record, Swap
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.contract import Query
 from coatcheck.stores.sqlite.store import SqliteStore
@@ -41,18 +41,6 @@ def say(*words: object) -> None:
     print(*words, flush=True)
 
 
-def open_at_once(path: str) -> None:
-    """Wait for a line on stdin, then open the file and claim the same keys as the other processes."""
-    say("ready")
-    sys.stdin.readline()
-    store = SqliteStore(path)
-    own = os.getpid()
-    assert store.swap([claim(claim_of(1_000_000 + own))]) == [None]
-    swaps = [claim(claim_of(number, nonce=own)) for number in range(50)]
-    say(*(number for number, swap in enumerate(swaps) if store.swap([swap]) == [None]))
-    store.close()
-
-
 def fill_without_room(path: str) -> None:
     """Write until the system refuses, raise the limit, and continue."""
     store = SqliteStore(path)
@@ -77,21 +65,6 @@ def fill_without_room(path: str) -> None:
     assert store.get([claim_of(len(acknowledged)).id]) == [None]
     fill()
     assert store.find(Query(limit=1_000)).records == sorted(acknowledged)
-
-
-def swap_until_killed(path: str) -> None:
-    """Claim and complete for ever, alone and in batches, and print what was acknowledged."""
-    store = SqliteStore(path)
-    number = 0
-    while True:
-        size = 1 + number % 5
-        records = [claim_of(number + n) for n in range(size)]
-        assert store.swap([claim(record) for record in records]) == [None] * size
-        say(*("claimed" for _ in records))
-        endings = [change(record, completed(record, b"done")) for record in records]
-        assert store.swap(endings) == [None] * size
-        say(*("completed" for _ in records))
-        number += size
 
 
 def fork_in_use(path: str) -> None:

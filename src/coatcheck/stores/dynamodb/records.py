@@ -13,11 +13,11 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from coatcheck.core.key import reference_of
 from coatcheck.core.record import RUNNING, Record, State, Swap
-from coatcheck.stores.contract import Query, compact_record
+from coatcheck.stores.contract import Query, conditions_of
 from coatcheck.stores.registry import ITEM_BYTES_MAX
 
 Item: TypeAlias = dict[str, dict[str, Any]]
@@ -43,14 +43,12 @@ _BLOBS = ("progress", "response")
 _NAMES = re.compile(r"#(\w+)")
 
 
-def item_of(record: Record, *, compact: bool) -> Item:
+def item_of(record: Record) -> Item:
     """
     Return the item for *record*, without its response if that does not fit.
 
     Raises `ValueError` if it is too large even then.
     """
-    if compact:
-        record = compact_record(record)
     item: Item = {name: {"N": str(getattr(record, name))} for name in _NUMBERS}
     item["id"] = {"B": record.id}
     item[EXPIRY_ATTRIBUTE] = {"N": str(_expires_s(record))}
@@ -124,12 +122,21 @@ def record_of(item: Item) -> Record:
         raise UnreadableItem(f"item {id} is not a record that this release can read") from error
 
 
-def version_of(item: Item) -> int:
-    """Return the version of the record in *item*; 0 if it is not a record."""
+class Heading(NamedTuple):
+    """What a scan reads of a record."""
+
+    id: bytes
+    version: int
+    created_ms: int
+
+
+def heading_of(item: Item) -> Heading:
+    """Return the heading of the record in *item*; raise `UnreadableItem` if it is not a record."""
+    id = item["id"]["B"]
     try:
-        return int(item["version"]["N"])
-    except (KeyError, ValueError):
-        return 0
+        return Heading(id, int(item["version"]["N"]), int(item["created_ms"]["N"]))
+    except (KeyError, ValueError) as error:
+        raise UnreadableItem(f"item {id.hex()} is not a record of coatcheck") from error
 
 
 def _record_of(item: Item) -> Record:
@@ -173,12 +180,12 @@ def condition_of(swap: Swap) -> dict[str, Any]:
 
 def scan_of(query: Query) -> dict[str, Any]:
     """
-    Return the parameters of a scan for the ids and versions of records that match *query*.
+    Return the parameters of a scan for the headings of records that match *query*.
 
     DynamoDB checks all conditions but those about ids, which the caller checks.
     """
     filters = list(_filters(query))
-    scan: dict[str, Any] = {"ProjectionExpression": "#id, #version"}
+    scan: dict[str, Any] = {"ProjectionExpression": "#id, #version, #created_ms"}
     if filters:
         scan["FilterExpression"] = " and ".join(text for text, _ in filters)
     values = {name: value for _, used in filters for name, value in used.items()}
@@ -190,15 +197,12 @@ def scan_of(query: Query) -> dict[str, Any]:
 
 
 def _filters(query: Query) -> Iterator[tuple[str, Item]]:
-    for name, text in (("key", query.key), ("label", query.label)):
-        if text:
-            yield f"#{name} = :{name}", {f":{name}": _encode_text(text)}
-        elif text is not None:
-            yield f"attribute_not_exists(#{name})", {}
-    if query.state is not None:
-        yield "#state = :state", {":state": {"N": str(query.state)}}
-    if query.created_before_ms is not None:
-        yield "#created_ms < :before", {":before": {"N": str(query.created_before_ms)}}
+    for number, (field, operator, value) in enumerate(conditions_of(query)):
+        if value == "":
+            yield f"attribute_not_exists(#{field})", {}
+        else:
+            stored = _encode_text(value) if isinstance(value, str) else {"N": str(value)}
+            yield f"#{field} {operator} :{number}", {f":{number}": stored}
     if query.expired_at_ms is not None:
         values = {":now": {"N": str(query.expired_at_ms)}, ":running": {"N": str(RUNNING)}}
         yield "#expires_ms <= :now and #version < :now", values

@@ -10,15 +10,14 @@ another one reads the current records.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 
 import pymysql
 
 from coatcheck.core.record import GONE, Record, Swap, is_same_write_cut
 from coatcheck.errors import StoreUnavailable
-from coatcheck.stores.contract import Page, Query
-from coatcheck.stores.mysql.connection import Session
+from coatcheck.stores.mysql.connection import Row, Session
 from coatcheck.stores.mysql.errors import SEARCH_TIMED_OUT, code_of
 from coatcheck.stores.mysql.statements import (
     IDS_MAX,
@@ -86,16 +85,21 @@ def _swap(
 
 
 def _write(session: Session, statements: Statements, swaps: Sequence[Swap]) -> list[Swap]:
-    """Write *swaps*; return those that were not applied."""
+    """Write *swaps* in one command, in several if it is too long; return those not applied."""
+    if not swaps:
+        return []
     stamp = secrets.randbits(62) if len(swaps) > 1 else 0
-    writes = _writes(statements, swaps, stamp, session.statement_bytes_max)
-    affected: list[int] = []
-    for command in list(_commands([write.text for write in writes], session.statement_bytes_max)):
-        if len(writes) == 1:
-            affected += session.write(command)
-        else:
-            affected += session.write(f"begin; {command}; commit")[1:-1]
-    not_applied: list[Swap] = []
+    writes = list(statements.batch(swaps, stamp))
+    command = "; ".join(write.text for write in writes)
+    if len(swaps) > 1 and (len(swaps) > IDS_MAX or len(command) > session.statement_bytes_max):
+        half = len(swaps) // 2
+        not_applied = _write(session, statements, swaps[:half])
+        return [*not_applied, *_write(session, statements, swaps[half:])]
+    if len(writes) == 1:
+        affected = session.write(command)
+    else:
+        affected = session.write(f"begin; {command}; commit")[1:-1]
+    not_applied = []
     for write, rows in zip(writes, affected, strict=True):
         if rows == 0:
             not_applied += write.swaps
@@ -103,23 +107,6 @@ def _write(session: Session, statements: Statements, swaps: Sequence[Swap]) -> l
             applied = _applied(session, statements, write, stamp, rows)
             not_applied += [swap for swap in write.swaps if swap.id not in applied]
     return not_applied
-
-
-def _writes(
-    statements: Statements, swaps: Sequence[Swap], stamp: int, bytes_max: int
-) -> list[Write]:
-    """Return statements for *swaps*; one for several swaps is not longer than *bytes_max*."""
-    if len(swaps) == 1:
-        return [Write(statements.swap(swaps[0]), swaps)]
-    if len(swaps) <= IDS_MAX:
-        writes = list(statements.batch(swaps, stamp))
-        if all(len(write.text) <= bytes_max for write in writes):
-            return writes
-    half = len(swaps) // 2
-    return [
-        *_writes(statements, swaps[:half], stamp, bytes_max),
-        *_writes(statements, swaps[half:], stamp, bytes_max),
-    ]
 
 
 def _applied(
@@ -137,25 +124,6 @@ def _applied(
     return applied
 
 
-def _commands(texts: Sequence[str], bytes_max: int) -> Iterator[str]:
-    """Join *texts* into commands that the server accepts; raise if one of them is too long."""
-    some: list[str] = []
-    some_bytes = 0
-    for text in texts:
-        if len(text) > bytes_max:  # the server would close the connection
-            raise ValueError(
-                f"a record takes a statement of {len(text)} bytes, and the server accepts at most "
-                f"{bytes_max}; raise its max_allowed_packet, or store less in the steps and notes "
-                "of the operation"
-            )
-        if some_bytes + len(text) > bytes_max:
-            yield "; ".join(some)
-            some, some_bytes = [], 0
-        some.append(text)
-        some_bytes += len(text) + 2
-    yield "; ".join(some)
-
-
 def get(session: Session, statements: Statements, ids: Sequence[bytes]) -> Sequence[Record | None]:
     """Return the records in the order of *ids*; never waits for a lock."""
     found: dict[bytes, Record] = {}
@@ -165,16 +133,14 @@ def get(session: Session, statements: Statements, ids: Sequence[bytes]) -> Seque
     return [found.get(id) for id in ids]
 
 
-def find(session: Session, statements: Statements, query: Query, limit_s: float) -> Page:
-    """Return records in id order; the server ends the search after *limit_s*."""
+def search(session: Session, statement: str, limit_s: float) -> Sequence[Row]:
+    """Return the rows of *statement*, which the server ends after *limit_s*."""
     try:
-        rows = session.read_records(statements.search(query, limit_s))
+        return session.read_records(statement)
     except pymysql.MySQLError as error:
         if code_of(error) in SEARCH_TIMED_OUT:
             raise took_too_long(limit_s) from error
         raise
-    records = [record_of(row) for row in rows[: query.limit]]
-    return Page(records, records[-1].id if len(rows) > query.limit else None)
 
 
 def sweep(session: Session, statements: Statements, now_ms: int, limit: int) -> int:

@@ -18,8 +18,17 @@ from coatcheck.core.flow import Effect, run
 from coatcheck.core.record import Record, Swap
 from coatcheck.errors import CoatcheckError, Misconfigured, StoreUnavailable
 from coatcheck.stores.batch_errors import SkipUndecodable
-from coatcheck.stores.contract import SWEEP_BATCH, AsyncBackend, Finding, Page, Query, matches
+from coatcheck.stores.contract import (
+    SWEEP_BATCH,
+    AsyncBackend,
+    Finding,
+    Page,
+    Query,
+    matching,
+    page_of,
+)
 from coatcheck.stores.migration import Migration
+from coatcheck.stores.record_counts import RecordCount, record_count_of
 from coatcheck.stores.redis.async_backend import RedisBackend
 from coatcheck.stores.redis.client import Server
 from coatcheck.stores.redis.cluster import Cluster, Topology
@@ -53,12 +62,13 @@ class RedisStore:
             self._topology = Cluster(config, self._monitor)
         else:
             self._topology = Server(config, config.addresses[0], self.name, self._monitor)
-        self._commands = Commands(
-            Keys(config.prefix), compact=config.compact, is_cluster=self._topology.is_cluster
-        )
-        self._flows = Flows(self.name, self._commands, self._monitor)
+        keys = Keys(config.prefix)
+        self._commands = Commands(keys, is_cluster=self._topology.is_cluster)
+        self._flows = Flows(self.name, self._commands, self._monitor, config.compact)
         try:
-            self._refuse_risks()
+            for health in self._healths().values():
+                if refusal := self._monitor.refusal_of(health):
+                    raise Misconfigured(refusal)
         except LoginRefused as error:
             self.close()
             raise Misconfigured(f"{error}; check the user and password in the URL") from error
@@ -68,15 +78,7 @@ class RedisStore:
 
     @classmethod
     def from_url(cls, url: str, *, create: bool = True) -> RedisStore:
-        """
-        Open the store that *url* names.
-
-        `redis://host:6379/0`, `rediss://…` (TLS), `redis+sentinel://host1:26379,host2/service/0`,
-        `redis+cluster://host1:6379,host2`; each with `user:password@` before the hosts.
-        Options: `?prefix=coatcheck:`, `?compact=1`, `?timeout=5s`, `?wait=1`, `?tls=1`,
-        `?tls_ca=/path`, `?sentinel_username=…`, `?sentinel_password=…`,
-        `?allow=eviction,no-persistence,replica`.
-        """
+        """Open the store that *url* names; `url.py` has the forms and the options."""
         del create  # there is nothing to create: a prefix without records is an empty store
         return cls(parse_url(url))
 
@@ -87,12 +89,6 @@ class RedisStore:
         store = cls.from_url(url)
         store.close()
         return Migration(store.name, 0, 0)
-
-    def _refuse_risks(self) -> None:
-        """Raise if a server could lose records, unless the URL allows that risk."""
-        for health in self._healths().values():
-            if refusal := self._monitor.refusal_of(health):
-                raise Misconfigured(refusal)
 
     def _healths(self) -> dict[str, Health]:
         """Ask every server about itself; return the answers by its name."""
@@ -128,22 +124,25 @@ class RedisStore:
 
     def find(self, query: Query) -> Page:
         """
-        Read records for operators, in id order.
+        Read records for operators.
 
         Redis has no order, so all ids are collected first: a million of them take about 100 MB
         here and some seconds, during which the server serves others.
         """
-        records: list[Record] = []
-        ids = sorted({id for id in self._scan(query.id_prefix) if id > query.after_id})
+        return page_of(matching(self._read_all(query.id_prefix, query.after_id), query), query)
+
+    def count_records(self) -> Iterator[RecordCount]:
+        """Count each record by itself, because Redis cannot group them."""
+        return map(record_count_of, self._read_all())
+
+    def _read_all(self, id_prefix: bytes = b"", after_id: bytes = b"") -> Iterator[Record]:
+        """Yield all records in id order, read some at a time."""
+        ids = sorted({id for id in self._scan(id_prefix) if id > after_id})
         try:
             for start in range(0, len(ids), READ_MAX):
-                some = self._undecodable.read(self.get, ids[start : start + READ_MAX])
-                records += [record for record in some if matches(record, query)]
-                if len(records) > query.limit:
-                    return Page(records[: query.limit], records[query.limit - 1].id)
+                yield from self._undecodable.read(self.get, ids[start : start + READ_MAX])
         except UnreadableValue as error:
             raise StoreUnavailable(f"{self.name}: {error}") from error
-        return Page(records, None)
 
     def _scan(self, id_prefix: bytes) -> Iterator[bytes]:
         """Yield every id that begins with *id_prefix*, some of them twice."""

@@ -16,8 +16,9 @@ from functools import cache
 from typing import Any, TypeAlias, TypeVar
 
 from coatcheck.core.identity import ID_BYTES
-from coatcheck.core.record import Record, Swap
-from coatcheck.stores.contract import Query
+from coatcheck.core.record import Record, State, Swap
+from coatcheck.stores.contract import Query, conditions_of
+from coatcheck.stores.record_counts import RecordCount
 
 T = TypeVar("T")
 Row: TypeAlias = list[Any]
@@ -36,10 +37,18 @@ _INTO = f"coatcheck_records ({', '.join(_COLUMNS)})"
 _ROW_FIELDS = len(Record._fields)
 _ROW = "(?{0},?{1},?{2},?{3},?{4},?{1}-?{5},?{6},?{8}-?{7},?{8},?{9},?{10},?{11},?{12},?{13},?{14}"
 
+_CREATED_MS = "version - age_ms"
 _SELECT = (
-    "select id, version, state, attempt, fingerprint, version - age_ms, lease_until_ms,"
+    f"select id, version, state, attempt, fingerprint, {_CREATED_MS}, lease_until_ms,"
     " expires_ms - margin_ms, expires_ms, nonce, label, scope, key, progress, response"
     " from coatcheck_records"
+)
+
+# Counts records by state and label; see `record_count_of`. `length` does not read a blob.
+COUNT = (
+    f"select state, label, count(*), min({_CREATED_MS}),"
+    " sum(ifnull(length(progress), 0) + ifnull(length(response), 0))"
+    " from coatcheck_records group by state, label"
 )
 
 # Change a record. `expires_ms` stays as it is, so no index is touched. A key that starts over after
@@ -141,6 +150,11 @@ def write_one(swap: Swap, *, change: str = CHANGE_ONE) -> tuple[str, Row]:
     return (change, [*row, swap.expected]) if swap.expected else (CLAIM_ONE, row)
 
 
+def is_applied(connection: sqlite3.Connection, swap: Swap) -> bool:
+    """Execute *swap*, also one that changes the expiry; return whether it was applied."""
+    return connection.execute(*write_one(swap, change=REPLACE_ONE)).rowcount == 1
+
+
 def find(query: Query) -> tuple[str, list[object]]:
     """Return the statement and the parameters for *query*, with one row more than its limit."""
     filters = list(_filters(query))
@@ -155,18 +169,15 @@ def find(query: Query) -> tuple[str, list[object]]:
     ]
     where = " and ".join(text for text, _ in conditions)
     values = [value for _, value in conditions]
-    return f"{_SELECT} where {where} order by {id} limit ?", [*values, query.limit + 1]
+    order = f"{_CREATED_MS} desc, id desc" if query.newest_first else id
+    return f"{_SELECT} where {where} order by {order} limit ?", [*values, query.limit + 1]
 
 
 def _filters(query: Query) -> Iterator[tuple[str, object]]:
-    if query.key is not None:
-        yield "key = ?", _encode_key(query.key)
-    if query.label is not None:
-        yield "label = ?", _encode_text(query.label)
-    if query.state is not None:
-        yield "state = ?", query.state
-    if query.created_before_ms is not None:
-        yield "version - age_ms < ?", query.created_before_ms
+    encoders = {"key": _encode_key, "scope": _encode_scope, "label": _encode_text}
+    for field, operator, value in conditions_of(query):
+        column = _CREATED_MS if field == "created_ms" else field
+        yield f"{column} {operator} ?", encoders[field](value) if field in encoders else value
     if query.expired_at_ms is not None:
         yield "expires_ms <= ?", query.expired_at_ms
         yield "version < ?", query.expired_at_ms
@@ -197,6 +208,12 @@ def record_of(row: Sequence[Any]) -> Record:
     if type(response) is str:
         response = None
     return Record._make((*row[:10], label, scope, key, progress, response))
+
+
+def record_count_of(row: Sequence[Any]) -> RecordCount:
+    """Return what a *row* of `COUNT` says."""
+    state, label, *rest = row
+    return RecordCount(State(state), _unescape(label) if type(label) is bytes else label, *rest)
 
 
 _UUID_CHARS, _UUID_BYTES = 36, 16
