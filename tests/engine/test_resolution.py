@@ -150,8 +150,11 @@ def test_the_record_contains_the_operator_the_time_and_the_reason(guards, engine
     guards.done(engine.resolve(reference, DidNotHappen(), by="ada", why="two\nlines"))
     (resolution,) = progress_of(only_record(engine)).resolutions
     assert resolution == (clock.now_ms, "did not happen", "ada", "two\nlines")
-    (line,) = [line for line in caplog.messages if line.startswith("resolved")]
-    assert line == rf"resolved {reference} charges: did not happen, by 'ada': 'two\nlines'"
+    (line,) = [line for line in caplog.messages if "was resolved" in line]
+    assert line == (
+        rf"coatcheck: operation {reference} (charges) was resolved: it did not happen, says 'ada': "
+        r"'two\nlines'"
+    )
 
 
 @pytest.mark.parametrize("spelled", ["lower", "no dashes", "id", "bytes"])

@@ -266,6 +266,28 @@ def test_source_and_docs_have_no_promise_ids_and_no_riddles():
     report(offences)
 
 
+LOG_CALLS = {f"logger.{level}" for level in ("info", "warning", "error", "exception", "log")}
+
+
+def test_every_log_line_begins_with_our_name():
+    """O3: a server without logging settings prints our lines bare, among those of others."""
+    texts = {
+        ast.unparse(node.targets[0]): node.value.value
+        for path in modules(SOURCE)
+        for node in nodes(path)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+    }
+    offences = []
+    for path in modules(SOURCE):
+        for node in nodes(path):
+            if isinstance(node, ast.Call) and name_of(node) in LOG_CALLS:
+                message = node.args[0]
+                text = message.value if isinstance(message, ast.Constant) else ""
+                if not (text or texts.get(ast.unparse(message), "")).startswith("coatcheck: "):
+                    offences.append(at(path, node, ast.unparse(message)))
+    report(offences)
+
+
 # ---------------------------------------------------------------------------------- who may what
 
 

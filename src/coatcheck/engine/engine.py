@@ -136,7 +136,9 @@ class Engine(EngineBase):
             try:
                 self.store.now_ms()
             except StoreUnavailable as error:
-                logger.warning("the store is unavailable, so it is checked later: %s", error)
+                logger.warning(
+                    "coatcheck: the store is unavailable, so it is checked later: %s", error
+                )
 
     def ensure_started(self) -> None:
         """Read the store's clock and start the recovery; the first request does it by itself."""

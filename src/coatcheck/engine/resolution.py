@@ -118,9 +118,10 @@ class ResolutionRequest:
             return outcome_of_call(operation, result, may_differ=True)
         refuse_unstarted(result)
         logger.error(
-            "%s is a request, and its rerun returned a %s, not Happened(status, headers, body): "
-            "it is not kept, and a retry gets result-unavailable",
-            *(operation.label, type(result).__name__),
+            "coatcheck: operation %s (%s) is a request, and its rerun returned a %s, not "
+            "Happened(status, headers, body): it is not kept, and a retry gets 409 "
+            "result-unavailable",
+            *(operation.reference, operation.label, type(result).__name__),
         )
         return Outcome(COMPLETE)
 
@@ -148,7 +149,7 @@ class ResolutionRequest:
         # As literals: an operator may have typed line breaks, and a log has lines.
         outcome = progress_of(record).resolutions[-1].outcome
         what = (self._reference, record.label, outcome, self._by, self._why)
-        logger.info("resolved %s %s: %s, by %r: %r", *what)
+        logger.info("coatcheck: operation %s (%s) was resolved: it %s, says %r: %r", *what)
 
     def _not_in_doubt(self, current: Record) -> NotResolved:
         """Why there is nothing to decide about *current*."""

@@ -78,7 +78,7 @@ class PostgresStore:
             self._maintenance.run(lambda connection: migrate(connection, names, create=create))
             for finding in self._check_settings():
                 if finding.level != "ok":
-                    logger.warning("postgresql: %s", finding.message)
+                    logger.warning("coatcheck: postgresql: %s", finding.message)
             prepares = self._maintenance.run(is_direct)
         except BaseException:
             self._maintenance.close()
