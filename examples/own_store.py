@@ -21,7 +21,7 @@ import coatcheck
 from coatcheck.core.record import GONE, Record, Swap, is_retention_over
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores import Finding, Page, Query
-from coatcheck.stores.contract import SWEEP_BATCH, matches
+from coatcheck.stores.contract import SWEEP_BATCH, matching, page_of
 
 BYTES_FIELDS = ("id", "fingerprint", "progress", "response")
 
@@ -49,12 +49,10 @@ class LogStore:
             return [self._records.get(id) for id in ids]
 
     def find(self, query: Query) -> Page:
-        """Return records for operators, in id order."""
+        """Return records for operators."""
         with self._locked():
-            records = list(self._records.values())
-        found = sorted(record for record in records if matches(record, query))
-        page = found[: query.limit]
-        return Page(page, page[-1].id if len(found) > len(page) else None)
+            records = sorted(self._records.values())
+        return page_of(matching(records, query), query)
 
     def sweep(self, now_ms: int, limit: int = SWEEP_BATCH) -> int:
         """Delete up to *limit* records whose retention is over."""

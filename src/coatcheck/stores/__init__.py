@@ -3,8 +3,8 @@
 Read in this order: `contract` (what a store is), `memory` (the smallest one), `batching` (groups
 the calls of threads), `async_batching` and `async_store` (the same for event loops),
 `batch_errors` (when part of a batch fails), `lazy` (a store that is opened at its first use),
-`encryption` (a store around a store). Then one package for each database. `registry` has the
-capabilities of each store.
+`encryption` (a store around a store), `record_counts` (for operators). Then one package for each
+database. `registry` has the capabilities of each store.
 Stores do not import each other, and nothing here knows what a request is.
 """
 

@@ -4,7 +4,8 @@ A store keeps records by id and has one essential operation, `swap`: compare-and
 in bulk. The rest is for waiting requests (`get`), for operators (`find`, `check`) and for cleaning
 up (`sweep`). To write a store, implement the seven methods of `Store`: plain blocking code, safe
 from any thread. Event loops, batching across callers, encryption and retries are added around it:
-wrap it in `ThreadedStore` for async code. `docs/howto/own-store.md` has a complete example.
+wrap it in `ThreadedStore` for async code. `docs/howto/own-store.md` has a complete example. A store
+that can count its records cheaply may implement `record_counts.HasRecordCounts` as well.
 
 What the law-suite (`tests/stores/laws`) checks of every store:
 - Each swap is atomic on its own, against any number of processes. Of two equal swaps one wins.
@@ -21,11 +22,20 @@ exception means that this record cannot be written, and that nothing was.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
-from coatcheck.core.record import Record, State, Swap, is_retention_over
+from coatcheck.core.record import (
+    RUNNING,
+    Record,
+    State,
+    Swap,
+    is_lease_over,
+    is_retention_over,
+)
 
 # 500: large enough that a sweep keeps up with thousands of claims a second, small enough that it
 # holds a write lock for about a millisecond.
@@ -40,11 +50,17 @@ class Query:
 
     id_prefix: bytes = b""  # from a reference: `core.key.prefix_of`; whole bytes
     key: str | None = None
-    state: State | None = None
+    scope: str | None = None  # the caller's digest; a compact store keeps only its first character
     label: str | None = None
+    state: State | None = None
     created_before_ms: int | None = None
+    created_after_ms: int | None = None
+    lease_expired_at_ms: int | None = None  # only running records whose lease is over at this time
     expired_at_ms: int | None = None  # only records that a sweep at this time would delete
-    after_id: bytes = b""  # paging: the last id of the previous page
+    after_id: bytes = b""  # paging in id order: the last id of the previous page
+    # By `created_ms`, the latest first, and by id among equals. For the next page, set
+    # `created_before_ms` to the last record's `created_ms`, plus 1 to see its equals again.
+    newest_first: bool = False
     limit: int = FIND_LIMIT
 
 
@@ -54,11 +70,37 @@ def matches(record: Record, query: Query) -> bool:
         record.id.startswith(query.id_prefix)
         and record.id > query.after_id
         and (query.key is None or record.key == query.key)
-        and (query.state is None or record.state == query.state)
+        and (query.scope is None or record.scope == query.scope)
         and (query.label is None or record.label == query.label)
-        and (query.created_before_ms is None or record.created_ms < query.created_before_ms)
-        and (query.expired_at_ms is None or is_retention_over(record, query.expired_at_ms))
+        and (query.state is None or record.state == query.state)
+        and _matches_times(record, query)
     )
+
+
+def _matches_times(record: Record, query: Query) -> bool:
+    before_ms, after_ms = query.created_before_ms, query.created_after_ms
+    lease_ms, expired_ms = query.lease_expired_at_ms, query.expired_at_ms
+    return (
+        (before_ms is None or record.created_ms < before_ms)
+        and (after_ms is None or record.created_ms > after_ms)
+        and (lease_ms is None or (record.state == RUNNING and is_lease_over(record, lease_ms)))
+        and (expired_ms is None or is_retention_over(record, expired_ms))
+    )
+
+
+def matching(records: Iterable[Record], query: Query) -> Iterable[Record]:
+    """Return those of *records*, given in id order, that match, in the order of *query*."""
+    found = (record for record in records if matches(record, query))
+    if query.newest_first:
+        return heapq.nlargest(query.limit, found, key=lambda r: (r.created_ms, r.id))
+    return found
+
+
+def page_of(found: Iterable[Record], query: Query) -> Page:
+    """Return the first page of *found*, which match *query* and are in its order."""
+    records = list(islice(found, query.limit + 1))
+    is_last = len(records) <= query.limit or query.newest_first
+    return Page(records[: query.limit], None if is_last else records[query.limit - 1].id)
 
 
 def compact_record(record: Record) -> Record:
@@ -79,10 +121,10 @@ def compact_swap(swap: Swap) -> Swap:
 
 
 class Page(NamedTuple):
-    """Some records in id order, and where the next page starts (None: this was the last)."""
+    """Some records, and in id order where the next page starts (None: this was the last)."""
 
     records: Sequence[Record]
-    next_after_id: bytes | None
+    next_after_id: bytes | None  # always None if the newest come first
 
 
 class Finding(NamedTuple):
@@ -122,9 +164,11 @@ class Store(Protocol):
 
     def find(self, query: Query) -> Page:
         """
-        Return the records that fulfil *query*, in id order, at most `query.limit` of them.
+        Return the records that fulfil *query*, at most `query.limit` of them.
 
-        For operators and background recovery. May be slow, but must not block `swap`.
+        They are in id order, or the newest first. For operators and background recovery. May be
+        slow, but must not block `swap`. `page_of` and `matching` do it for a store that cannot
+        search by itself.
         """
         ...
 

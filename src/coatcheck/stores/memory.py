@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from coatcheck.core.record import GONE, Record, Swap, is_retention_over
 from coatcheck.errors import Misconfigured
-from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, Store, matches
+from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, Store, matching, page_of
 from coatcheck.stores.fork import renew_after_fork
 from coatcheck.stores.migration import Migration
 from coatcheck.stores.registry import MEMORY
@@ -73,11 +73,10 @@ class MemoryStore:
         return [self._records.get(id) for id in ids]
 
     def find(self, query: Query) -> Page:
-        """Return records for operators, in id order."""
+        """Return records for operators."""
         with self._mutex:
-            found = sorted(r for r in self._records.values() if matches(r, query))
-        page = found[: query.limit]
-        return Page(page, page[-1].id if len(found) > len(page) else None)
+            records = list(self._records.values())
+        return page_of(matching(sorted(records), query), query)
 
     def sweep(self, now_ms: int, limit: int = SWEEP_BATCH) -> int:
         """Delete up to *limit* records whose retention is over."""
@@ -123,7 +122,7 @@ class AsyncMemoryStore:
         return self._store.get(ids)
 
     async def find(self, query: Query) -> Page:
-        """Return records for operators, in id order."""
+        """Return records for operators."""
         return self._store.find(query)
 
     async def sweep(self, now_ms: int, limit: int = SWEEP_BATCH) -> int:

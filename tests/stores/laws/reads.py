@@ -13,6 +13,7 @@ from coatcheck.core.record import (
     completed,
     failed,
     in_doubt,
+    renewed,
 )
 from coatcheck.stores.contract import Query
 
@@ -113,8 +114,46 @@ def an_operator_finds_records_by_state_and_age() -> Flow[None]:
         assert (yield from find_all(Query(state=state, limit=1))) == records[n::4]
     assert (yield from find_all(Query(created_before_ms=NOW_MS))) == []
     assert (yield from find_all(Query(created_before_ms=NOW_MS + 1))) == records[:1]
+    assert (yield from find_all(Query(created_after_ms=NOW_MS + 5))) == records[6:]
+    middle = Query(created_after_ms=NOW_MS + 2, created_before_ms=NOW_MS + 5)
+    assert (yield from find_all(middle)) == records[3:5]
     both = Query(state=FAILED, id_prefix=records[6].id[:4])
     assert (yield from find_all(both)) == [records[6]]
+
+
+@law
+def an_operator_sees_the_newest_records_first() -> Flow[None]:
+    """O1: by age, then by id; the next page is what was created before, and no id tells of it."""
+    ages_ms = (3, 0, 5, 5, 1, 5, 4)
+    claims = [claim_of(id_of(n), now_ms=NOW_MS + age) for n, age in enumerate(ages_ms)]
+    # Later changes do not make a record newer.
+    records = claims[:1] + [completed(renewed(claim, NOW_MS), b"") for claim in claims[1:]]
+    yield from written(records)
+    newest = [records[n] for n in (5, 3, 2, 6, 0, 4, 1)]
+    for limit in (1, 2, 4, 7, 100):
+        page = yield from Find(Query(newest_first=True, limit=limit))
+        assert page == (newest[:limit], None)
+    older = Query(newest_first=True, created_before_ms=newest[3].created_ms, limit=2)
+    assert (yield from Find(older)) == (newest[4:6], None)
+    for query, wanted in (
+        (Query(newest_first=True, state=RUNNING), [newest[4]]),
+        (Query(newest_first=True, id_prefix=id_of(2)), [newest[2]]),
+        (Query(newest_first=True, created_after_ms=NOW_MS + 4, limit=2), newest[:2]),
+        (Query(newest_first=True, created_after_ms=NOW_MS + 5), []),
+    ):
+        assert (yield from Find(query)) == (wanted, None)
+
+
+@law
+def an_operator_finds_claims_whose_lease_is_over() -> Flow[None]:
+    """O1: running ones only, from the very millisecond on."""
+    dead = claim_of(id_of(0))
+    live = claim_of(id_of(1))._replace(lease_until_ms=dead.lease_until_ms + 1)
+    yield from written([dead, live, in_doubt(claim_of(id_of(2))), failed(claim_of(id_of(3)))])
+    over_ms = dead.lease_until_ms
+    for offset_ms, wanted in ((-1, []), (0, [dead]), (1, [dead, live])):
+        query = Query(lease_expired_at_ms=over_ms + offset_ms)
+        assert (yield from find_all(query)) == wanted
 
 
 @law
@@ -135,10 +174,11 @@ def an_operator_finds_exactly_what_a_sweep_would_take() -> Flow[None]:
 
 @law
 def an_operator_finds_records_by_what_the_client_sent() -> Flow[None]:
-    """O1, S1: by key or label, exactly; a compact store has dropped the key."""
+    """O1, R3, S1: by key, caller or label, exactly; a compact store has dropped key and caller."""
     kind = yield from ReadKind()
+    digest = "00a1b2c3d4e5f607"
     plain = claim_of(id_of(0))._replace(key="order-1", label="POST /orders", scope="ann")
-    other = plain._replace(id=id_of(1), scope="bob")
+    other = plain._replace(id=id_of(1), scope=digest)
     upper = plain._replace(id=id_of(2), key="ORDER-1", label="PATCH /orders")
     quote = plain._replace(id=id_of(3), key="%' or 1=1 --", label="POST /orders/_")
     yield from written([plain, other, upper, quote])
@@ -153,11 +193,17 @@ def an_operator_finds_records_by_what_the_client_sent() -> Flow[None]:
         Query(label="POST /orders", key="ORDER-1"): [],
         Query(label="PATCH /orders", key="ORDER-1", state=RUNNING): [upper],
         Query(key="order-1", id_prefix=other.id): [other],
+        Query(scope=digest): [other],
+        Query(scope=digest.upper()): [],
+        Query(scope="ann", key="order-1"): [plain],
+        Query(scope="ann", newest_first=True): [quote, upper, plain],
     }
     for query, records in wanted.items():
         found = yield from find_all(query)
-        kept = [] if kind.is_compact and query.key else map(kind.as_kept, records)
+        is_dropped = kind.is_compact and (query.key or query.scope)
+        kept = [] if is_dropped else map(kind.as_kept, records)
         assert found == [*kept], query
     assert (yield from find_all(Query(key="", limit=2))) == (
         [kind.as_kept(r) for r in (plain, other, upper, quote)] if kind.is_compact else []
     )
+    assert (yield from find_all(Query(scope=""))) == []

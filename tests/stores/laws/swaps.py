@@ -22,7 +22,7 @@ from coatcheck.core.record import (
     renewed,
 )
 
-from .effects import ReadKind, get, law
+from .effects import GetAll, ReadKind, SwapAll, get, law
 from .records import (
     ID,
     LARGE,
@@ -189,6 +189,19 @@ def a_record_is_deleted_by_who_knows_its_version_only() -> Flow[None]:
     assert (yield from Swap(ID, claim.version, None)) is None
     assert (yield from get(ID)) is None
     assert (yield from Swap(ID, claim.version, None)) == GONE
+
+
+@law
+def a_record_can_be_deleted_in_any_state() -> Flow[None]:
+    """R3: an operator erases what a caller has stored, long before its retention is over."""
+    ends = (lambda c: c, lambda c: completed(c, b"personal"), failed, in_doubt)
+    records = [end(claim_of(id_of(number))) for number, end in enumerate(ends)]
+    yield from SwapAll([Swap(record.id, 0, record) for record in records])
+    done = records[1]
+    assert_exactly((yield from Swap(done.id, done.version - 1, None)), done)
+    deletes = [Swap(record.id, record.version, None) for record in records]
+    assert list((yield from SwapAll(deletes))) == [None] * 4
+    assert list((yield from GetAll([record.id for record in records]))) == [None] * 4
 
 
 @law

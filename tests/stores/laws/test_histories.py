@@ -79,10 +79,15 @@ CONDITIONS: list[dict[str, Any]] = [
     *({"key": key} for key in ("key-0", "key-1", "")),
     *({"state": state} for state in STATE_NAMES),
     *({"label": label} for label in ("POST /orders", "PATCH /orders")),
+    *({"scope": scope} for scope in ("caller", "other")),
+    {"newest_first": True},
     # Seen from the moment of asking.
     *({"created_before_ms": offset_ms} for offset_ms in (-WINDOW_MS, 0, 1)),
+    *({"created_after_ms": offset_ms} for offset_ms in (-WINDOW_MS, -1)),
+    *({"lease_expired_at_ms": offset_ms} for offset_ms in (0, LEASE_MS)),
     *({"expired_at_ms": offset_ms} for offset_ms in (0, LEASE_MS, RETENTION_MS)),
 ]
+TIMES = ("created_before_ms", "created_after_ms", "lease_expired_at_ms", "expired_at_ms")
 QUERIES = [
     Query(**{**one, **other}, limit=limit)
     for limit in (1, 2, 100)
@@ -172,14 +177,15 @@ class History:
         assert list(self.ask(GetAll(ids))) == [kept.get(id) for id in ids]
         query = self.as_of_now(query)
         wanted = sorted(record for record in kept.values() if matches(record, query))
+        if query.newest_first:
+            wanted.sort(key=lambda record: (record.created_ms, record.id), reverse=True)
+            del wanted[query.limit :]
         assert self.driver.run(find_all(query)) == wanted
 
     def as_of_now(self, query: Query) -> Query:
-        created_ms, expired_ms = query.created_before_ms, query.expired_at_ms
+        offsets_ms = {name: getattr(query, name) for name in TIMES}
         return replace(
-            query,
-            created_before_ms=None if created_ms is None else self.now_ms + created_ms,
-            expired_at_ms=None if expired_ms is None else self.now_ms + expired_ms,
+            query, **{name: self.now_ms + ms for name, ms in offsets_ms.items() if ms is not None}
         )
 
     def swap_all(self, wishes: dict[int, tuple[str, int]]) -> None:

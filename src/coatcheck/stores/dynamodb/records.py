@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from coatcheck.core.key import reference_of
 from coatcheck.core.record import RUNNING, Record, State, Swap
@@ -124,12 +124,21 @@ def record_of(item: Item) -> Record:
         raise UnreadableItem(f"item {id} is not a record that this release can read") from error
 
 
-def version_of(item: Item) -> int:
-    """Return the version of the record in *item*; 0 if it is not a record."""
+class Heading(NamedTuple):
+    """What a scan reads of a record."""
+
+    id: bytes
+    version: int
+    created_ms: int
+
+
+def heading_of(item: Item) -> Heading:
+    """Return the heading of the record in *item*; raise `UnreadableItem` if it is not a record."""
+    id = item["id"]["B"]
     try:
-        return int(item["version"]["N"])
-    except (KeyError, ValueError):
-        return 0
+        return Heading(id, int(item["version"]["N"]), int(item["created_ms"]["N"]))
+    except (KeyError, ValueError) as error:
+        raise UnreadableItem(f"item {id.hex()} is not a record of coatcheck") from error
 
 
 def _record_of(item: Item) -> Record:
@@ -173,12 +182,12 @@ def condition_of(swap: Swap) -> dict[str, Any]:
 
 def scan_of(query: Query) -> dict[str, Any]:
     """
-    Return the parameters of a scan for the ids and versions of records that match *query*.
+    Return the parameters of a scan for the headings of records that match *query*.
 
     DynamoDB checks all conditions but those about ids, which the caller checks.
     """
     filters = list(_filters(query))
-    scan: dict[str, Any] = {"ProjectionExpression": "#id, #version"}
+    scan: dict[str, Any] = {"ProjectionExpression": "#id, #version, #created_ms"}
     if filters:
         scan["FilterExpression"] = " and ".join(text for text, _ in filters)
     values = {name: value for _, used in filters for name, value in used.items()}
@@ -190,7 +199,7 @@ def scan_of(query: Query) -> dict[str, Any]:
 
 
 def _filters(query: Query) -> Iterator[tuple[str, Item]]:
-    for name, text in (("key", query.key), ("label", query.label)):
+    for name, text in (("key", query.key), ("scope", query.scope), ("label", query.label)):
         if text:
             yield f"#{name} = :{name}", {f":{name}": _encode_text(text)}
         elif text is not None:
@@ -199,7 +208,13 @@ def _filters(query: Query) -> Iterator[tuple[str, Item]]:
         yield "#state = :state", {":state": {"N": str(query.state)}}
     if query.created_before_ms is not None:
         yield "#created_ms < :before", {":before": {"N": str(query.created_before_ms)}}
+    if query.created_after_ms is not None:
+        yield "#created_ms > :after", {":after": {"N": str(query.created_after_ms)}}
+    running = {":running": {"N": str(RUNNING)}}
+    if query.lease_expired_at_ms is not None:
+        values = {":lease": {"N": str(query.lease_expired_at_ms)}, **running}
+        yield "#state = :running and #lease_until_ms <= :lease", values
     if query.expired_at_ms is not None:
-        values = {":now": {"N": str(query.expired_at_ms)}, ":running": {"N": str(RUNNING)}}
+        values = {":now": {"N": str(query.expired_at_ms)}, **running}
         yield "#expires_ms <= :now and #version < :now", values
         yield "(#state <> :running or #lease_until_ms <= :now)", values

@@ -18,10 +18,11 @@ from __future__ import annotations
 import heapq
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from email.utils import parsedate_to_datetime
 from functools import partial
+from typing import Any, TypeVar
 
 from coatcheck.core.record import Record, Swap
 from coatcheck.errors import StoreUnavailable
@@ -36,7 +37,10 @@ from coatcheck.stores.dynamodb import doctor, records, requests, schema
 from coatcheck.stores.dynamodb.client import DynamoClient
 from coatcheck.stores.dynamodb.url import DynamoConfig, parse_url
 from coatcheck.stores.migration import Migration
+from coatcheck.stores.record_counts import RecordCount, record_count_of
 from coatcheck.stores.registry import DYNAMODB
+
+T = TypeVar("T")
 
 # A page of a scan is 1 MB of the table. 4 pages: half a thousand read units per sweep, which once a
 # minute costs a few dollars a month. Scanning a large table each time would cost hundreds a day.
@@ -105,45 +109,70 @@ class DynamoStore:
 
     def find(self, query: Query) -> Page:
         """
-        Return records for operators, in id order.
+        Return records for operators.
 
-        Each page scans the whole table, because items are in the order of a hash. Only ids are
-        transferred, and no more of them are kept than the page needs.
+        Each page scans the whole table, because items are in the order of a hash. Only headings
+        are transferred, and no more of them are kept than the page needs.
         """
-        ids = heapq.nsmallest(query.limit + 1, self._matching_ids(query))
-        page = ids[: query.limit]
+        found = self._matching(query)
+        if query.newest_first:
+            newest = heapq.nlargest(query.limit, found, key=lambda h: (h.created_ms, h.id))
+            ids, next_after_id = [heading.id for heading in newest], None
+        else:
+            first = heapq.nsmallest(query.limit + 1, found)
+            ids = [heading.id for heading in first[: query.limit]]
+            next_after_id = ids[-1] if len(first) > query.limit else None
         # A record may have changed since the scan, and not match any more.
-        records = [r for r in self._skip.read(self.get, page) if matches(r, query)]
-        return Page(records, page[-1] if len(ids) > query.limit else None)
+        page = [record for record in self._skip.read(self.get, ids) if matches(record, query)]
+        return Page(page, next_after_id)
 
-    def _matching_ids(self, query: Query) -> Iterator[bytes]:
+    def _matching(self, query: Query) -> Iterator[records.Heading]:
         start: bytes | None = None
         while True:
             found, start = self._scan_page(query, start, consistent=True)
-            for id, _ in found:
-                if id.startswith(query.id_prefix) and id > query.after_id:
-                    yield id
+            for heading in found:
+                if heading.id.startswith(query.id_prefix) and heading.id > query.after_id:
+                    yield heading
             if start is None:
                 return
 
     def _scan_page(
         self, query: Query, start: bytes | None, *, consistent: bool
-    ) -> tuple[list[tuple[bytes, int]], bytes | None]:
-        """Scan 1 MB of the table; return ids and versions that match, and the next start."""
-        scan = records.scan_of(query)
+    ) -> tuple[list[records.Heading], bytes | None]:
+        """Scan 1 MB of the table; return the headings that match, and the next start."""
+        items, start = self._scan(records.scan_of(query), start, consistent=consistent)
+        return self._decoded(records.heading_of, items), start
+
+    def count_records(self) -> Iterator[RecordCount]:
+        """Count each record by itself, because DynamoDB cannot group them; scans the table once."""
+        start: bytes | None = None
+        while True:
+            items, start = self._scan({}, start, consistent=True)
+            yield from map(record_count_of, self._decoded(records.record_of, items))
+            if start is None:
+                return
+
+    def _scan(
+        self, scan: dict[str, Any], start: bytes | None, *, consistent: bool
+    ) -> tuple[list[records.Item], bytes | None]:
+        """Scan 1 MB of the table from *start*; return items, and the next start."""
         if start is not None:
             scan["ExclusiveStartKey"] = {"id": {"B": start}}
         answer = self._client.call("scan", ConsistentRead=consistent, **scan)
-        found: list[tuple[bytes, int]] = []
-        for item in answer["Items"]:
-            id, version = item["id"]["B"], records.version_of(item)
-            if version:
-                found.append((id, version))
-            else:
-                message = f"{self.config}: item {id.hex()} is not a record of coatcheck"
-                self._skip.warn_once(UndecodableRecord(message))
         last = answer.get("LastEvaluatedKey")
-        return found, None if last is None else last["id"]["B"]
+        return answer["Items"], None if last is None else last["id"]["B"]
+
+    def _decoded(
+        self, decode: Callable[[records.Item], T], items: Sequence[records.Item]
+    ) -> list[T]:
+        """Return what *decode* makes of *items*, without those that are not records."""
+        decoded = []
+        for item in items:
+            try:
+                decoded.append(decode(item))
+            except records.UnreadableItem as error:
+                self._skip.warn_once(UndecodableRecord(f"{self.config}: {error}"))
+        return decoded
 
     def sweep(self, now_ms: int, limit: int = SWEEP_BATCH) -> int:
         """
@@ -181,14 +210,14 @@ class DynamoStore:
             if start is None:
                 return
 
-    def _delete(self, expired: list[tuple[bytes, int]], limit: int) -> tuple[int, bytes | None]:
+    def _delete(self, expired: list[records.Heading], limit: int) -> tuple[int, bytes | None]:
         """Delete up to *limit* unchanged records; return how many, and the last id at the limit."""
         deleted, last = 0, None
         while deleted < limit and expired:
             some, expired = expired[: limit - deleted], expired[limit - deleted :]
-            results = self.swap([Swap(id, version, None) for id, version in some])
+            results = self.swap([Swap(heading.id, heading.version, None) for heading in some])
             deleted += results.count(None)
-            last = some[-1][0]
+            last = some[-1].id
         return deleted, last if deleted == limit else None
 
     def check(self) -> Sequence[Finding]:

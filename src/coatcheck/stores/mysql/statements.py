@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 
 from coatcheck.core.identity import ID_BYTES
 from coatcheck.core.key import reference_of
-from coatcheck.core.record import Record, Swap
+from coatcheck.core.record import RUNNING, Record, State, Swap
 from coatcheck.stores.contract import Query, compact_record
 from coatcheck.stores.mysql.connection import Row
+from coatcheck.stores.record_counts import RecordCount
 
 logger = logging.getLogger("coatcheck")
 
@@ -177,14 +178,32 @@ class Statements:
         """
         Return the statement that reads a page of *query*, and one record more to see if it goes on.
 
-        The server ends it after *limit_s*. MariaDB and MySQL spell that differently, and each reads
-        the other's spelling as a comment.
+        The server ends it after *limit_s*.
         """
-        mariadb = f"/*M!100100 set statement max_statement_time={limit_s:f} for */"
-        mysql = f"select /*+ MAX_EXECUTION_TIME({limit_s * 1_000:.0f}) */"
-        limited = self._select.replace("select", f"{mariadb} {mysql}", 1)
         where = " and ".join(_conditions(query))
-        return f"{limited} where {where} order by id limit {query.limit + 1:d}"
+        order = "created_ms desc, id desc" if query.newest_first else "id"
+        select = f"{self._select} where {where} order by {order} limit {query.limit + 1:d}"
+        return _with_time_limit(select, limit_s)
+
+    def count(self, limit_s: float) -> str:
+        """Return the statement that counts records by state and label; see `record_count_of`."""
+        select = (
+            "select state, label, count(*), min(created_ms),"
+            " cast(sum(ifnull(length(progress), 0) + ifnull(length(response), 0)) as signed),"
+            f" @@read_only from {self._table} group by state, label"
+        )
+        return _with_time_limit(select, limit_s)
+
+
+def _with_time_limit(select: str, limit_s: float) -> str:
+    """
+    Return *select*, which the server ends after *limit_s*.
+
+    MariaDB and MySQL spell that differently, and each reads the other's spelling as a comment.
+    """
+    mariadb = f"/*M!100100 set statement max_statement_time={limit_s:f} for */"
+    mysql = f"select /*+ MAX_EXECUTION_TIME({limit_s * 1_000:.0f}) */"
+    return select.replace("select", f"{mariadb} {mysql}", 1)
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -192,8 +211,18 @@ class Statements:
 
 def record_of(row: Row) -> Record:
     """Return the record that is stored in *row*."""
-    label, scope, key = (text.decode("utf-8", "surrogatepass") for text in row[10:13])
+    label, scope, key = map(_text_of, row[10:13])
     return Record._make((*row[:10], label, scope, key, row[13], row[14]))
+
+
+def record_count_of(row: Row) -> RecordCount:
+    """Return what a *row* of `Statements.count` says."""
+    state, label, records, oldest_ms, body_bytes, _ = row
+    return RecordCount(State(state), _text_of(label), records, oldest_ms, body_bytes)
+
+
+def _text_of(stored: bytes) -> str:
+    return stored.decode("utf-8", "surrogatepass")
 
 
 def bytes_of(text: str) -> bytes:
@@ -241,14 +270,17 @@ def _conditions(query: Query) -> Iterator[str]:
     yield f"id >= {_hex(query.id_prefix)}"
     yield f"id > {_hex(query.after_id)}"
     yield f"id <= {_hex(query.id_prefix.ljust(ID_BYTES, bytes([255])))}"
-    if query.key is not None:
-        yield f"`key` = {_hex(bytes_of(query.key))}"
-    if query.label is not None:
-        yield f"label = {_hex(bytes_of(query.label))}"
+    for name, text in (("`key`", query.key), ("scope", query.scope), ("label", query.label)):
+        if text is not None:
+            yield f"{name} = {_hex(bytes_of(text))}"
     if query.state is not None:
         yield f"state = {query.state:d}"
     if query.created_before_ms is not None:
         yield f"created_ms < {query.created_before_ms:d}"
+    if query.created_after_ms is not None:
+        yield f"created_ms > {query.created_after_ms:d}"
+    if query.lease_expired_at_ms is not None:
+        yield f"state = {RUNNING} and lease_until_ms <= {query.lease_expired_at_ms:d}"
     if query.expired_at_ms is not None:
         yield _RETENTION_OVER.format(query.expired_at_ms)
 

@@ -14,14 +14,15 @@ from functools import partial
 
 from coatcheck.core.record import Record, Swap
 from coatcheck.errors import StoreUnavailable
-from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query
+from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, page_of
 from coatcheck.stores.migration import Migration
 from coatcheck.stores.mysql import doctor, schema
 from coatcheck.stores.mysql import swap as operations
-from coatcheck.stores.mysql.connection import Connection, Server, Session, free_one
-from coatcheck.stores.mysql.statements import Statements
+from coatcheck.stores.mysql.connection import Connection, Row, Server, Session, free_one
+from coatcheck.stores.mysql.statements import Statements, record_count_of, record_of
 from coatcheck.stores.mysql.transaction import transaction_statements
 from coatcheck.stores.mysql.url import TABLE, parse_url
+from coatcheck.stores.record_counts import RecordCount
 from coatcheck.stores.registry import MYSQL
 from coatcheck.stores.search_timeout import search_limit_s
 
@@ -66,7 +67,7 @@ class MysqlStore:
         self._search_limit_s = search_limit_s(server.timeout_s)
         # Longer than the server's own limit, so that the server ends a search first.
         reply_timeout_s = self._search_limit_s + server.timeout_s
-        self._search = Connection(server, reply_timeout_s=reply_timeout_s)
+        self._searcher = Connection(server, reply_timeout_s=reply_timeout_s)
 
     def _open(self, *, create: bool) -> tuple[int, bool]:
         """
@@ -123,12 +124,21 @@ class MysqlStore:
         return self._reader.run(lambda s: operations.get(s, self._statements, ids))
 
     def find(self, query: Query) -> Page:
-        """Return records for operators, in id order, on a connection of its own."""
+        """Return records for operators."""
+        rows = self._search(self._statements.search(query, self._search_limit_s))
+        return page_of(map(record_of, rows), query)
+
+    def count_records(self) -> Sequence[RecordCount]:
+        """Count records by state and label, in one statement."""
+        return [*map(record_count_of, self._search(self._statements.count(self._search_limit_s)))]
+
+    def _search(self, statement: str) -> Sequence[Row]:
+        """Return the rows of *statement*, on a connection of its own."""
         # A search may take a minute, and so may the wait for a server that has stopped. So ask it
         # for something simple first, with the usual timeout.
         self._maintenance.run(lambda s: s.read("select 1"))
         limit_s = self._search_limit_s
-        return self._search.run(lambda s: operations.find(s, self._statements, query, limit_s))
+        return self._searcher.run(lambda s: operations.search(s, statement, limit_s))
 
     def sweep(self, now_ms: int, limit: int = SWEEP_BATCH) -> int:
         """Delete up to *limit* records whose retention is over, some hundreds at a time."""
@@ -165,5 +175,5 @@ class MysqlStore:
 
     def close(self) -> None:
         """Close the connections; one that is in use is closed by the thread that uses it."""
-        for connection in (*self._writers, self._reader, self._maintenance, self._search):
+        for connection in (*self._writers, self._reader, self._maintenance, self._searcher):
             connection.close()

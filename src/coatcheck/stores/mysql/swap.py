@@ -17,8 +17,7 @@ import pymysql
 
 from coatcheck.core.record import GONE, Record, Swap, is_same_write_cut
 from coatcheck.errors import StoreUnavailable
-from coatcheck.stores.contract import Page, Query
-from coatcheck.stores.mysql.connection import Session
+from coatcheck.stores.mysql.connection import Row, Session
 from coatcheck.stores.mysql.errors import SEARCH_TIMED_OUT, code_of
 from coatcheck.stores.mysql.statements import (
     IDS_MAX,
@@ -165,16 +164,14 @@ def get(session: Session, statements: Statements, ids: Sequence[bytes]) -> Seque
     return [found.get(id) for id in ids]
 
 
-def find(session: Session, statements: Statements, query: Query, limit_s: float) -> Page:
-    """Return records in id order; the server ends the search after *limit_s*."""
+def search(session: Session, statement: str, limit_s: float) -> Sequence[Row]:
+    """Return the rows of *statement*, which the server ends after *limit_s*."""
     try:
-        rows = session.read_records(statements.search(query, limit_s))
+        return session.read_records(statement)
     except pymysql.MySQLError as error:
         if code_of(error) in SEARCH_TIMED_OUT:
             raise took_too_long(limit_s) from error
         raise
-    records = [record_of(row) for row in rows[: query.limit]]
-    return Page(records, records[-1].id if len(rows) > query.limit else None)
 
 
 def sweep(session: Session, statements: Statements, now_ms: int, limit: int) -> int:

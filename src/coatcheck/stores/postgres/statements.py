@@ -15,8 +15,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from coatcheck.core.identity import ID_BYTES
-from coatcheck.core.record import GONE, Record, Swap, new_record
+from coatcheck.core.record import GONE, RUNNING, Record, State, Swap, new_record
 from coatcheck.stores.contract import Query
+from coatcheck.stores.record_counts import RecordCount
 
 Row: TypeAlias = Sequence[Any]
 
@@ -70,6 +71,7 @@ class Statements(NamedTuple):
     delete_one: str  # an id and the expected version
     read_many: str  # an array of ids
     select: str
+    count_all: str  # by state and label; see `record_count_of`
     sweep: str
 
 
@@ -86,6 +88,7 @@ def statements_for(table: str) -> Statements:
         delete_one=f"delete from {table} where id = $1::uuid and version = $2::bigint returning 1",
         read_many=f"select {_FIELDS} from {table} where id = any($1::uuid[])",
         select=f"select {_FIELDS} from {table}",
+        count_all=_count(table),
         sweep=_sweep(table),
     )
 
@@ -131,6 +134,15 @@ def _conflicts(table: str, given: str) -> str:
           select {_FIELDS} from {table} as r where r.id = g.id
         ) as r on true
         where g.id not in"""
+
+
+def _count(table: str) -> str:
+    """Return the statement that counts records; `length` does not read a stored value."""
+    return f"""
+        select state, coalesce(label, ''), count(*), min({CREATED_MS}),
+          sum(coalesce(length(progress), 0) + coalesce(length(response), 0))::bigint
+        from {table} group by state, label
+    """
 
 
 def _sweep(table: str) -> str:
@@ -210,6 +222,12 @@ def record_of(row: Row) -> Record:
     return record
 
 
+def record_count_of(row: Row) -> RecordCount:
+    """Return what a *row* of the statement `count_all` says."""
+    state, label, *rest = row
+    return RecordCount(State(state), unescape_text(label), *rest)
+
+
 def conflicts_of(rows: Sequence[Row]) -> dict[bytes, Record]:
     """Return for each conflict of a batch, by id, the record as of the statement's snapshot."""
     return {row[-1]: GONE if row[0] is None else record_of(row[:-1]) for row in rows}
@@ -248,7 +266,9 @@ def find(query: Query, select: str) -> tuple[str, list[object]]:
         values += parameters
         conditions.append(condition.format(*(f"${n}" for n in range(first, len(values) + 1))))
     values.append(query.limit + 1)
-    return f"{select} where {' and '.join(conditions)} order by id limit ${len(values)}", values
+    order = f"{CREATED_MS} desc, id desc" if query.newest_first else "id"
+    where = " and ".join(conditions)
+    return f"{select} where {where} order by {order} limit ${len(values)}", values
 
 
 def _conditions(query: Query) -> Iterator[tuple[str, Sequence[object]]]:
@@ -265,12 +285,17 @@ def _conditions(query: Query) -> Iterator[tuple[str, Sequence[object]]]:
     if query.id_prefix:
         first, last = (query.id_prefix.ljust(ID_BYTES, fill).hex() for fill in (b"\x00", b"\xff"))
         yield "id >= {0}::uuid and id <= {1}::uuid", [first, last]
-    for name, text in (("key", query.key), ("label", query.label)):
+    for name, text in (("key", query.key), ("scope", query.scope), ("label", query.label)):
         if text is not None:
             yield (f"{name} = {{0}}", [escape_text(text)]) if text else (f"{name} is null", [])
     if query.state is not None:
         yield "state = {0}", [query.state]
     if query.created_before_ms is not None:
         yield f"{CREATED_MS} < {{0}}", [query.created_before_ms]
+    if query.created_after_ms is not None:
+        yield f"{CREATED_MS} > {{0}}", [query.created_after_ms]
+    if query.lease_expired_at_ms is not None:
+        lease_over = f"state = {RUNNING} and coalesce(lease_until_ms, 0) <= {{0}}"
+        yield lease_over, [query.lease_expired_at_ms]
     if query.expired_at_ms is not None:
         yield _RETENTION_IS_OVER, [query.expired_at_ms]

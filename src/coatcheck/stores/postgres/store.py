@@ -22,6 +22,7 @@ from coatcheck.stores.contract import (
     Page,
     Query,
     compact_swap,
+    page_of,
 )
 from coatcheck.stores.migration import Migration
 from coatcheck.stores.postgres import schema as schemas
@@ -38,6 +39,7 @@ from coatcheck.stores.postgres.schema import Names, known_version, migrate
 from coatcheck.stores.postgres.swap import RecordTable
 from coatcheck.stores.postgres.transaction import transaction_statements_for
 from coatcheck.stores.postgres.url import TIMEOUT_S, asyncpg_options, conninfo_of, parse_url
+from coatcheck.stores.record_counts import RecordCount
 from coatcheck.stores.registry import POSTGRES
 from coatcheck.stores.search_timeout import search_limit_s
 
@@ -140,12 +142,19 @@ class PostgresStore:
         return PostgresBackend(self._table, self._async_options, self._timeout_s)
 
     def find(self, query: Query) -> Page:
-        """Find records for operators, in the order of their ids."""
-        statement, values = statements.find(query, self._table.statements.select)
+        """Find records for operators."""
+        rows = self._search(*statements.find(query, self._table.statements.select))
+        return page_of(map(statements.record_of, rows), query)
+
+    def count_records(self) -> Sequence[RecordCount]:
+        """Count records by state and label, in one statement that reads no response."""
+        return [
+            *map(statements.record_count_of, self._search(self._table.statements.count_all, ()))
+        ]
+
+    def _search(self, statement: str, values: Sequence[object]) -> Sequence[statements.Row]:
         limit_s = search_limit_s(self._timeout_s)
-        rows = self._searcher.run(lambda c: search(c, statement, values, limit_s))
-        records = [statements.record_of(row) for row in rows[: query.limit]]
-        return Page(records, records[-1].id if len(rows) > query.limit else None)
+        return self._searcher.run(lambda c: search(c, statement, values, limit_s))
 
     def sweep(self, now_ms: int, limit: int = SWEEP_BATCH) -> int:
         """Delete up to *limit* records whose retention is over."""

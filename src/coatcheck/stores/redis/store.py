@@ -18,8 +18,17 @@ from coatcheck.core.flow import Effect, run
 from coatcheck.core.record import Record, Swap
 from coatcheck.errors import CoatcheckError, Misconfigured, StoreUnavailable
 from coatcheck.stores.batch_errors import SkipUndecodable
-from coatcheck.stores.contract import SWEEP_BATCH, AsyncBackend, Finding, Page, Query, matches
+from coatcheck.stores.contract import (
+    SWEEP_BATCH,
+    AsyncBackend,
+    Finding,
+    Page,
+    Query,
+    matching,
+    page_of,
+)
 from coatcheck.stores.migration import Migration
+from coatcheck.stores.record_counts import RecordCount, record_count_of
 from coatcheck.stores.redis.async_backend import RedisBackend
 from coatcheck.stores.redis.client import Server
 from coatcheck.stores.redis.cluster import Cluster, Topology
@@ -128,22 +137,25 @@ class RedisStore:
 
     def find(self, query: Query) -> Page:
         """
-        Read records for operators, in id order.
+        Read records for operators.
 
         Redis has no order, so all ids are collected first: a million of them take about 100 MB
         here and some seconds, during which the server serves others.
         """
-        records: list[Record] = []
-        ids = sorted({id for id in self._scan(query.id_prefix) if id > query.after_id})
+        return page_of(matching(self._read_all(query.id_prefix, query.after_id), query), query)
+
+    def count_records(self) -> Iterator[RecordCount]:
+        """Count each record by itself, because Redis cannot group them."""
+        return map(record_count_of, self._read_all())
+
+    def _read_all(self, id_prefix: bytes = b"", after_id: bytes = b"") -> Iterator[Record]:
+        """Yield all records in id order, read some at a time."""
+        ids = sorted({id for id in self._scan(id_prefix) if id > after_id})
         try:
             for start in range(0, len(ids), READ_MAX):
-                some = self._undecodable.read(self.get, ids[start : start + READ_MAX])
-                records += [record for record in some if matches(record, query)]
-                if len(records) > query.limit:
-                    return Page(records[: query.limit], records[query.limit - 1].id)
+                yield from self._undecodable.read(self.get, ids[start : start + READ_MAX])
         except UnreadableValue as error:
             raise StoreUnavailable(f"{self.name}: {error}") from error
-        return Page(records, None)
 
     def _scan(self, id_prefix: bytes) -> Iterator[bytes]:
         """Yield every id that begins with *id_prefix*, some of them twice."""

@@ -16,8 +16,9 @@ from functools import cache
 from typing import Any, TypeAlias, TypeVar
 
 from coatcheck.core.identity import ID_BYTES
-from coatcheck.core.record import Record, Swap
+from coatcheck.core.record import RUNNING, Record, State, Swap
 from coatcheck.stores.contract import Query
+from coatcheck.stores.record_counts import RecordCount
 
 T = TypeVar("T")
 Row: TypeAlias = list[Any]
@@ -36,10 +37,18 @@ _INTO = f"coatcheck_records ({', '.join(_COLUMNS)})"
 _ROW_FIELDS = len(Record._fields)
 _ROW = "(?{0},?{1},?{2},?{3},?{4},?{1}-?{5},?{6},?{8}-?{7},?{8},?{9},?{10},?{11},?{12},?{13},?{14}"
 
+_CREATED_MS = "version - age_ms"
 _SELECT = (
-    "select id, version, state, attempt, fingerprint, version - age_ms, lease_until_ms,"
+    f"select id, version, state, attempt, fingerprint, {_CREATED_MS}, lease_until_ms,"
     " expires_ms - margin_ms, expires_ms, nonce, label, scope, key, progress, response"
     " from coatcheck_records"
+)
+
+# Counts records by state and label; see `record_count_of`. `length` does not read a blob.
+COUNT = (
+    f"select state, label, count(*), min({_CREATED_MS}),"
+    " sum(ifnull(length(progress), 0) + ifnull(length(response), 0))"
+    " from coatcheck_records group by state, label"
 )
 
 # Change a record. `expires_ms` stays as it is, so no index is touched. A key that starts over after
@@ -155,18 +164,25 @@ def find(query: Query) -> tuple[str, list[object]]:
     ]
     where = " and ".join(text for text, _ in conditions)
     values = [value for _, value in conditions]
-    return f"{_SELECT} where {where} order by {id} limit ?", [*values, query.limit + 1]
+    order = f"{_CREATED_MS} desc, id desc" if query.newest_first else id
+    return f"{_SELECT} where {where} order by {order} limit ?", [*values, query.limit + 1]
 
 
 def _filters(query: Query) -> Iterator[tuple[str, object]]:
     if query.key is not None:
         yield "key = ?", _encode_key(query.key)
+    if query.scope is not None:
+        yield "scope = ?", _encode_scope(query.scope)
     if query.label is not None:
         yield "label = ?", _encode_text(query.label)
     if query.state is not None:
         yield "state = ?", query.state
     if query.created_before_ms is not None:
-        yield "version - age_ms < ?", query.created_before_ms
+        yield f"{_CREATED_MS} < ?", query.created_before_ms
+    if query.created_after_ms is not None:
+        yield f"{_CREATED_MS} > ?", query.created_after_ms
+    if query.lease_expired_at_ms is not None:
+        yield f"state = {RUNNING} and lease_until_ms <= ?", query.lease_expired_at_ms
     if query.expired_at_ms is not None:
         yield "expires_ms <= ?", query.expired_at_ms
         yield "version < ?", query.expired_at_ms
@@ -197,6 +213,12 @@ def record_of(row: Sequence[Any]) -> Record:
     if type(response) is str:
         response = None
     return Record._make((*row[:10], label, scope, key, progress, response))
+
+
+def record_count_of(row: Sequence[Any]) -> RecordCount:
+    """Return what a *row* of `COUNT` says."""
+    state, label, *rest = row
+    return RecordCount(State(state), _unescape(label) if type(label) is bytes else label, *rest)
 
 
 _UUID_CHARS, _UUID_BYTES = 36, 16

@@ -19,8 +19,9 @@ from collections.abc import Sequence
 
 from coatcheck.core.record import GONE, Record, Swap
 from coatcheck.errors import StoreUnavailable
-from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, compact_swap
+from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, compact_swap, page_of
 from coatcheck.stores.migration import Migration
+from coatcheck.stores.record_counts import RecordCount
 from coatcheck.stores.registry import SQLITE
 from coatcheck.stores.sqlite import doctor, schema, statements
 from coatcheck.stores.sqlite.connection import SharedConnection, execute_with_retry
@@ -147,12 +148,15 @@ class SqliteStore:
         return [records.get(id) for id in ids]
 
     def find(self, query: Query) -> Page:
-        """Return records for operators, in id order; on a connection that delays no request."""
-        statement, values = statements.find(query)
+        """Return records for operators, on a connection that delays no request."""
         with self._search as connection:
-            rows = connection.execute(statement, values).fetchall()
-        records = [statements.record_of(row) for row in rows[: query.limit]]
-        return Page(records, records[-1].id if len(rows) > query.limit else None)
+            rows = connection.execute(*statements.find(query)).fetchall()
+        return page_of(map(statements.record_of, rows), query)
+
+    def count_records(self) -> Sequence[RecordCount]:
+        """Count records by state and label, in one statement that reads no response."""
+        with self._search as connection:
+            return [*map(statements.record_count_of, connection.execute(statements.COUNT))]
 
     def sweep(self, now_ms: int, limit: int = SWEEP_BATCH) -> int:
         """Delete up to *limit* records whose retention is over; return how many."""
