@@ -7,6 +7,7 @@ from coatcheck.core.policy import Policy
 from coatcheck.core.record import Record
 from coatcheck.core.response import Response
 from coatcheck.engine import AsyncEngine, Engine
+from coatcheck.engine.resolution import Erased
 from coatcheck.errors import (
     ClaimLost,
     CoatcheckError,
@@ -43,6 +44,7 @@ __all__ = [
     "Decision",
     "DidNotHappen",
     "Engine",
+    "Erased",
     "Happened",
     "KeyBusy",
     "KeyExpired",

@@ -47,6 +47,7 @@ IMPURE_CALLS = {
 
 # One extra = one file or one folder: the only places where a third-party package may be imported.
 THIRD_PARTY = {
+    "cli": {"click", "rich"},
     "server/fastapi.py": {"fastapi"},
     "stores/encryption.py": {"cryptography"},
     "stores/sqlite": {"aiosqlite"},
