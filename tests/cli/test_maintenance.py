@@ -18,7 +18,7 @@ def test_everything_of_one_caller_is_erased(shared):
     words = ("erase", "--caller", "customer-17", "--secret", "pepper")
     code, out, err = shared.run(*words, "--dry-run")
     assert (code, out) == (0, "would erase 3 records\n")
-    assert err == f"coatcheck: left alone, because they run: {running}\n"
+    assert err == f"coatcheck: left alone, because they run or have just changed: {running}\n"
     assert shared.run(*words)[0] == 2  # not confirmed
     assert len(shared.all()) == 5
     assert shared.json(*words, "--yes") == {"is_dry_run": False, "erased": 3, "left": [running]}

@@ -1,5 +1,6 @@
 """Whose key it is: the ready `caller=` functions, value by value."""
 
+import httpx
 import pytest
 from starlette.authentication import SimpleUser, UnauthenticatedUser
 
@@ -7,6 +8,10 @@ from coatcheck import Engine, Misconfigured
 from coatcheck.server import callers
 from coatcheck.server.guard import RequestGuard
 from coatcheck.server.request import Request
+from coatcheck.server.wsgi import IdempotencyMiddleware
+from coatcheck.stores import Query
+from coatcheck.stores.memory import MemoryStore
+from tests.support.times import eventually
 
 
 def request(native=(), **headers: str) -> Request:
@@ -243,3 +248,26 @@ def test_a_negative_number_of_proxies_is_refused_at_start():
     """S2."""
     with pytest.raises(Misconfigured):
         callers.client_address(proxies=-1)
+
+
+def test_what_a_caller_function_returned_finds_its_records():
+    """R3, S2: by its text, with the secret of the deployment."""
+
+    def served(environ, start_response):
+        start_response("201 Created", [])
+        return [b"done"]
+
+    store = MemoryStore()
+    options = {"store": store, "secret": b"pepper", "caller": callers.api_key("X-Shop-Key")}
+    guarded = IdempotencyMiddleware(served, **options)
+    with httpx.Client(transport=httpx.WSGITransport(guarded), base_url="http://shop") as client:
+        for who in ("ada", "eve"):
+            headers = {"Idempotency-Key": "k", "X-Shop-Key": who}
+            assert client.post("/orders", headers=headers).status_code == 201
+    engine = guarded.engine
+    assert engine.erase("nobody-else") == (0, ())
+    # Not before the clock has passed the version of the record: some milliseconds.
+    eventually(lambda: engine.erase("ada", dry_run=True) == (1, ()))
+    assert engine.erase("ada") == (1, ())
+    assert len(store.find(Query()).records) == 1
+    engine.close()

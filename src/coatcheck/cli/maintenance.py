@@ -53,7 +53,9 @@ def erase(caller: str, secret: str, url: str, *, dry_run: bool, yes: bool, as_js
     else:
         print(f"{'would erase' if dry_run else 'erased'} {_counted(erased.records)}")
         if erased.left:
-            print_error(f"left alone, because they run: {', '.join(erased.left)}")
+            print_error(
+                f"left alone, because they run or have just changed: {', '.join(erased.left)}"
+            )
     return 0
 
 

@@ -77,9 +77,10 @@ _OF_REQUEST = ("status", "header", "body", "body_file", "empty")
 @json_option
 def resolve(reference_or_key: str, url: str, *, as_json: bool, **options: Any) -> int:
     """
-    Settle an operation whose outcome is unknown: it happened, or it did not.
+    Settle an operation whose outcome is unknown.
 
-    REF_OR_KEY is a reference, an id or a key, as for lookup.
+    Say whether it happened, after you have found out. REF_OR_KEY is a reference, an id or a key,
+    as for lookup.
     """
     outcome = _outcome(**{name: options.pop(name) for name in _OUTCOME})
     keyring = _keyring(options.pop("keyring"))

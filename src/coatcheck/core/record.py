@@ -137,6 +137,7 @@ OPERATOR_MOVES = (
     Move("correct", COMPLETED, COMPLETED, When.DECIDED),
     Move("correct", COMPLETED, FAILED, When.DECIDED),
     Move("correct", FAILED, COMPLETED, When.DECIDED),
+    Move("correct", FAILED, FAILED, When.DECIDED),
     Move("erase", COMPLETED, None, When.VERSION_PASSED),
     Move("erase", FAILED, None, When.VERSION_PASSED),
     Move("erase", IN_DOUBT, None, When.VERSION_PASSED),

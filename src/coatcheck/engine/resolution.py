@@ -233,7 +233,7 @@ class Erased(NamedTuple):
     """What `erase` did."""
 
     records: int  # how many were deleted, or would be
-    left: tuple[str, ...]  # the references of those that run, or changed meanwhile
+    left: tuple[str, ...]  # the references of those that run, or have just changed
 
 
 def erase(attempts: Attempts, store: Store, caller: str, *, dry_run: bool) -> Erased:
