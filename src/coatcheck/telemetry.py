@@ -129,6 +129,7 @@ class Telemetry:
         logger.warning(
             "coatcheck: operation %s (%s) is in doubt: %s; see coatcheck lookup %s",
             *(reference, record.label, why, reference),
+            extra={"reference": reference, "label": record.label, "attempt": record.attempt},
         )
 
     def happened(self, kind: type[OperationEvent], record: Record, *more: Any) -> None:

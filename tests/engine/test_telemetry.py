@@ -309,8 +309,13 @@ def test_an_operation_that_becomes_in_doubt_is_one_warning(
         heard.recovery.round()
     reference = reference_of(store.record.id)
     text = f"operation {reference} (charges) is in doubt: {why}; see coatcheck lookup {reference}"
-    warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-    assert warnings == [f"coatcheck: {text}"]
+    (line,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert line.getMessage() == f"coatcheck: {text}"
+    assert (line.reference, line.label, line.attempt) == (
+        reference,
+        "charges",
+        store.record.attempt,
+    )
     assert heard.attempts.telemetry.in_doubt_count == kinds(events).count(InDoubt) == 1
 
 
