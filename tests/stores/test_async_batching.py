@@ -259,18 +259,6 @@ async def test_a_batch_of_a_loop_has_a_limit_and_the_rest_follows():
 # ------------------------------------------------------------------------------------ failures
 
 
-@on_a_loop
-async def test_a_bad_record_on_a_loop_fails_alone():
-    """D2: the other members of its batch are written all the same."""
-    async with Scene() as on:
-        on.blocking.failing[id_of(2)] = bad = ValueError("too large")
-        rest = [on.call(claim(number)) for number in (1, 2, 3)]
-        await turns()
-        assert await on.outcomes(*rest) == [[None], bad, [None]]
-        assert on.backend.batches == [[0], [1, 2, 3], [1], [2], [3]]
-        assert list(await on.store.get([id_of(3)])) == [claim(3).record]
-
-
 def test_each_member_gets_its_own_outcome_of_a_batch_error():
     """D2, L1: a caller of several gets those of its own; and no member is retried."""
     unreachable = StoreUnavailable("a shard is unreachable", is_ambiguous=True)
@@ -294,20 +282,6 @@ def test_each_member_gets_its_own_outcome_of_a_batch_error():
     asyncio.run(scene())
 
 
-@on_a_loop
-async def test_an_unreachable_server_fails_the_whole_batch_at_once():
-    """D2: each caller gets an error object of its own, and the batch is not retried."""
-    async with Scene() as on:
-        on.blocking.failing[id_of(2)] = StoreUnavailable("gone", is_ambiguous=True)
-        rest = [on.call(claim(number)) for number in (1, 2, 3)]
-        await turns()
-        errors = await on.outcomes(*rest)
-        assert [str(error) for error in errors] == ["gone"] * 3
-        assert [error.is_ambiguous for error in errors] == [True] * 3
-        assert len({id(error) for error in errors}) == 3
-        assert len(on.backend.batches) == 2
-
-
 @pytest.mark.parametrize("raised", [Interrupted(), StopIteration()], ids=repr)
 @on_a_loop
 async def test_whatever_a_backend_raises_every_caller_gets_an_outcome(raised):
@@ -321,20 +295,6 @@ async def test_whatever_a_backend_raises_every_caller_gets_an_outcome(raised):
         if isinstance(raised, Interrupted):
             assert [error.is_ambiguous for error in outcomes] == [True] * 2
         assert list(await on.store.swap([claim(3)])) == [None]
-
-
-@on_a_loop
-async def test_a_backend_that_returns_too_few_results_is_called_for_each_alone():
-    """D2: no caller gets the result of another."""
-    async with Scene() as on:
-        get = on.blocking.get
-        on.blocking.get = lambda ids: [*get(ids)][:1]  # type: ignore[method-assign]
-        gate = on.backend.hold()
-        reads = [asyncio.ensure_future(on.store.get([id_of(0)])) for _ in range(3)]
-        both = asyncio.ensure_future(on.store.get([id_of(0), id_of(1)]))
-        await turns()
-        gate.set()
-        assert await asyncio.gather(*reads, both) == [[None]] * 3 + [[None, None]]
 
 
 @on_a_loop

@@ -239,6 +239,7 @@ def test_an_engine_that_must_not_create_says_which_command_does(place, engine, c
 
     with pytest.raises(Misconfigured, match="coatcheck migrate"):
         asyncio.run(start())
+    assert migrate_store(place.url, only_look=True).found == 0, "nothing was created"
     assert asked(capsys, place.url)[0] == 0
     with closing(open_store(strict)) as store:
         assert store.swap([Swap(IDS[0], 0, RECORDS[0])]) == [None]
@@ -293,8 +294,8 @@ def test_migrate_also_works_where_engines_must_not_create(place, capsys):
     open_store(place.option("create=0")).close()
 
 
-def test_a_newer_schema_is_left_alone_by_migrate(place, release, monkeypatch, capsys):
-    """D4: an old command line must not touch it."""
+def test_a_newer_schema_is_refused_and_left_alone(place, monkeypatch, capsys):
+    """D4: by an old release, and by its command line."""
     with monkeypatch.context() as patch:
         patch.setattr(place.module, "MIGRATIONS", (*place.module.MIGRATIONS, *place.next))
         open_store(place.url).close()
@@ -303,6 +304,8 @@ def test_a_newer_schema_is_left_alone_by_migrate(place, release, monkeypatch, ca
         code, _, err = asked(capsys, place.url, *words)
         assert code == 2
         assert "upgrade coatcheck" in err
+    with pytest.raises(Misconfigured, match=r"schema 3, but this release .* up to 1; upgrade"):
+        open_store(place.url)
     assert place.looks() == before
 
 

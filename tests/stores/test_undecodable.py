@@ -55,12 +55,12 @@ def put(**attributes: dict[str, object]) -> Spoil:
 
 def unlike(record: Record, **attributes: dict[str, object]) -> Spoil:
     """Puts an item that is like that of *record* but for these *attributes*."""
-    own = {name: value for name, value in item_of(record, compact=False).items() if name != "id"}
+    own = {name: value for name, value in item_of(record).items() if name != "id"}
     return put(**{**own, **attributes})
 
 
 RECORD = claim_of()
-BROKEN_TEXT = encode(RECORD._replace(key="k" * 9), compact=False)[0].replace(b"k", b"\xff")
+BROKEN_TEXT = encode(RECORD._replace(key="k" * 9))[0].replace(b"k", b"\xff")
 WAYS = {
     "redis: newer": (redis_server, overwritten(NEWER)),
     "redis: short": (redis_server, overwritten(b"\x01")),

@@ -23,7 +23,7 @@ from coatcheck.stores.lazy import LazyStore
 from coatcheck.stores.memory import AsyncMemoryStore, MemoryStore
 from coatcheck.stores.migration import Migration
 from coatcheck.stores.registry import BY_SCHEME, StoreInfo
-from coatcheck.stores.url import hide_password, refuse_no_text, shown
+from coatcheck.stores.url import did_you_mean, hide_password, refuse_no_text, shown
 
 __all__ = [
     "AsyncStore",
@@ -115,8 +115,10 @@ def _info_of(url: str) -> StoreInfo:
         raise Misconfigured(f"{shown(url)} is not a URL: {error}") from error
     info = BY_SCHEME.get(scheme)
     if info is None:
+        hint = did_you_mean(scheme, BY_SCHEME, "://")
         known = ", ".join(f"{scheme}://" for scheme in BY_SCHEME)
-        raise Misconfigured(f"no store is known for {scheme or shown(url)!r}; there are {known}")
+        unknown = scheme or shown(url)
+        raise Misconfigured(f"no store is known for {unknown!r}{hint}; there are {known}")
     return info
 
 

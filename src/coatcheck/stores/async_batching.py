@@ -48,15 +48,10 @@ TICKS_MAX = 8
 
 
 class AsyncBatcher:
-    """
-    Groups the swaps and reads of one event loop into bulk calls of its backend.
-
-    Args:
-        backend: made for the running event loop.
-        store: the same store for threads, which finishes swaps that this loop leaves behind.
-    """
+    """Groups the swaps and reads of one event loop into bulk calls of its backend."""
 
     def __init__(self, backend: AsyncBackend, store: Store) -> None:
+        # *store* finishes, in a thread, the swaps that this loop leaves behind.
         self._backend = backend
         self._is_over = False
         self._swaps: _Queue[Swap] = _Queue(backend, backend.swap, store.swap, writes=True)
@@ -114,15 +109,7 @@ class _Batch(Generic[T]):
 
 
 class _Queue(Generic[T]):
-    """
-    The calls of one kind that wait for the backend, and the batches that are in flight.
-
-    Args:
-        backend: has the limits.
-        bulk_call: the bulk call of the backend.
-        blocking: the same call of the blocking store.
-        writes: the calls are swaps; otherwise they are reads.
-    """
+    """The swaps, or the reads, that wait for the backend, and the batches that are in flight."""
 
     def __init__(
         self,
@@ -133,8 +120,8 @@ class _Queue(Generic[T]):
         writes: bool,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._bulk_call = bulk_call
-        self._blocking = blocking
+        self._bulk_call = bulk_call  # of the backend
+        self._blocking = blocking  # the same call of the blocking store
         self._writes = writes
         self._id_of: Callable[[_Member[T]], bytes] | None = attrgetter("ask.id") if writes else None
         self._batch_max = backend.batch_max if writes else BATCH_MAX

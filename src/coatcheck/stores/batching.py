@@ -78,13 +78,7 @@ _ALONE: _Entry[Any] = _Entry(None)
 
 
 class _Queue(Generic[T]):
-    """
-    The threads that wait for one kind of bulk call; the module docstring has the protocol.
-
-    Args:
-        call: the bulk call.
-        id_of: the id of an entry, if no id may appear twice in a batch.
-    """
+    """The threads that wait for one kind of bulk call; the module docstring has the protocol."""
 
     def __init__(
         self,
@@ -92,7 +86,7 @@ class _Queue(Generic[T]):
         id_of: Callable[[_Entry[T]], bytes] | None,
     ) -> None:
         self._call = call
-        self._id_of = id_of
+        self._id_of = id_of  # None: an id may appear twice in a batch
         self._mutex = threading.Lock()
         self._waiting: list[_Entry[T]] = []
         self._leader: _Entry[T] | None = None  # None: the store is idle

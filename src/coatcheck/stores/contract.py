@@ -23,17 +23,17 @@ exception means that this record cannot be written, and that nothing was.
 from __future__ import annotations
 
 import heapq
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from coatcheck.core.record import (
     RUNNING,
     Record,
     State,
     Swap,
-    is_lease_over,
     is_retention_over,
 )
 
@@ -64,27 +64,41 @@ class Query:
     limit: int = FIND_LIMIT
 
 
+class Condition(NamedTuple):
+    """What a query demands of one field of a record."""
+
+    field: str
+    operator: Literal["=", "<", ">", "<="]
+    value: Any
+
+
+def conditions_of(query: Query) -> Iterator[Condition]:
+    """Yield all conditions of *query* but those about ids and `expired_at_ms`."""
+    for field in ("key", "scope", "label", "state"):
+        if (value := getattr(query, field)) is not None:
+            yield Condition(field, "=", value)
+    if query.created_before_ms is not None:
+        yield Condition("created_ms", "<", query.created_before_ms)
+    if query.created_after_ms is not None:
+        yield Condition("created_ms", ">", query.created_after_ms)
+    if query.lease_expired_at_ms is not None:
+        yield Condition("state", "=", RUNNING)
+        yield Condition("lease_until_ms", "<=", query.lease_expired_at_ms)
+
+
+_OPERATORS = {"=": operator.eq, "<": operator.lt, ">": operator.gt, "<=": operator.le}
+
+
 def matches(record: Record, query: Query) -> bool:
     """Return whether *record* fulfils *query*; for stores that filter in Python."""
     return (
         record.id.startswith(query.id_prefix)
         and record.id > query.after_id
-        and (query.key is None or record.key == query.key)
-        and (query.scope is None or record.scope == query.scope)
-        and (query.label is None or record.label == query.label)
-        and (query.state is None or record.state == query.state)
-        and _matches_times(record, query)
-    )
-
-
-def _matches_times(record: Record, query: Query) -> bool:
-    before_ms, after_ms = query.created_before_ms, query.created_after_ms
-    lease_ms, expired_ms = query.lease_expired_at_ms, query.expired_at_ms
-    return (
-        (before_ms is None or record.created_ms < before_ms)
-        and (after_ms is None or record.created_ms > after_ms)
-        and (lease_ms is None or (record.state == RUNNING and is_lease_over(record, lease_ms)))
-        and (expired_ms is None or is_retention_over(record, expired_ms))
+        and (query.expired_at_ms is None or is_retention_over(record, query.expired_at_ms))
+        and all(
+            _OPERATORS[condition.operator](getattr(record, condition.field), condition.value)
+            for condition in conditions_of(query)
+        )
     )
 
 

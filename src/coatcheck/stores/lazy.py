@@ -24,12 +24,9 @@ RETRY_S = 1.0
 
 class LazyStore:
     """
-    A store that *open* opens.
+    A store that *open* opens, which raises `StoreUnavailable` if it cannot be reached.
 
-    Args:
-        open: opens it; raises `StoreUnavailable` if it cannot be reached.
-        must_be_checked: only the store itself can tell that it must not be used.
-        monotonic: the clock by which it is tried again.
+    *must_be_checked*: only the store itself can tell that it must not be used.
     """
 
     def __init__(

@@ -25,6 +25,11 @@ def supported(what: str, found: int, wanted: int) -> int:
     return found
 
 
+def migration_of(what: str, found: int, wanted: int, *, only_look: bool) -> Migration:
+    """Return the report on a schema that was upgraded just now, unless it was *only_look*."""
+    return Migration(what, found, wanted, done=found < wanted and not only_look)
+
+
 class Migration(NamedTuple):
     """The schema of one store."""
 

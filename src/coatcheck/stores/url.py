@@ -8,11 +8,16 @@ is raised while a store is opened is inspected here.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
+from typing import Any, TypeAlias
 
 from coatcheck.core.policy import duration_ms
 from coatcheck.errors import CoatcheckError, Misconfigured, StoreUnavailable
+
+# For each option of a URL: the keyword argument that it sets, and what parses its value.
+Options: TypeAlias = Mapping[str, tuple[str, Callable[[str], object]]]
 
 # 5: shorter pieces occur in many words and reveal little. But a whole part of the password between
 # two special characters may have been taken for a host or an option: there 3 are enough.
@@ -45,20 +50,57 @@ def refuse_no_text(url: object) -> None:
         raise Misconfigured(message)
 
 
-def no_option(store: str, name: str, value: str, known: Collection[str]) -> str:
-    """Return the message for an invalid option; the value of an unknown one may be a secret."""
-    return f"{store}: {name}={value if name in known else '…'} is no option"
+def parse_options(
+    store: str, pairs: Iterable[tuple[str, str]], known: Options, explained: str
+) -> dict[str, Any]:
+    """
+    Return the keyword arguments for the options of a URL, its *pairs* of name and value.
+
+    *explained* lists the *known* options, for errors about the store *store*.
+    """
+    arguments: dict[str, Any] = {}
+    for name, value in pairs:
+        if name not in known:  # the value may be a secret
+            hint = did_you_mean(name, known)
+            raise Misconfigured(
+                f"{store}: {name}=… is no option{hint}; the options are {explained}"
+            )
+        argument, parse = known[name]
+        try:
+            arguments[argument] = parse(value)
+        except (ValueError, OverflowError) as error:
+            problem = f"{store}: {name}={value[:40]}: {error}"
+            raise Misconfigured(f"{problem}; the options are {explained}") from error
+    return arguments
 
 
-def seconds_of(what: str, value: str) -> float:
-    """Return the duration *value* in seconds; *what* names the option in errors."""
-    try:
-        milliseconds = duration_ms(value)
-    except (ValueError, OverflowError) as error:
-        raise Misconfigured(f"{what}: {error}") from error
+def did_you_mean(word: str, known: Iterable[str], after: str = "") -> str:
+    """Return the question whether *word* is a misspelling of a *known* one; empty if it is none."""
+    close = get_close_matches(word, list(known), n=1)
+    return f" (did you mean {close[0]}{after}?)" if close else ""
+
+
+def flag(value: str) -> bool:
+    """Parse an option that is 0 or 1."""
+    if value not in ("0", "1"):
+        raise ValueError("write 0 or 1")
+    return value == "1"
+
+
+def duration_s(value: str) -> float:
+    """Parse a duration of at most a day."""
+    milliseconds = duration_ms(value)
     if milliseconds > _DURATION_MS_MAX:
-        raise Misconfigured(f"{what}: {value[:40]!r} is longer than a day")
+        raise ValueError("longer than a day")
     return milliseconds / 1_000
+
+
+def timeout_s(value: str) -> float:
+    """Parse a duration that leaves time for an answer."""
+    seconds = duration_s(value)
+    if not seconds:
+        raise ValueError("a timeout must be longer than 0")
+    return seconds
 
 
 @contextmanager

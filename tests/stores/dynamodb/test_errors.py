@@ -16,7 +16,6 @@ from botocore.exceptions import ClientError
 
 from coatcheck.core.record import Swap
 from coatcheck.errors import StoreUnavailable
-from coatcheck.stores import open_store
 from coatcheck.stores.dynamodb.store import DynamoStore
 from tests.stores.dynamodb.scenes import (
     TIMEOUT_S,
@@ -298,9 +297,3 @@ def test_a_store_recovers_from_a_server_that_hangs_dies_and_restarts(server):
         DynamoStore.from_url(url).close()
         again = claimed(store, 3)
         assert store.get([again.id, claim.id]) == [again, None]
-
-
-def test_a_store_that_cannot_be_reached_is_an_outage_at_the_start():
-    """D2: not a wrong setting, because the server may start at any moment."""
-    with pytest.raises(StoreUnavailable, match="Could not connect"):
-        open_store("dynamodb://orders?region=eu-west-1&endpoint=http://127.0.0.1:1&timeout=1s")

@@ -36,7 +36,6 @@ from tests.stores.dynamodb.scenes import (
     claim_of,
     claimed,
     claims,
-    client_of,
     completed_with,
     fresh_url,
     on,
@@ -115,8 +114,8 @@ def test_a_batch_is_sent_by_a_few_threads_and_a_single_swap_by_its_caller():
     assert len(seen.threads) == 4
 
 
-def test_swaps_that_got_a_thread_are_written_when_no_more_threads_start(store, monkeypatch):
-    """L1, D2: each swap has its own outcome; the others can be retried."""
+def test_a_batch_is_ambiguous_if_no_more_threads_start(store, monkeypatch):
+    """L1, D2: some swaps may have got a thread; the same batch can be retried."""
     start = threading.Thread.start
     allowed = iter(range(2))
     are_missed = threading.Event()
@@ -130,15 +129,15 @@ def test_swaps_that_got_a_thread_are_written_when_no_more_threads_start(store, m
     def keep_busy(**_: Any) -> None:
         assert are_missed.wait(TIMEOUT_S)
 
-    on(store, "before-send.dynamodb", keep_busy)
     monkeypatch.setattr(threading.Thread, "start", start_two)
-    _, errors = call_apart(store.swap, claims(0, 6))
+    on(store, "before-send.dynamodb", keep_busy)
+    with pytest.raises(StoreUnavailable, match="can't start new thread") as caught:
+        store.swap(claims(0, 6))
+    assert caught.value.is_ambiguous
     monkeypatch.undo()
-    assert [error is None for error in errors] == [True] * 2 + [False] * 4
-    assert {str(error).partition(": ")[2] for error in errors[2:]} == {"can't start new thread"}
     results, errors = call_apart(store.swap, claims(0, 6))
     assert not any(errors)
-    assert results[:2] == [claim_of(0), claim_of(1)]
+    assert all(result in (None, claim_of(n)) for n, result in enumerate(results))
 
 
 def test_records_are_read_by_the_hundred_and_unprocessed_keys_are_requested_again(store):
@@ -208,19 +207,7 @@ def test_a_record_is_read_back_unchanged_from_its_item(people, progress, respons
     """D1: NUL, lone surrogates, None, empty values, large numbers."""
     record = claim_of(1)._replace(nonce=number, progress=progress, response=response)
     record = record._replace(label=people[0], scope=people[1], key=people[2])
-    assert records.record_of(records.item_of(record, compact=False)) == record
-    small = record._replace(scope=record.scope[:1], key="")
-    assert records.record_of(records.item_of(record, compact=True)) == small
-
-
-def test_texts_that_are_not_valid_unicode_are_stored_and_found(store):
-    """O1, S1: over the network, too."""
-    key = "before\x00after \ud800 \udfff"
-    record = claim_of(1)._replace(key=key, label="\udc80", scope="\x00")
-    assert swap(store, record.id, 0, record) is None
-    claimed(store, 2)
-    assert store.find(Query(key=key, label="\udc80")).records == [record]
-    assert store.find(Query(key="\udc80")).records == []
+    assert records.record_of(records.item_of(record)) == record
 
 
 def test_a_compact_store_keeps_neither_scope_nor_key():
@@ -301,7 +288,7 @@ def test_a_writer_recognises_its_own_record_although_it_is_encrypted_again(rest)
 
 def test_a_response_that_just_fits_is_kept(store):
     """L2: DynamoDB accepts what we estimate to fit."""
-    small = records.size_of(records.item_of(completed(claim_of(1), b"x"), compact=False))
+    small = records.size_of(records.item_of(completed(claim_of(1), b"x")))
     answer = completed_with(store, os.urandom(records.ITEM_BYTES_MAX - small))
     assert store.get([answer.id]) == [answer]
 
@@ -411,28 +398,6 @@ def test_a_sweep_does_not_delete_a_record_that_changed_since_the_scan(store):
 # ------------------------------------------------------------------------------------- the table
 
 
-def test_several_nodes_create_the_table_at_the_same_time():
-    """D4: one creates it, all use it."""
-    url = fresh_url()
-    with ThreadPoolExecutor(6) as threads:
-        stores = list(threads.map(DynamoStore.from_url, [url] * 6))
-    claim = claimed(stores[0])
-    for store in stores:
-        assert store.get([claim.id]) == [claim]
-        store.close()
-
-
-def test_without_create_no_table_is_created():
-    """D4: explicit in production."""
-    url = fresh_url()
-    with pytest.raises(Misconfigured, match="there is no table"):
-        open_store(url, create=False)
-    with closing(DynamoStore.from_url(url)) as store:
-        claim = claimed(store)
-    with closing(open_store(url, create=False)) as looking:
-        assert looking.get([claim.id]) == [claim]
-
-
 def make_table(store: DynamoStore, name: str, **changes: Any) -> str:
     """Create a table as another application would; return its URL."""
     settings: dict[str, Any] = {
@@ -509,29 +474,6 @@ def test_the_doctor_reports_a_table_that_was_deleted(store):
     assert not caught.value.is_ambiguous
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        *(
-            "dynamodb://",
-            "dynamodb:///orders",
-            "dynamodb://a/b",
-            "dynamodb://ab",
-            "dynamodb://a b c",
-        ),
-        *("dynamodb://orders?color=red", "dynamodb://orders?compact=yes", "dynamodb://orders#x"),
-        *("dynamodb://orders?timeout=soon", "dynamodb://orders?timeout=0s"),
-        *("dynamodb://orders?concurrency=0", "dynamodb://orders?concurrency=many"),
-        *("dynamodb://orders?region=", "dynamodb://orders?endpoint=localhost:8000"),
-        "dynamodb://orders?endpoint=http://",
-    ],
-)
-def test_a_wrong_url_is_refused_with_a_message_that_helps(url):
-    """D1: found at the start, never during a request."""
-    with pytest.raises(Misconfigured, match="dynamodb"):
-        open_store(url)
-
-
 def test_a_missing_region_or_missing_credentials_are_reported(monkeypatch, tmp_path):
     """D1: an endpoint on this machine needs no credentials, any other does."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
@@ -575,28 +517,6 @@ def test_a_closed_store_has_no_threads_and_refuses_calls(store):
     for count_of_swaps in (1, 2):
         with pytest.raises(StoreUnavailable, match="closed"):
             store.swap([Swap(b"%d" % n, 1, None) for n in range(count_of_swaps)])
-
-
-def test_a_forked_child_has_its_own_client_and_threads(store):
-    """D2: gunicorn forks after it has loaded the application, which may have used the store."""
-    before = [claim_of(number) for number in range(9)]
-    store.swap([Swap(claim.id, 0, claim) for claim in before])
-    client = client_of(store)
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            children = [Swap(c.id, c.version, completed(c, b"child")) for c in before[1:]]
-            is_own = client_of(store) is not client
-            code = 0 if is_own and store.swap(children) == [None] * 8 else 2
-            store.close()
-        finally:
-            os._exit(code)
-    assert store.get([before[0].id]) == [before[0]]
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    ended = [completed(claim, b"child") for claim in before[1:]]
-    assert store.swap([Swap(c.id, 0, c) for c in before]) == [before[0], *ended]
-    assert client_of(store) is client
 
 
 # ------------------------------------------------------------------------------------ event loops

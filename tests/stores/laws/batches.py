@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coatcheck.core.flow import Flow
-from coatcheck.core.record import GONE, Swap, completed, renewed
+from coatcheck.core.record import GONE, Record, Swap, completed, renewed
 
 from .effects import GetAll, ReadKind, SwapAll, get, law
 from .records import LARGE, LEASE_MS, NOW_MS, assert_exactly, claim_of, claimed, id_of
@@ -66,6 +66,37 @@ def answers_come_in_the_order_of_the_swaps() -> Flow[None]:
         standing = yield from GetAll([claim.id for claim in claims])
         kept = [(completed(c, b"%d" % n), c, None)[n % 3] for n, c in enumerate(claims)]
         assert list(standing) == kept
+
+
+@law
+def applied_and_conflicting_swaps_share_a_batch_in_every_mixture() -> Flow[None]:
+    """L1, L5: late claims, stale holders, missing records, deletes, new lives and repetitions."""
+    for size in (2, 3, 7, 47, 130):
+        old = [claim_of(id_of(1_000 * size + n)) for n in range(size)]
+        standing = [record for n, record in enumerate(old) if n % 7 not in (0, 1)]
+        yield from SwapAll([Swap(record.id, 0, record) for record in standing])
+        swaps, wanted, after = zip(*map(_one_of_seven, range(size), old), strict=True)
+        assert list((yield from SwapAll(swaps))) == [*wanted]
+        assert list((yield from GetAll([record.id for record in old]))) == [*after]
+        # An equal swap of a second caller conflicts, though it would leave the same values.
+        pairs = [(s, r) for s, r in zip(swaps, after, strict=True) if s.record is not None]
+        answers = yield from SwapAll([swap for swap, _ in pairs])
+        assert list(answers) == [GONE if record is None else record for _, record in pairs]
+
+
+def _one_of_seven(n: int, record: Record) -> tuple[Swap, Record | None, Record | None]:
+    """A swap, its answer, and what stands after it; only 0 and 1 find no record."""
+    done = completed(record, b"done")
+    life = record._replace(version=record.version + 1, expires_ms=record.expires_ms + 1)
+    return (
+        (Swap(record.id, 0, record), None, record),
+        (Swap(record.id, record.version, done), GONE, None),
+        (Swap(record.id, 0, record._replace(nonce=7)), record, record),
+        (Swap(record.id, record.version, done), None, done),
+        (Swap(record.id, record.version, life), None, life),
+        (Swap(record.id, record.version - 1, life), record, record),
+        (Swap(record.id, record.version, None), None, None),
+    )[n % 7]
 
 
 @law

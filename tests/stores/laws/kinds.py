@@ -6,7 +6,9 @@ reads the field (`ReadKind`) and asserts what the store does instead.
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,6 +91,13 @@ class Kind:
         return bytes_max is None or len(noise or b"") <= bytes_max
 
 
+def _application_file(directory: Path) -> str:
+    """A file with a table of its own, and so with a journal instead of a write-ahead log."""
+    with closing(sqlite3.connect(directory / "laws.db")) as connection:
+        connection.execute("create table orders (id)")
+    return f"sqlite:///{directory}/laws.db"
+
+
 # The store of docs/howto/own-store.md, with the promises of SQLite.
 OWN = Kind(
     name="own-store",
@@ -105,6 +114,12 @@ KINDS = (
         name="sqlite",
         fresh_url=lambda directory: f"sqlite:///{directory}/laws.db",
         info=registry.SQLITE,
+    ),
+    Kind(
+        name="sqlite-in-the-file-of-an-application",
+        fresh_url=_application_file,
+        info=registry.SQLITE,
+        histories=60,
     ),
     Kind(
         name="sqlite-compact",

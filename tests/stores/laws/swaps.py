@@ -21,8 +21,9 @@ from coatcheck.core.record import (
     in_doubt,
     renewed,
 )
+from coatcheck.stores.contract import Query
 
-from .effects import GetAll, ReadKind, SwapAll, get, law
+from .effects import GetAll, ReadKind, SwapAll, find_all, get, law
 from .records import (
     ID,
     LARGE,
@@ -48,6 +49,9 @@ STRANGE_TEXTS = (
     "two\r\nlines\tand \x01\x1f\x7f",
     "before\x00after",
     "🧥 für Müller \u202e e\u0301 \U0010ffff",
+    # What a database escapes, packs or cannot store: a path may hold any bytes.
+    *("\x00", "\x1bescape", "a\x1bb", '{"a,b\\"}', "é" * 8, "\ud800", "\udfff" * 5),
+    *("a" * 12 + "\ud800", "before\x00 \udc80", "00a1b2c3d4e5f607", "%_"),
 )
 STRANGE_BYTES = (None, b"", b"\x00", b"'\"\\\r\n\xff\x00", b"null", LARGE)
 
@@ -108,13 +112,17 @@ def strange_records() -> list[Record]:
 
 @law
 def what_people_read_comes_back_too_unless_the_store_is_compact() -> Flow[None]:
-    """K5, S1: label, scope and key, whatever a client put into them."""
+    """K5, O1, S1: label, scope and key, whatever a client put into them, and searches for them."""
     kind = yield from ReadKind()
+    yield from claimed(claim_of()._replace(label="X ", scope="X ", key="X "))
     for number, text in enumerate(STRANGE_TEXTS):
         for field in ("label", "scope", "key"):
-            record = claim_of(id_of(number))._replace(**{field: text})
+            record = claim_of(id_of(number + 2))._replace(**{field: text})
             yield from claimed(record)
             assert_exactly((yield from get(record.id)), kind.as_kept(record))
+            if text and not (kind.is_compact and field != "label"):
+                found = yield from find_all(Query(**{field: text}))
+                assert found == [record]
             after = failed(record)._replace(**{field: text[::-1]})
             yield from changed(record, after)
             assert_exactly((yield from Swap(record.id, 0, record)), kind.as_kept(after))

@@ -83,6 +83,7 @@ def opened(url: str) -> Store:
 
 
 def claim_in_rounds(url: str, number: int) -> Sequence[Record | None]:
+    start.wait()
     store = opened(url)
     answers: list[Record | None] = []
     for round in range(ROUNDS):
@@ -95,7 +96,7 @@ def claim_in_rounds(url: str, number: int) -> Sequence[Record | None]:
 
 @named(SHARED)
 def test_of_simultaneous_claims_in_several_processes_one_wins(kind: Kind, tmp_path: Path):
-    """L1: on any number of servers; the others all get the winner's record."""
+    """L1, D4: all open it at once, and one creates it; losers get the winner's record."""
     told = in_processes(claim_in_rounds, kind.fresh_url(tmp_path))
     for round in range(ROUNDS):
         answers = [answers[round] for answers in told]
@@ -191,6 +192,64 @@ def test_what_was_acknowledged_survives_a_kill(kind: Kind, tmp_path: Path):
         assert record.response == b"x" * 5000
     assert store.swap([Swap(ids[0], 0, claim_of(ids[0]))])[0] is not None
     store.close()
+
+
+# Uses a store, forks, and uses it in parent and child, while other threads hold its locks.
+FORKING = """
+import os, sys, threading
+from coatcheck.core.record import RUNNING, Record, Swap
+from coatcheck.stores import open_store
+
+def swap(number):
+    id = number.to_bytes(16, "big")
+    return [Swap(id, 0, Record(id, 1, RUNNING, 1, id, 1, 1, 1, 1 << 43, 7, "", "", "", None, b""))]
+
+store = open_store(sys.argv[1])
+assert store.swap(swap(1)) == [None]
+stop = threading.Event()
+
+def hold_locks():
+    while not stop.is_set():
+        store.get([bytes(16)])
+
+threads = [threading.Thread(target=hold_locks) for _ in range(3)]
+for thread in threads:
+    thread.start()
+for start in range(1000, 6000, 1000):
+    child = os.fork()
+    if child == 0:
+        for number in range(start, start + 20):
+            assert store.swap(swap(number)) == [None]
+        assert store.swap(swap(1)) != [None]
+        store.close()
+        os._exit(0)
+    for number in range(start + 500, start + 520):
+        assert store.swap(swap(number)) == [None]
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert store.swap(swap(start)) != [None]
+stop.set()
+for thread in threads:
+    thread.join()
+store.close()
+print("done")
+"""
+
+
+@named([kind for kind in SHARED if kind is not OWN])
+def test_a_store_from_before_a_fork_works_in_parent_and_child(kind: Kind, tmp_path: Path):
+    """D4, L1: each with its own connections, whatever locks other threads held at the fork."""
+    ran = subprocess.run(
+        [
+            *(sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKING),
+            kind.fresh_url(tmp_path),
+        ],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S_MAX,
+        check=False,
+    )
+    assert (ran.returncode, ran.stdout) == (0, "done\n"), ran.stderr
 
 
 @named(ALONE)

@@ -1,20 +1,17 @@
 """Connections to MySQL and MariaDB: forks, outages, restarts and replicas, on a server that is killed."""
 
-import asyncio
 import multiprocessing
 import signal
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from itertools import count
 
 import pytest
 from pymysql.cursors import Cursor
 
 from coatcheck.core.record import Swap, completed
 from coatcheck.errors import StoreUnavailable
-from coatcheck.stores import Query, open_async_store, open_store
+from coatcheck.stores import Query, open_store
 from tests.stores.laws.records import ID, claim_of, id_of
 from tests.stores.mysql.support import (
     MANY,
@@ -139,110 +136,6 @@ def test_a_restart_of_the_server_needs_no_restart_of_ours(opened, own, own_url):
         own.start()
         assert store.swap([claim(), claim(id_of(2))]) == [claim_of(), None]
         assert store.get([ID]) == [claim_of()]
-
-
-class Writer:
-    """A thread that claims and completes until `ends` is set, and keeps the results."""
-
-    numbers = count(1)
-
-    def __init__(self, store, size):
-        self.store, self.size = store, size
-        self.acknowledged, self.refused, self.ambiguous = [], [], []
-        self.ends = threading.Event()
-        self.thread = threading.Thread(target=self.work)
-        self.thread.start()
-
-    def work(self):
-        while not self.ends.is_set():
-            claims = [claim_of(id_of(next(self.numbers))) for _ in range(self.size)]
-            swaps = [Swap(record.id, 0, record) for record in claims]
-            if self.attempt(swaps) and self.attempt([complete(record) for record in claims]):
-                continue
-            self.ends.wait(0.01)
-
-    def attempt(self, swaps):
-        try:
-            assert self.store.swap(swaps) == [None] * len(swaps)
-        except StoreUnavailable as error:
-            (self.ambiguous if error.is_ambiguous else self.refused).extend(swaps)
-            return False
-        self.acknowledged.extend(swaps)
-        return True
-
-
-def test_acknowledged_writes_survive_a_kill_of_the_server(own, own_url):
-    """D1, D2, L5: nothing acknowledged is lost, and nothing refused was written."""
-    with closing(open_store(own_url)) as one, closing(open_store(own_url)) as other:
-        writers = [Writer(one, 1), Writer(other, 1), Writer(other, 5)]
-        try:
-            for _ in range(2):
-                counts = [len(writer.acknowledged) + 60 for writer in writers]
-                until(lambda counts=counts: all(map(is_past, writers, counts)))
-                own.kill()
-                refused = [len(writer.refused) for writer in writers]
-                until(
-                    lambda refused=refused: all(
-                        len(w.refused) > n for w, n in zip(writers, refused, strict=True)
-                    )
-                )
-                own.start()
-            counts = [len(writer.acknowledged) + 60 for writer in writers]
-            until(lambda: all(map(is_past, writers, counts)))
-        finally:
-            for writer in writers:
-                writer.ends.set()
-                writer.thread.join(START_S_MAX)
-        for writer in writers:
-            last = {swap.id: swap.record for swap in writer.acknowledged}
-            ambiguous = {swap.id: swap.record for swap in writer.ambiguous}
-            for record, found in zip(last.values(), one.get(list(last)), strict=True):
-                assert found in (record, ambiguous.get(record.id, record))
-            never = [swap.id for swap in writer.refused if swap.expected == 0]
-            assert one.get(never) == [None] * len(never)
-
-
-def is_past(writer, count):
-    return len(writer.acknowledged) > count
-
-
-def test_writes_that_an_event_loop_acknowledged_survive_a_kill_of_the_server(own, own_url):
-    """D1: and writes that failed are ambiguous, or were not made."""
-    acknowledged, failed = {}, []
-
-    async def write(store, numbers):
-        for number in numbers:
-            record = claim_of(id_of(number))
-            try:
-                await store.swap([Swap(record.id, 0, record)])
-                acknowledged[number] = record
-                await store.swap([complete(record)])
-                acknowledged[number] = completed(record, b"done")
-            except StoreUnavailable as error:
-                failed.append((number, error))
-
-    async def writers(store):
-        async with asyncio.timeout(START_S_MAX):
-            await asyncio.gather(*(write(store, range(n, 6_400, 32)) for n in range(32)))
-
-    async def story():
-        store = open_async_store(own_url)
-        writing = asyncio.create_task(writers(store))
-        await asyncio.to_thread(until, lambda: len(acknowledged) > 100)
-        await asyncio.to_thread(own.kill)
-        await writing
-        await asyncio.to_thread(own.start)
-        ambiguous = {number for number, error in failed if error.is_ambiguous}
-        found = await store.get([id_of(number) for number in acknowledged])
-        for (number, record), stored in zip(acknowledged.items(), found, strict=True):
-            is_next = stored.version == record.version + 1
-            assert stored == record or (number in ambiguous and is_next)
-        never = {number for number, _ in failed} - ambiguous - acknowledged.keys()
-        assert never
-        assert list(await store.get([id_of(n) for n in never])) == [None] * len(never)
-        await store.close()
-
-    asyncio.run(story())
 
 
 def test_a_search_does_not_wait_for_a_server_that_has_stopped(own, own_url):

@@ -1,6 +1,5 @@
 """The tables of the MySQL store: creating them, and refusing those that cannot be used."""
 
-import multiprocessing
 from contextlib import closing
 
 import pymysql
@@ -9,21 +8,8 @@ import pytest
 from coatcheck import Engine
 from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.stores import open_store
-from coatcheck.stores.mysql import schema as mysql_schema
 from tests.stores.laws.records import ID, claim_of, id_of
-from tests.stores.mysql.support import MANY, claim, other_session, query
-from tests.support.servers import START_S_MAX
-
-
-def test_a_newer_schema_is_refused_with_both_versions(url):
-    """D4: and not changed."""
-    open_store(url).close()
-    with other_session(url) as other:
-        query(other, "update coatcheck_meta set value = 7")
-        words = f"schema 7, but .* up to {len(mysql_schema.MIGRATIONS)}"
-        with pytest.raises(Misconfigured, match=words):
-            open_store(url)
-        assert query(other, "select value from coatcheck_meta") == ((7,),)
+from tests.stores.mysql.support import claim, other_session, query
 
 
 def test_a_store_that_may_not_create_creates_nothing(url):
@@ -66,28 +52,6 @@ def test_several_tables_share_a_database_with_those_of_an_application(url):
             pytest.raises(StoreUnavailable, match="a table of coatcheck is gone"),
         ):
             two.swap([claim()])
-
-
-def open_and_claim(url, start, answers):
-    start.wait()
-    with closing(open_store(url)) as store:
-        answers.put(store.swap([claim(id, nonce=id[-1]) for id in MANY]).count(None))
-
-
-def test_processes_that_start_at_once_share_one_schema(url):
-    """D4, L1: whichever creates it, all can use it, and every key is claimed once."""
-    fork = multiprocessing.get_context("fork")
-    start, answers = fork.Barrier(6, timeout=START_S_MAX), fork.Queue()
-    started = [fork.Process(target=open_and_claim, args=(url, start, answers)) for _ in range(6)]
-    for process in started:
-        process.start()
-    applied = [answers.get(timeout=START_S_MAX) for _ in started]
-    for process in started:
-        process.join(START_S_MAX)
-        assert process.exitcode == 0
-    assert sum(applied) == len(MANY)
-    with other_session(url) as other:
-        assert query(other, "select * from coatcheck_meta") == ((b"coatcheck_records", 1),)
 
 
 def test_a_table_that_loses_its_key_after_it_was_opened_accepts_no_claim(url):

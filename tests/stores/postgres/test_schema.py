@@ -1,6 +1,5 @@
 """The tables of the PostgreSQL store: how they are created, and where."""
 
-import multiprocessing
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from urllib.parse import quote
@@ -12,31 +11,9 @@ from coatcheck import Engine, Misconfigured
 from coatcheck.stores import Query, migrate_store, open_store
 from coatcheck.stores.postgres import schema as postgres_schema
 from tests.stores.laws.records import ID, RETENTION_MS
-from tests.stores.postgres.access import session
 from tests.stores.postgres.swaps import claim
 from tests.support.servers import START_S_MAX, until
 from tests.support.servers.postgres import postgres
-
-
-def open_at_once(url, start, results):
-    start.wait()
-    try:
-        open_store(url).close()
-        results.put("opened")
-    except Exception as error:  # noqa: BLE001 - the test reads it
-        results.put(repr(error))
-
-
-def test_nodes_that_start_together_create_the_tables_once(url):
-    """D4."""
-    spawn = multiprocessing.get_context("spawn")
-    start, results = spawn.Barrier(4), spawn.Queue()
-    nodes = [spawn.Process(target=open_at_once, args=(url, start, results)) for _ in range(4)]
-    for node in nodes:
-        node.start()
-    assert [results.get(timeout=START_S_MAX) for _ in nodes] == ["opened"] * 4
-    for node in nodes:
-        node.join()
 
 
 @pytest.mark.parametrize("level", ["read committed", "repeatable read", "serializable"])
@@ -55,22 +32,6 @@ def test_a_node_that_waited_for_another_sees_the_tables_that_it_created(url, lev
         other.execute("select pg_advisory_unlock(%s)", lock)
         for node in nodes:
             node.result(START_S_MAX).close()
-
-
-def test_a_schema_of_a_newer_release_is_refused(store, url):
-    """D4: this release does not know what it means."""
-    with session(url) as other:
-        other.execute("insert into coatcheck_schema values (99)")
-    with pytest.raises(Misconfigured, match="upgrade coatcheck"):
-        open_store(url)
-
-
-def test_opening_without_create_creates_nothing(url):
-    with pytest.raises(Misconfigured, match="missing"):
-        open_store(url, create=False)
-    with session(url) as other:
-        found = other.execute("select to_regclass('coatcheck_schema')").fetchone()
-    assert found == (None,)
 
 
 def test_two_schemas_are_separate_stores(store):

@@ -16,9 +16,8 @@ from coatcheck import Engine, Misconfigured, StoreUnavailable
 from coatcheck.core.record import completed
 from coatcheck.stores import Query, open_store
 from tests.stores.laws.records import ID, NOW_MS, RETENTION_MS, claim_of, id_of
-from tests.stores.postgres.access import FromLoop, FromThread, session, the_error
+from tests.stores.postgres.access import session, the_error
 from tests.stores.postgres.swaps import MANY, claim, complete
-from tests.support.servers import START_S_MAX, until
 from tests.support.servers.postgres import postgres
 
 NUMBERS = count()
@@ -66,34 +65,6 @@ def test_a_restart_that_was_not_noticed_fails_no_read(own):
         assert store.get([ID]) == [claim_of()]
 
 
-@pytest.mark.parametrize("opened", [FromThread, FromLoop])
-def test_what_was_acknowledged_is_there_after_kill_9(own, opened):
-    """D1: a claim that fails meanwhile raises, and may be tried again."""
-    acknowledged, failed = [], []
-
-    def write(access):
-        for number in range(10_000):
-            try:
-                access.swap(claim(id_of(number)))
-                acknowledged.append(number)
-            except StoreUnavailable:
-                failed.append(number)
-                if len(failed) > 10:
-                    return
-
-    with opened(own.url) as access, ThreadPoolExecutor(1) as threads:
-        writing = threads.submit(write, access)
-        until(lambda: len(acknowledged) > 50)
-        own.kill()
-        writing.result(START_S_MAX)
-        own.start()
-        stored = access.get(*(id_of(number) for number in acknowledged))
-        assert stored == [claim_of(id_of(number)) for number in acknowledged]
-        for number in failed:  # applied or not, the same swap again settles it
-            (conflict,) = access.swap(claim(id_of(number)))
-            assert conflict is None or conflict == claim_of(id_of(number))
-
-
 def test_no_call_waits_longer_than_the_timeout(url):
     """D2: no answer is an outage, and the write is ambiguous."""
     with closing(open_store(f"{url}&timeout=300ms")) as store, session(url) as other:
@@ -128,28 +99,7 @@ def test_a_search_does_not_wait_for_a_server_that_was_frozen_before(url):
         assert store.find(Query()).records == []
 
 
-def test_a_server_that_is_not_there_is_an_outage():
-    """D2."""
-    with pytest.raises(StoreUnavailable, match=r"127\.0\.0\.1"):
-        open_store("postgresql://postgres@127.0.0.1:1/postgres")
-
-
 # --- processes and engines ---------------------------------------------------------------------
-
-
-def test_a_forked_child_has_connections_of_its_own(store):
-    """D4: it neither uses nor closes those of its parent."""
-    assert store.swap([claim()]) == [None]
-    child = os.fork()
-    if child == 0:
-        try:
-            is_done = store.get([ID]) == [claim_of()] and store.swap([claim(MANY[1])]) == [None]
-            os._exit(0 if is_done else 1)
-        except BaseException:  # noqa: BLE001 - the parent reads the status
-            os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert store.swap([complete(claim_of())]) == [None]
-    assert store.get([MANY[1]]) == [claim_of(MANY[1])]
 
 
 def test_an_engine_runs_each_key_once_however_many_callers_there_are(url):

@@ -66,20 +66,6 @@ def test_a_batch_is_one_statement_even_if_some_of_it_conflicts(access, executed)
     assert names_of(executed, access.store) == [*["swap_many"] * 4, "claim_one"]
 
 
-def test_texts_that_postgresql_cannot_store_are_returned_as_they_were(access):
-    """D1: alone and in a batch, beside those that it can store."""
-    texts = ["plain", "", "\0", "\ud800", "\x1bescape", "grün", "a\x1bb", '{"a,b\\"}']
-    records = [
-        claim_of(id_of(number))._replace(label=text, scope=text, key=text)
-        for number, text in enumerate(texts, 1)
-    ]
-    for record in records[:3]:
-        assert access.swap(Swap(record.id, 0, record)) == [None]
-    assert access.swap(*(Swap(record.id, 0, record) for record in records[3:])) == [None] * 5
-    assert access.get(*(record.id for record in records)) == records
-    assert access.swap(*(Swap(record.id, 0, record) for record in records)) == records
-
-
 def test_a_large_batch_arrives(access):
     """L1: also one that is larger than what a socket takes at once."""
     large = [completed(claim_of(id), bytes(1_000_000)) for id in MANY]

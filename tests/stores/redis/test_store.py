@@ -1,13 +1,9 @@
 """What is particular to Redis: URLs, values, risks, faults, Sentinel and Cluster."""
 
 import asyncio
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
@@ -66,33 +62,6 @@ def until_written(store: Store, record: Record) -> None:
 
 
 # ---------------------------------------------------------------------------------- how to name it
-
-
-@pytest.mark.parametrize(
-    ("url", "words"),
-    [
-        ("redis://a,b/0", "names one server"),
-        ("redis://a:port/0", "is not host:port"),
-        ("redis://a/orders", "is not understood; write redis://host:6379/0"),
-        ("redis://a/0/1", "is not understood"),
-        ("redis://a/0#1", "is not understood"),
-        ("redis+sentinel://a:26379", "redis.sentinel://host1:26379,host2:26379/service/0"),
-        ("redis+cluster://a/3", "a cluster has only database 0"),
-        ("redis://a?sentinel_password=x", "sentinel_password= is for redis.sentinel://"),
-        ("redis+cluster://a?sentinel_username=x", "sentinel_username= is for redis.sentinel://"),
-        ("redis://a?compakt=1", "compakt=… is no option; the options are prefix="),
-        ("redis://a?compact=yes", "compact=yes"),
-        ("redis://a?prefix={x}", r"prefix=coatcheck: \(of all keys, without braces\)"),
-        ("redis://a?timeout=soon", "timeout: 'soon' is not a duration"),
-        ("redis://a?timeout=0s", "leaves no time"),
-        ("redis://a?wait=-1", "wait=-1"),
-        ("redis://a?allow=everything", "eviction, no-persistence, replica"),
-    ],
-)
-def test_a_url_that_is_not_understood_is_refused_with_an_example(url, words):
-    """D1."""
-    with pytest.raises(Misconfigured, match=words):
-        open_store(url)
 
 
 def test_a_url_names_the_servers_and_the_login():
@@ -176,14 +145,14 @@ all_records = st.builds(
 @given(all_records)
 def test_any_record_comes_back_exactly_as_it_was(record: Record):
     """D1, K1: None and empty are different, and a text may be what no Unicode allows."""
-    value, _ = encode(record, compact=False)
+    value, _ = encode(record)
     assert decode(record.id, value) == record
 
 
 @given(all_records)
 def test_a_record_does_not_expire_before_a_sweep_could_delete_it(record: Record):
     """T1, T3: neither in its retention, nor under its lease, nor before its version has passed."""
-    _, at_ms = encode(record, compact=False)
+    _, at_ms = encode(record)
     assert at_ms >= record.expires_ms
     assert at_ms >= record.lease_until_ms
     assert at_ms > record.version
@@ -445,32 +414,6 @@ def test_a_store_works_again_after_its_server_restarted(opened, server: Redis):
         assert store.swap([claim(before)]) == [completed(before, b"201")]
 
 
-def test_acknowledged_records_survive_when_the_server_is_killed(opened, server: Redis):
-    """D1, D2: the writer gets one error, and can go on later."""
-    acknowledged: list[Record] = []
-    errors: list[StoreUnavailable] = []
-    with closing(opened(server.url)) as store:
-
-        def write() -> None:
-            for start in range(0, 1_000_000, 10):
-                some = claims(start, 10)
-                try:
-                    store.swap([claim(record) for record in some])
-                except StoreUnavailable as error:
-                    errors.append(error)
-                    return
-                acknowledged.extend(some)
-
-        thread = threading.Thread(target=write)
-        thread.start()
-        until(lambda: len(acknowledged) > 300)
-        server.kill(signal.SIGKILL)
-        thread.join(TIMEOUT_S)
-        assert len(errors) == 1
-        server.start()
-        assert list(store.get([record.id for record in acknowledged])) == acknowledged
-
-
 def test_a_frozen_server_is_an_error_after_the_timeout(opened, server: Redis):
     """D2: a write that was sent is ambiguous, a read is not."""
     with closing(opened(f"{server.url}?timeout=200ms")) as store:
@@ -577,7 +520,7 @@ def test_a_batch_of_which_one_half_failed_is_ambiguous(opened, other, is_first):
 @pytest.mark.parametrize("is_known", [False, True])
 def test_a_script_that_could_not_be_sent_again_is_ambiguous_if_some_calls_ran(is_known):
     """D2, L1: a part of the batch was written, the other was not."""
-    commands = Commands(Keys("x:"), compact=False, is_cluster=False)
+    commands = Commands(Keys("x:"), is_cluster=False)
     flows = Flows("redis", commands, SafetyMonitor(frozenset(), "single"))
     flow = flows.swap([claim(record) for record in claims(0, 100)])
     assert len(next(flow).commands) == 2
@@ -587,14 +530,6 @@ def test_a_script_that_could_not_be_sent_again_is_ambiguous_if_some_calls_ran(is
     with pytest.raises(StoreUnavailable) as caught:
         flow.throw(StoreUnavailable("no connection"))
     assert caught.value.is_ambiguous == is_known
-
-
-def test_a_server_that_cannot_be_reached_is_unavailable_at_once():
-    """D2."""
-    port = free_port()
-    for scheme, path in (("redis", "/0"), ("redis+cluster", ""), ("redis+sentinel", "/records")):
-        with pytest.raises(StoreUnavailable):
-            open_store(f"{scheme}://127.0.0.1:{port}{path}?timeout=1s")
 
 
 def test_a_write_waits_for_as_many_replicas_as_the_url_says(opened, server: Redis):
@@ -639,65 +574,6 @@ def test_a_missing_replica_fails_only_the_members_that_wrote(opened, server: Red
         # Finding the own record on the master does not mean that a replica has it.
         assert refused(store, [claim(three)]).is_ambiguous
         assert refused(store, [change(two, None)]).is_ambiguous
-
-
-FORKED = """
-import os, sys, threading
-from coatcheck.core.record import RUNNING, Record, Swap
-from coatcheck.stores import open_store
-
-def swap(number):
-    id = number.to_bytes(16, "big")
-    return [Swap(id, 0, Record(id, 1, RUNNING, 1, id, 1, 1, 1, 1 << 43, 7, "", "", "", None, b""))]
-
-store = open_store(sys.argv[1])
-assert store.swap(swap(1)) == [None]
-assert store.get([bytes(16)]) == [None]
-
-stop = threading.Event()
-def hold_locks():  # at the fork, other threads of the parent are inside the pool
-    while not stop.is_set():
-        store.get([bytes(16)])
-threads = [threading.Thread(target=hold_locks) for _ in range(3)]
-for thread in threads:
-    thread.start()
-for start in range(1000, 11_000, 1000):
-    child = os.fork()
-    if child == 0:
-        for number in range(start, start + 50):
-            assert store.swap(swap(number)) == [None]
-        assert store.swap(swap(1)) != [None]
-        store.close()
-        os._exit(0)
-    for number in range(start + 500, start + 550):
-        assert store.swap(swap(number)) == [None]
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert store.swap(swap(start)) != [None]
-stop.set()
-for thread in threads:
-    thread.join()
-store.close()
-print("done")
-"""
-
-
-def forked(url: str) -> None:
-    """Use a store before a fork, and then in parent and children, in a process of its own."""
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED, url],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert ran.stderr == ""
-    assert (ran.returncode, ran.stdout) == (0, "done\n")
-
-
-def test_a_store_from_before_the_fork_works_in_parent_and_child():
-    """L1: each with its own connections, whatever locks other threads held at the fork."""
-    forked(redis_server().fresh_url())
 
 
 # ---------------------------------------------------------------------------------------- Sentinel
@@ -780,11 +656,6 @@ def test_an_event_loop_uses_a_cluster_through_threads(cluster: Cluster):
         await store.close()
 
     asyncio.run(story())
-
-
-def test_a_store_in_a_cluster_works_in_parent_and_child(cluster: Cluster):
-    """L1: on every node."""
-    forked(cluster.fresh_url())
 
 
 @pytest.fixture(params=["ip", "unknown-endpoint", "hostname"])

@@ -41,18 +41,6 @@ def say(*words: object) -> None:
     print(*words, flush=True)
 
 
-def open_at_once(path: str) -> None:
-    """Wait for a line on stdin, then open the file and claim the same keys as the other processes."""
-    say("ready")
-    sys.stdin.readline()
-    store = SqliteStore(path)
-    own = os.getpid()
-    assert store.swap([claim(claim_of(1_000_000 + own))]) == [None]
-    swaps = [claim(claim_of(number, nonce=own)) for number in range(50)]
-    say(*(number for number, swap in enumerate(swaps) if store.swap([swap]) == [None]))
-    store.close()
-
-
 def fill_without_room(path: str) -> None:
     """Write until the system refuses, raise the limit, and continue."""
     store = SqliteStore(path)

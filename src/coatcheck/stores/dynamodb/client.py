@@ -13,10 +13,10 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from ipaddress import ip_address
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from botocore.config import Config
@@ -88,31 +88,18 @@ class DynamoClient:
         """
         if len(things) <= 1:
             return [function(thing) for thing in things]
-        threads = self._pool()
-        futures = [self._submit(threads, function, thing) for thing in things]
-        try:
-            wait(futures)
-        finally:
-            for future in futures:
-                future.cancel()  # has an effect only if this thread was interrupted
-        results = [future.exception() or future.result() for future in futures]
-        for result in results:
-            if isinstance(result, BaseException) and not isinstance(result, Exception):
-                raise result
-        return cast("list[R | Exception]", results)
 
-    def _submit(
-        self, threads: ThreadPoolExecutor, function: Callable[[T], R], thing: T
-    ) -> Future[R]:
+        def outcome_of(thing: T) -> R | Exception:
+            try:
+                return function(thing)
+            except Exception as error:  # noqa: BLE001 - the outcome of this call
+                return error
+
         try:
-            return threads.submit(function, thing)
+            return list(self._pool().map(outcome_of, things))
         except RuntimeError as error:  # closed meanwhile, or no more threads can be started
-            # Ambiguous: the executor has queued the call, and a thread that exists may run it.
-            outage = StoreUnavailable(f"{self.config}: {error}", is_ambiguous=True)
-            outage.__cause__ = error
-            failed: Future[R] = Future()
-            failed.set_exception(outage)
-            return failed
+            # Ambiguous: the executor has queued some calls, and a thread that exists may run them.
+            raise StoreUnavailable(f"{self.config}: {error}", is_ambiguous=True) from error
 
     def botocore_client(self) -> Any:  # noqa: ANN401 - botocore makes the class at run time
         """Return the low-level client; the first call creates it."""

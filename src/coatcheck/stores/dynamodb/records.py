@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from coatcheck.core.key import reference_of
 from coatcheck.core.record import RUNNING, Record, State, Swap
-from coatcheck.stores.contract import Query, compact_record
+from coatcheck.stores.contract import Query, conditions_of
 from coatcheck.stores.registry import ITEM_BYTES_MAX
 
 Item: TypeAlias = dict[str, dict[str, Any]]
@@ -43,14 +43,12 @@ _BLOBS = ("progress", "response")
 _NAMES = re.compile(r"#(\w+)")
 
 
-def item_of(record: Record, *, compact: bool) -> Item:
+def item_of(record: Record) -> Item:
     """
     Return the item for *record*, without its response if that does not fit.
 
     Raises `ValueError` if it is too large even then.
     """
-    if compact:
-        record = compact_record(record)
     item: Item = {name: {"N": str(getattr(record, name))} for name in _NUMBERS}
     item["id"] = {"B": record.id}
     item[EXPIRY_ATTRIBUTE] = {"N": str(_expires_s(record))}
@@ -199,22 +197,13 @@ def scan_of(query: Query) -> dict[str, Any]:
 
 
 def _filters(query: Query) -> Iterator[tuple[str, Item]]:
-    for name, text in (("key", query.key), ("scope", query.scope), ("label", query.label)):
-        if text:
-            yield f"#{name} = :{name}", {f":{name}": _encode_text(text)}
-        elif text is not None:
-            yield f"attribute_not_exists(#{name})", {}
-    if query.state is not None:
-        yield "#state = :state", {":state": {"N": str(query.state)}}
-    if query.created_before_ms is not None:
-        yield "#created_ms < :before", {":before": {"N": str(query.created_before_ms)}}
-    if query.created_after_ms is not None:
-        yield "#created_ms > :after", {":after": {"N": str(query.created_after_ms)}}
-    running = {":running": {"N": str(RUNNING)}}
-    if query.lease_expired_at_ms is not None:
-        values = {":lease": {"N": str(query.lease_expired_at_ms)}, **running}
-        yield "#state = :running and #lease_until_ms <= :lease", values
+    for number, (field, operator, value) in enumerate(conditions_of(query)):
+        if value == "":
+            yield f"attribute_not_exists(#{field})", {}
+        else:
+            stored = _encode_text(value) if isinstance(value, str) else {"N": str(value)}
+            yield f"#{field} {operator} :{number}", {f":{number}": stored}
     if query.expired_at_ms is not None:
-        values = {":now": {"N": str(query.expired_at_ms)}, **running}
+        values = {":now": {"N": str(query.expired_at_ms)}, ":running": {"N": str(RUNNING)}}
         yield "#expires_ms <= :now and #version < :now", values
         yield "(#state <> :running or #lease_until_ms <= :now)", values

@@ -52,7 +52,7 @@ def swap(client: DynamoClient, swap: Swap) -> Record | None:
 
 def _put(client: DynamoClient, swap: Swap, record: Record) -> Record | None:
     """Write *record*, without its response if that does not fit."""
-    item = records.item_of(record, compact=client.config.compact)
+    item = records.item_of(record)
     current = _write(client, "put_item", swap, Item=item)
     if record.response is None or records.has_response(item):
         return current

@@ -1,4 +1,4 @@
-"""The DynamoDB table: creating it, and checking its key and its time to live.
+"""The DynamoDB table: creating it, and checking its key, time to live, capacity and regions.
 
 Any number of nodes may create it at the same time: one succeeds, all wait until it is active.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from coatcheck.errors import Misconfigured, StoreUnavailable
@@ -139,3 +139,38 @@ def expiry_finding(client: DynamoClient) -> Finding:
         )
     message = f"table {table} has no time to live on {EXPIRY_ATTRIBUTE}: enable it, otherwise only"
     return Finding("warning", f"{message} sweeps delete expired records, and they scan the table")
+
+
+def table_findings(client: DynamoClient) -> Iterator[Finding]:
+    """Check the table, its time to live, its capacity and its regions."""
+    description = describe(client)
+    table = client.config.table
+    if description is None:
+        yield Finding("error", f"table {table} does not exist")
+        return
+    status = description["TableStatus"]
+    yield Finding("ok" if status in USABLE else "error", f"table {table} is {status}")
+    if reason := why_foreign(description):
+        yield Finding("error", f"table {table} was not created by coatcheck: {reason}")
+    yield expiry_finding(client)
+    yield _check_billing(description)
+    yield from _check_replicas(description)
+
+
+def _check_billing(description: Mapping[str, Any]) -> Finding:
+    mode = description.get("BillingModeSummary", {}).get("BillingMode", "PROVISIONED")
+    if mode == "PAY_PER_REQUEST":
+        return Finding("ok", "billed on demand")
+    units = description.get("ProvisionedThroughput", {}).get("WriteCapacityUnits", 0)
+    message = f"provisioned for {units} write units a second: about {units // 2} new keys a second"
+    return Finding("warning", f"{message}; beyond that DynamoDB throttles, and requests get 503")
+
+
+def _check_replicas(description: Mapping[str, Any]) -> Iterator[Finding]:
+    is_strong = description.get("MultiRegionConsistency") == "STRONG"
+    if description.get("Replicas") and not is_strong:
+        yield Finding(
+            "warning",
+            "a global table with eventual consistency: two regions can claim one key at the same "
+            "time, and both execute; send all retries of a caller to one region",
+        )

@@ -24,7 +24,8 @@ from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any, TypeVar
 
-from coatcheck.core.record import Record, Swap
+from coatcheck.core.identity import ID_BYTES
+from coatcheck.core.record import RUNNING, Record, Swap
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.batch_errors import (
     Outcome,
@@ -32,8 +33,8 @@ from coatcheck.stores.batch_errors import (
     UndecodableRecord,
     results_of,
 )
-from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, matches
-from coatcheck.stores.dynamodb import doctor, records, requests, schema
+from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, compact_swap, matches
+from coatcheck.stores.dynamodb import records, requests, schema
 from coatcheck.stores.dynamodb.client import DynamoClient
 from coatcheck.stores.dynamodb.url import DynamoConfig, parse_url
 from coatcheck.stores.migration import Migration
@@ -45,6 +46,8 @@ T = TypeVar("T")
 # A page of a scan is 1 MB of the table. 4 pages: half a thousand read units per sweep, which once a
 # minute costs a few dollars a month. Scanning a large table each time would cost hundreds a day.
 _SWEEP_PAGES = 4
+# No record has this id, so a conditional write for it fails its condition and changes nothing.
+_ABSENT = Record(bytes(ID_BYTES), 2, RUNNING, 1, b"", 1, 1, 1, 1, 1, "", "", "", None, None)
 
 
 class DynamoStore:
@@ -74,11 +77,7 @@ class DynamoStore:
 
     @classmethod
     def from_url(cls, url: str, *, create: bool = True) -> DynamoStore:
-        """
-        Open `dynamodb://table?region=eu-west-1`.
-
-        Options: `endpoint=http://…`, `compact=1`, `timeout=5s`, `concurrency=32`.
-        """
+        """Open `dynamodb://table?region=eu-west-1`; `url.py` has the options."""
         return cls(parse_url(url), create=create)
 
     @classmethod
@@ -94,6 +93,8 @@ class DynamoStore:
 
     def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
         """Write each record if its version is still the expected one; all at the same time."""
+        if self.config.compact:
+            swaps = [compact_swap(swap) for swap in swaps]
         return results_of(self._client.send_all(partial(requests.swap, self._client), swaps))
 
     def get(self, ids: Sequence[bytes]) -> Sequence[Record | None]:
@@ -223,12 +224,26 @@ class DynamoStore:
     def check(self) -> Sequence[Finding]:
         """Check the table, its time to live and capacity, and our permissions."""
         try:
-            findings = list(doctor.table_findings(self._client))
+            findings = list(schema.table_findings(self._client))
         except StoreUnavailable as error:
             return [Finding("error", str(error))]
         if not any(finding.level == "error" for finding in findings):
-            findings += doctor.permission_findings(self, self._client)
+            findings += self._check_permissions()
         return findings
+
+    def _check_permissions(self) -> Iterator[Finding]:
+        """Try each operation that needs its own permission, without changing anything."""
+        attempts: dict[str, Callable[[], object]] = {
+            "PutItem": lambda: self.swap((Swap(_ABSENT.id, 1, _ABSENT),)),
+            "DeleteItem": lambda: self.swap((Swap(_ABSENT.id, 1, None),)),
+            "BatchGetItem": lambda: self.get((_ABSENT.id,)),
+            "Scan": lambda: self._client.call("scan", Limit=1),
+        }
+        for operation, attempt in attempts.items():
+            try:
+                attempt()
+            except StoreUnavailable as error:
+                yield Finding("error", f"{operation} does not work: {error}")
 
     def now_ms(self) -> int:
         """Return this machine's clock, within the second of DynamoDB's clock; see `clock_ms`."""

@@ -3,38 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from coatcheck.errors import Misconfigured
-from coatcheck.stores.url import no_option, seconds_of, shown
+from coatcheck.stores.url import Options, flag, parse_options, shown, timeout_s
 
 _TABLE_NAME = re.compile(r"[A-Za-z0-9_.-]{3,255}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamoConfig:
-    """
-    Which table to use, and how.
-
-    Args:
-        table: its name.
-        region: its AWS region; by default the one of the environment, as for all AWS tools.
-        endpoint: the address of a server other than AWS, such as one for tests.
-        compact: keep the label, but neither scope nor key; see `compact_record`.
-        timeout_s: how long a request may take, including its retry.
-        concurrency: how many requests of one batch, or of one event loop, run at the same time.
-    """
+    """Which table to use, and how."""
 
     table: str
-    region: str | None = None
-    endpoint: str | None = None
-    compact: bool = False
-    timeout_s: float = 5.0
-    # 32: a batch of 256 takes eight rounds of a few milliseconds. More threads would mostly wait
-    # for the interpreter lock.
+    region: str | None = None  # None: the one of the environment, as for all AWS tools
+    endpoint: str | None = None  # of a server other than AWS, such as one for tests
+    compact: bool = False  # keep the label, but neither scope nor key; see `compact_record`
+    timeout_s: float = 5.0  # for a request, including its retry
+    # How many requests of one batch, or of one event loop, run at the same time. 32: a batch of 256
+    # takes eight rounds of a few milliseconds. More threads would mostly wait for the interpreter
+    # lock.
     concurrency: int = 32
 
     def __str__(self) -> str:
@@ -49,17 +38,8 @@ def parse_url(url: str) -> DynamoConfig:
             f"{shown(url)} names no table; write dynamodb://table?region=eu-west-1, with a name of "
             "3 to 255 letters, digits, '_', '-' or '.'"
         )
-    options: dict[str, Any] = {}
-    for name, value in parse_qsl(parts.query, keep_blank_values=True):
-        try:
-            field, parse = _OPTIONS[name]
-            options[field] = parse(value)
-        except (KeyError, ValueError) as error:
-            raise Misconfigured(
-                f"{no_option('dynamodb', name, value, _OPTIONS)}; the options are "
-                "region=eu-west-1, endpoint=http://localhost:8000, compact=0 or 1 (keep "
-                "neither scopes nor keys), timeout=5s and concurrency=32 (1 to 999)"
-            ) from error
+    pairs = parse_qsl(parts.query, keep_blank_values=True)
+    options = parse_options("dynamodb", pairs, _OPTIONS, _EXPLAINED)
     return DynamoConfig(table=parts.netloc, **options)
 
 
@@ -76,26 +56,20 @@ def _endpoint(value: str) -> str:
     return value
 
 
-def _flag(value: str) -> bool:
-    return bool(("0", "1").index(value))
-
-
-def _timeout(value: str) -> float:
-    if (seconds := seconds_of("dynamodb: timeout", value)) <= 0:
-        raise ValueError("the timeout is zero")
-    return seconds
-
-
 def _concurrency(value: str) -> int:
     if not re.fullmatch(r"[1-9][0-9]{0,2}", value):
         raise ValueError("the concurrency is not a number from 1 to 999")
     return int(value)
 
 
-_OPTIONS: dict[str, tuple[str, Callable[[str], object]]] = {
+_OPTIONS: Options = {
     "region": ("region", _region),
     "endpoint": ("endpoint", _endpoint),
-    "compact": ("compact", _flag),
-    "timeout": ("timeout_s", _timeout),
+    "compact": ("compact", flag),
+    "timeout": ("timeout_s", timeout_s),
     "concurrency": ("concurrency", _concurrency),
 }
+_EXPLAINED = (
+    "region=eu-west-1, endpoint=http://localhost:8000, compact=0 or 1 (keep neither scopes nor "
+    "keys), timeout=5s and concurrency=32 (1 to 999)"
+)

@@ -61,24 +61,20 @@ _ENVELOPE_BYTES = 1_024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """
-    Where the server is, how to log in, and how long to wait for it.
-
-    Attributes:
-        timeout_s: for each statement of the store.
-        transaction_timeout_s: for each statement on a connection that the store opens for
-            transaction mode, those of the handler included.
-        tls: None: use it if the server offers it, unverified; False: do not use it.
-    """
+    """Where the server is, how to log in, and how long to wait for it."""
 
     host: str
     port: int
     user: str | None
     password: str = field(repr=False)
     database: str
-    timeout_s: float
-    transaction_timeout_s: float
+    # None: use TLS if the server offers it, unverified; False: do not use it.
     tls: ssl.SSLContext | bool | None
+    # For each statement. 5 s: hundreds of commits; after that an error serves the caller better.
+    timeout_s: float = 5.0
+    # For each statement on a connection that the store opens for transaction mode. 60 s: those of
+    # the handler may take long, and MySQL lets them wait 50 s for a lock.
+    transaction_timeout_s: float = 60.0
 
     def __str__(self) -> str:
         user = f"{self.user}@" if self.user else ""
@@ -86,11 +82,7 @@ class Server:
 
     @property
     def lock_timeout_s(self) -> int:
-        """
-        How long the server lets a statement wait for a lock, in whole seconds.
-
-        Less than `timeout_s`, so that the server can still answer that nothing was written.
-        """
+        """How long a statement may wait for a lock: the server must still answer in time."""
         return max(1, int(self.timeout_s / 2))
 
     @property
@@ -101,22 +93,14 @@ class Server:
 
 
 class Session:
-    """
-    One login at the server.
+    """One login at the server; *on_connect* is a statement that must succeed on it, or empty."""
 
-    *on_connect* is a statement that must succeed on it, or empty.
-
-    Attributes:
-        server: which one.
-        statement_bytes_max: the longest statement that it accepts.
-        is_committing: the last statement commits by itself.
-        has_committed: a statement has committed a change since `start_work`.
-    """
+    statement_bytes_max: int  # the longest statement that the server accepts
 
     def __init__(self, server: Server, read_timeout_s: float, on_connect: str) -> None:
         self.server = server
-        self.is_committing = False
-        self.has_committed = False
+        self.is_committing = False  # the last statement commits by itself
+        self.has_committed = False  # a statement has committed a change since `start_work`
         self._is_broken = False
         self._in_transaction = False
         self._connection = _unconnected(server, read_timeout_s)
@@ -148,11 +132,7 @@ class Session:
         return rows
 
     def read_records(self, statement: str) -> Sequence[Row]:
-        """
-        Return the rows that *statement* selects, the last column of which is `@@read_only`.
-
-        Raises if the server has become a replica since login: its records may be out of date.
-        """
+        """Return rows whose last column is `@@read_only`; raise if the server is a replica now."""
         rows = self.read(statement)
         if rows:
             _refuse_replica(rows[0][-1])
@@ -284,11 +264,8 @@ class Connection:
     """
     One connection to the server, used by one thread at a time.
 
-    Args:
-        server: where it leads to.
-        is_opening: the store is being opened, so a permanent error is `Misconfigured`.
-        reply_timeout_s: how long to wait for an answer, if not `server.timeout_s`.
-        on_connect: a statement for every new session; if it fails the session is not used.
+    *is_opening*: the store is being opened, so a permanent error is `Misconfigured`. *on_connect*:
+    a statement for every new session; if it fails, the session is not used.
     """
 
     def __init__(

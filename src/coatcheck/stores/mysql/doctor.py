@@ -53,11 +53,11 @@ def writing_findings(settings: dict[str, str]) -> Iterator[Finding]:
         yield Finding("error", message)
     packet_bytes_max = int(settings["max_allowed_packet"])
     if packet_bytes_max < PACKET_BYTES_MIN:
-        message = (
+        yield Finding(
+            "warning",
             f"max_allowed_packet = {packet_bytes_max}: responses above three quarters of it are "
-            f"not kept, and retries get result-unavailable; set it to {PACKET_BYTES_MIN} or more"
+            f"not kept, and retries get result-unavailable; set it to {PACKET_BYTES_MIN} or more",
         )
-        yield Finding("warning", message)
 
 
 def durability_findings(settings: dict[str, str]) -> Iterator[Finding]:
@@ -68,17 +68,17 @@ def durability_findings(settings: dict[str, str]) -> Iterator[Finding]:
         message = f"innodb_flush_log_at_trx_commit = {flush}: acknowledged writes are on disk"
         yield Finding("ok", message)
     else:
-        message = (
+        yield Finding(
+            "warning",
             f"innodb_flush_log_at_trx_commit = {flush}: {loses} loses the writes of the last "
-            "second, and retries of those requests execute again; set it to 1"
+            "second, and retries of those requests execute again; set it to 1",
         )
-        yield Finding("warning", message)
     if settings.get("log_bin") == "ON" and settings.get("sync_binlog") != "1":
-        message = (
+        yield Finding(
+            "warning",
             f"sync_binlog = {settings.get('sync_binlog')}: after a power cut the server rolls back "
-            "what is not in its binary log, or a replica never receives it; set it to 1"
+            "what is not in its binary log, or a replica never receives it; set it to 1",
         )
-        yield Finding("warning", message)
     if settings.get("innodb_doublewrite", "ON") in ("OFF", "0"):
         message = "innodb_doublewrite is off: a power cut may leave torn pages; switch it on"
         yield Finding("warning", message)
@@ -91,32 +91,32 @@ def _table_findings(session: Session, table: str) -> Iterator[Finding]:
     elif problem := schema.table_problem(session, table):
         yield Finding("error", problem)
     elif engine.lower() != "innodb":
-        message = (
+        yield Finding(
+            "error",
             f"{table} uses the engine {engine}, which has no transactions; "
-            f"run `alter table {table} engine = innodb`"
+            f"run `alter table {table} engine = innodb`",
         )
-        yield Finding("error", message)
     elif schema.index_columns(session, table, "expires")[:1] != ["expires_ms"]:
-        message = (
+        yield Finding(
+            "error",
             f"{table} has no index on expires_ms, so expired records are not swept; "
-            f"run `alter table {table} add index expires (expires_ms)`"
+            f"run `alter table {table} add index expires (expires_ms)`",
         )
-        yield Finding("error", message)
     version = schema.version_of(session, table)
     if version != len(schema.MIGRATIONS):
-        message = (
+        yield Finding(
+            "error",
             f"{table} has schema {version} now, and this process works with schema "
-            f"{len(schema.MIGRATIONS)}; restart it with the release that made the change"
+            f"{len(schema.MIGRATIONS)}; restart it with the release that made the change",
         )
-        yield Finding("error", message)
 
 
 def _clock_findings(off_ms: int) -> Iterator[Finding]:
     if abs(off_ms) > _CLOCK_OFF_MS_MAX:
-        message = (
-            f"the server's clock is {off_ms / 1_000:+.1f} s off this machine's; run NTP on both"
+        yield Finding(
+            "warning",
+            f"the server's clock is {off_ms / 1_000:+.1f} s off this machine's; run NTP on both",
         )
-        yield Finding("warning", message)
 
 
 def trial_findings(session: Session, statements: Statements, table: str) -> list[Finding]:

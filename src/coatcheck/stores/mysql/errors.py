@@ -89,14 +89,10 @@ def to_store_error(
     has_committed: bool = False,
 ) -> Exception:
     """
-    Translate *error*, of the driver or of its socket, into one of ours.
+    Translate *error*, of the driver or of its socket, into one of ours; *where* is the server.
 
-    Args:
-        error: what was raised.
-        where: the server, for the message.
-        is_opening: the store is being opened, so a permanent error is `Misconfigured`.
-        is_committing: the statement that failed commits by itself.
-        has_committed: an earlier statement of the same call has committed already.
+    *is_committing*: the statement that failed commits by itself. *has_committed*: an earlier
+    statement of the same call has committed already.
     """
     code = code_of(error)
     text = str(error.args[-1] if error.args else error)

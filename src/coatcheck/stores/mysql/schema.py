@@ -11,7 +11,7 @@ from __future__ import annotations
 import pymysql
 
 from coatcheck.errors import Misconfigured, StoreUnavailable
-from coatcheck.stores.migration import HOW
+from coatcheck.stores.migration import HOW, supported
 from coatcheck.stores.mysql.connection import Connection, Server, Session
 from coatcheck.stores.mysql.errors import ALREADY_EXISTS, code_of
 
@@ -80,13 +80,7 @@ def prepare(connection: Connection, server: Server, table: str, *, create: bool)
 
 def known_version(session: Session, table: str) -> int:
     """Return the version of *table*; raise if this release does not know it."""
-    found = version_of(session, table)
-    if found > len(MIGRATIONS):
-        raise Misconfigured(
-            f"{session.server}: {table} has coatcheck schema {found}, but this release knows "
-            f"schemas up to {len(MIGRATIONS)}; upgrade coatcheck, or use another table"
-        )
-    return found
+    return supported(f"{session.server}: {table}", version_of(session, table), len(MIGRATIONS))
 
 
 def version_of(session: Session, table: str) -> int:

@@ -10,7 +10,7 @@ random number of its own. No other column shows it, because an equal swap of ano
 the same values in all of them.
 
 Invariants: the record read from a row equals the record that was written; the server accepts every
-statement that `without_oversized_response` lets pass.
+statement for one swap that `without_oversized_response` lets pass.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 from coatcheck.core.identity import ID_BYTES
 from coatcheck.core.key import reference_of
-from coatcheck.core.record import RUNNING, Record, State, Swap
-from coatcheck.stores.contract import Query, compact_record
+from coatcheck.core.record import Record, State, Swap
+from coatcheck.stores.contract import Query, conditions_of
 from coatcheck.stores.mysql.connection import Row
 from coatcheck.stores.record_counts import RecordCount
 
@@ -69,17 +69,10 @@ class Write(NamedTuple):
 
 
 class Statements:
-    """
-    The statements of one table.
+    """The statements of one table, whose name must need no escaping."""
 
-    Args:
-        table: its name, which must need no escaping.
-        compact: keep the label, but neither scope nor key; see `compact_record`.
-    """
-
-    def __init__(self, table: str, *, compact: bool) -> None:
+    def __init__(self, table: str) -> None:
         self._table = f"`{table}`"
-        self._compact = compact
         self._insert = INSERT.format(table)
         self._select = f"select {_COLUMN_LIST}, @@read_only from {self._table}"
         self._update = f"update {self._table} force index (primary) set "
@@ -94,14 +87,17 @@ class Statements:
         where = f"where id = {_hex(swap.id)} and version = {swap.expected:d}"
         if record is None:
             return f"delete from {self._table} {where}"
-        return f"{self._update}{_SET_FORMAT % self._values(record)[1:]} {where}"
+        return f"{self._update}{_SET_FORMAT % _values_of(record)[1:]} {where}"
 
     def batch(self, swaps: Sequence[Swap], stamp: int) -> Iterator[Write]:
         """
-        Yield the statements for many swaps, at most `IDS_MAX`, which the caller has sorted by id.
+        Yield the statements for swaps, at most `IDS_MAX`, which the caller has sorted by id.
 
         Each affects as many rows as it applies swaps. A row that it writes gets the *stamp*.
         """
+        if len(swaps) == 1:
+            yield Write(self.swap(swaps[0]), swaps)
+            return
         claims = [swap for swap in swaps if swap.record is not None and not swap.expected]
         changes = [swap for swap in swaps if swap.record is not None and swap.expected]
         if claims:
@@ -113,12 +109,12 @@ class Statements:
                 yield Write(self.swap(swap), (swap,))
 
     def _insert_all(self, claims: Sequence[Swap], stamp: int) -> str:
-        values = [self._values(swap.record) for swap in claims if swap.record is not None]
+        values = [_values_of(swap.record) for swap in claims if swap.record is not None]
         rows = ",".join([_ROW_FORMAT % (*row, stamp) for row in values])
         return f"{self._insert}{rows}{_UNLESS_EXISTS}"
 
     def _update_all(self, changes: Sequence[Swap], stamp: int) -> str:
-        values = [self._values(swap.record) for swap in changes if swap.record is not None]
+        values = [_values_of(swap.record) for swap in changes if swap.record is not None]
         columns = zip(*values, strict=True)
         whens = [f" when {_hex(swap.id)} then " for swap in changes]
         assignments = [
@@ -136,16 +132,6 @@ class Statements:
     def select_stamped(self, ids: Sequence[bytes], stamp: int) -> str:
         """Return the statement that reads which of *ids* have the *stamp*."""
         return f"select id from {self._table} where id in ({_id_list(ids)}) and stamp = {stamp:d}"
-
-    def _values(self, record: Record) -> tuple[Any, ...]:
-        """Return what `_FORMATS` takes for *record*, column by column."""
-        if self._compact:
-            record = compact_record(record)
-        return (
-            *(record.id.hex(), *record[1:4], record.fingerprint.hex(), *record[5:10]),
-            *(_hex(bytes_of(text)) for text in record[10:13]),
-            *(_literal(record.progress), _literal(record.response)),
-        )
 
     def select(self, ids: Sequence[bytes]) -> Iterator[str]:
         """Yield the statements that read the records of *ids*."""
@@ -209,6 +195,15 @@ def _with_time_limit(select: str, limit_s: float) -> str:
 # --- rows -----------------------------------------------------------------------------------------
 
 
+def _values_of(record: Record) -> tuple[Any, ...]:
+    """Return what `_FORMATS` takes for *record*, column by column."""
+    return (
+        *(record.id.hex(), *record[1:4], record.fingerprint.hex(), *record[5:10]),
+        *(_hex(bytes_of(text)) for text in record[10:13]),
+        *(_literal(record.progress), _literal(record.response)),
+    )
+
+
 def record_of(row: Row) -> Record:
     """Return the record that is stored in *row*."""
     label, scope, key = map(_text_of, row[10:13])
@@ -238,12 +233,20 @@ def without_oversized_response(swap: Swap, statement_bytes_max: int) -> Swap:
     Return *swap*, without its response if the statement would be too long with it.
 
     Work that was done must be recorded as done even if its response cannot be kept. If the write
-    failed instead, every retry would run the work again.
+    failed instead, every retry would run the work again. Raises `ValueError` if the statement would
+    be too long even then, because the server would close the connection.
     """
     record = swap.record
-    if record is None or record.response is None or _bytes_max(record) <= statement_bytes_max:
+    if record is None or _bytes_max(record) <= statement_bytes_max:
         return swap
-    return Swap(swap.id, swap.expected, record._replace(response=None))
+    shorter = record._replace(response=None)
+    if _bytes_max(shorter) > statement_bytes_max:
+        raise ValueError(
+            f"a record takes a statement of up to {_bytes_max(shorter)} bytes, and the server "
+            f"accepts at most {statement_bytes_max}; raise its max_allowed_packet, or store less "
+            "in the steps and notes of the operation"
+        )
+    return Swap(swap.id, swap.expected, shorter)
 
 
 def _bytes_max(record: Record) -> int:
@@ -270,17 +273,9 @@ def _conditions(query: Query) -> Iterator[str]:
     yield f"id >= {_hex(query.id_prefix)}"
     yield f"id > {_hex(query.after_id)}"
     yield f"id <= {_hex(query.id_prefix.ljust(ID_BYTES, bytes([255])))}"
-    for name, text in (("`key`", query.key), ("scope", query.scope), ("label", query.label)):
-        if text is not None:
-            yield f"{name} = {_hex(bytes_of(text))}"
-    if query.state is not None:
-        yield f"state = {query.state:d}"
-    if query.created_before_ms is not None:
-        yield f"created_ms < {query.created_before_ms:d}"
-    if query.created_after_ms is not None:
-        yield f"created_ms > {query.created_after_ms:d}"
-    if query.lease_expired_at_ms is not None:
-        yield f"state = {RUNNING} and lease_until_ms <= {query.lease_expired_at_ms:d}"
+    for field, operator, value in conditions_of(query):
+        literal = _hex(bytes_of(value)) if isinstance(value, str) else f"{value:d}"
+        yield f"`{field}` {operator} {literal}"
     if query.expired_at_ms is not None:
         yield _RETENTION_OVER.format(query.expired_at_ms)
 

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import partial
+from contextlib import closing
 
 from coatcheck.core.record import Record, Swap
 from coatcheck.errors import StoreUnavailable
-from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, page_of
-from coatcheck.stores.migration import Migration
+from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, compact_swap, page_of
+from coatcheck.stores.migration import Migration, migration_of
 from coatcheck.stores.mysql import doctor, schema
 from coatcheck.stores.mysql import swap as operations
 from coatcheck.stores.mysql.connection import Connection, Row, Server, Session, free_one
 from coatcheck.stores.mysql.statements import Statements, record_count_of, record_of
-from coatcheck.stores.mysql.transaction import transaction_statements
+from coatcheck.stores.mysql.transaction import transaction_statements_for
 from coatcheck.stores.mysql.url import TABLE, parse_url
 from coatcheck.stores.record_counts import RecordCount
 from coatcheck.stores.registry import MYSQL
@@ -30,15 +30,7 @@ logger = logging.getLogger("coatcheck")
 
 
 class MysqlStore:
-    """
-    Records in a table of a MySQL or MariaDB database, which may be the application's own.
-
-    Args:
-        server: the server, the database on it, and how to log in.
-        table: the name of our table.
-        compact: keep the label, but neither scope nor key; see `compact_record`.
-        create: create our tables if they are missing.
-    """
+    """Records in a table of a MySQL or MariaDB database, which may be the application's own."""
 
     info = MYSQL
     # 32: larger ones cost little less per swap, and the other connection idles while one fills.
@@ -51,15 +43,13 @@ class MysqlStore:
     ) -> None:
         self._server = server
         self._table = table
-        self._statements = Statements(table, compact=compact)
+        self._compact = compact
+        self._statements = Statements(table)
         statement_bytes_max, is_encrypted = self._open(create=create)
-        self.transaction_statements = transaction_statements(
-            server,
-            table,
-            compact=compact,
-            statement_bytes_max=statement_bytes_max,
-            is_encrypted=is_encrypted,
+        plain = transaction_statements_for(
+            server, table, statement_bytes_max=statement_bytes_max, is_encrypted=is_encrypted
         )
+        self.transaction_statements = plain.over(compact_swap) if compact else plain
         key = self._statements.require_primary_key
         self._writers = [Connection(server, on_connect=key) for _ in range(self.in_flight)]
         self._reader = Connection(server)
@@ -70,31 +60,18 @@ class MysqlStore:
         self._searcher = Connection(server, reply_timeout_s=reply_timeout_s)
 
     def _open(self, *, create: bool) -> tuple[int, bool]:
-        """
-        Check the server and create what is missing; return what transaction mode needs to know.
-
-        The connection is closed again, so that a process that opens a store and then forks has none
-        to pass on.
-        """
-        connection = Connection(self._server, is_opening=True)
-        try:
+        """Check the server and create what is missing; return what transaction mode must know."""
+        # Closed again, so that a process that opens a store and then forks has none to pass on.
+        with closing(Connection(self._server, is_opening=True)) as connection:
             schema.prepare(connection, self._server, self._table, create=create)
             for level, message in connection.run(self._settings_findings):
                 if level != "ok":
                     logger.warning("coatcheck: %s: %s", self._server, message)
             return connection.run(lambda s: (s.statement_bytes_max, s.is_encrypted()))
-        finally:
-            connection.close()
 
     @classmethod
     def from_url(cls, url: str, *, create: bool = True) -> MysqlStore:
-        """
-        Open the store at *url*: `mysql://user:password@host:3306/database`.
-
-        Options: `?table=coatcheck_records`, `?compact=1`, `?timeout=5s`,
-        `?transaction_timeout=60s`, `?ssl=1` (require TLS and verify it; 0: do not use it),
-        `?ssl_ca=FILE`.
-        """
+        """Open `mysql://user:password@host:3306/database`; `url.py` has the options."""
         server, table, compact = parse_url(url)
         return cls(server, table=table, compact=compact, create=create)
 
@@ -102,21 +79,21 @@ class MysqlStore:
     def migrate(cls, url: str, *, only_look: bool = False) -> Migration:
         """Create or upgrade the tables of the database at *url*."""
         server, table, _ = parse_url(url)
-        connection = Connection(server, is_opening=True)
-        try:
+        with closing(Connection(server, is_opening=True)) as connection:
             if only_look:
                 found = connection.run(lambda session: schema.known_version(session, table))
             else:
                 found = schema.prepare(connection, server, table, create=True)
-        finally:
-            connection.close()
-        wanted = len(schema.MIGRATIONS)
-        return Migration(f"{server}: {table}", found, wanted, found < wanted and not only_look)
+        return migration_of(
+            f"{server}: {table}", found, len(schema.MIGRATIONS), only_look=only_look
+        )
 
     def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
         """Write each record if its version is still the expected one."""
         if not swaps:
             return []
+        if self._compact:
+            swaps = [compact_swap(swap) for swap in swaps]
         return free_one(self._writers).run(lambda s: operations.swap(s, self._statements, swaps))
 
     def get(self, ids: Sequence[bytes]) -> Sequence[Record | None]:
@@ -143,16 +120,18 @@ class MysqlStore:
     def sweep(self, now_ms: int, limit: int = SWEEP_BATCH) -> int:
         """Delete up to *limit* records whose retention is over, some hundreds at a time."""
         deleted = 0
-        while deleted < limit:
-            portion = min(limit - deleted, SWEEP_BATCH)
-            sweep = partial(
-                operations.sweep, statements=self._statements, now_ms=now_ms, limit=portion
-            )
-            count = self._maintenance.run(sweep)
+        for start in range(0, limit, SWEEP_BATCH):
+            portion = min(limit - start, SWEEP_BATCH)
+            count = self._sweep_some(now_ms, portion)
             deleted += count
             if count < portion:
                 break
         return deleted
+
+    def _sweep_some(self, now_ms: int, limit: int) -> int:
+        return self._maintenance.run(
+            lambda session: operations.sweep(session, self._statements, now_ms, limit)
+        )
 
     def check(self) -> Sequence[Finding]:
         """Check whether records can be written, and would survive a crash."""

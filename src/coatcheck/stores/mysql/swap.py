@@ -10,7 +10,7 @@ another one reads the current records.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 
 import pymysql
@@ -85,16 +85,21 @@ def _swap(
 
 
 def _write(session: Session, statements: Statements, swaps: Sequence[Swap]) -> list[Swap]:
-    """Write *swaps*; return those that were not applied."""
+    """Write *swaps* in one command, in several if it is too long; return those not applied."""
+    if not swaps:
+        return []
     stamp = secrets.randbits(62) if len(swaps) > 1 else 0
-    writes = _writes(statements, swaps, stamp, session.statement_bytes_max)
-    affected: list[int] = []
-    for command in list(_commands([write.text for write in writes], session.statement_bytes_max)):
-        if len(writes) == 1:
-            affected += session.write(command)
-        else:
-            affected += session.write(f"begin; {command}; commit")[1:-1]
-    not_applied: list[Swap] = []
+    writes = list(statements.batch(swaps, stamp))
+    command = "; ".join(write.text for write in writes)
+    if len(swaps) > 1 and (len(swaps) > IDS_MAX or len(command) > session.statement_bytes_max):
+        half = len(swaps) // 2
+        not_applied = _write(session, statements, swaps[:half])
+        return [*not_applied, *_write(session, statements, swaps[half:])]
+    if len(writes) == 1:
+        affected = session.write(command)
+    else:
+        affected = session.write(f"begin; {command}; commit")[1:-1]
+    not_applied = []
     for write, rows in zip(writes, affected, strict=True):
         if rows == 0:
             not_applied += write.swaps
@@ -102,23 +107,6 @@ def _write(session: Session, statements: Statements, swaps: Sequence[Swap]) -> l
             applied = _applied(session, statements, write, stamp, rows)
             not_applied += [swap for swap in write.swaps if swap.id not in applied]
     return not_applied
-
-
-def _writes(
-    statements: Statements, swaps: Sequence[Swap], stamp: int, bytes_max: int
-) -> list[Write]:
-    """Return statements for *swaps*; one for several swaps is not longer than *bytes_max*."""
-    if len(swaps) == 1:
-        return [Write(statements.swap(swaps[0]), swaps)]
-    if len(swaps) <= IDS_MAX:
-        writes = list(statements.batch(swaps, stamp))
-        if all(len(write.text) <= bytes_max for write in writes):
-            return writes
-    half = len(swaps) // 2
-    return [
-        *_writes(statements, swaps[:half], stamp, bytes_max),
-        *_writes(statements, swaps[half:], stamp, bytes_max),
-    ]
 
 
 def _applied(
@@ -134,25 +122,6 @@ def _applied(
         )
         raise StoreUnavailable(message, is_ambiguous=True)
     return applied
-
-
-def _commands(texts: Sequence[str], bytes_max: int) -> Iterator[str]:
-    """Join *texts* into commands that the server accepts; raise if one of them is too long."""
-    some: list[str] = []
-    some_bytes = 0
-    for text in texts:
-        if len(text) > bytes_max:  # the server would close the connection
-            raise ValueError(
-                f"a record takes a statement of {len(text)} bytes, and the server accepts at most "
-                f"{bytes_max}; raise its max_allowed_packet, or store less in the steps and notes "
-                "of the operation"
-            )
-        if some_bytes + len(text) > bytes_max:
-            yield "; ".join(some)
-            some, some_bytes = [], 0
-        some.append(text)
-        some_bytes += len(text) + 2
-    yield "; ".join(some)
 
 
 def get(session: Session, statements: Statements, ids: Sequence[bytes]) -> Sequence[Record | None]:

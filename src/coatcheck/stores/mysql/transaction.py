@@ -23,7 +23,6 @@ import pymysql
 
 from coatcheck.core.record import Swap
 from coatcheck.errors import MissingExtra
-from coatcheck.stores.contract import compact_record
 from coatcheck.stores.mysql.connection import SQL_MODE, Connection, Server
 from coatcheck.stores.mysql.statements import (
     COLUMNS,
@@ -39,15 +38,15 @@ from coatcheck.stores.transaction_statements import Statement, TransactionStatem
 _LOCK_WAIT = "/*M! set statement innodb_lock_wait_timeout = {:d} for */ "
 
 
-def transaction_statements(
-    server: Server, table: str, *, compact: bool, statement_bytes_max: int, is_encrypted: bool
+def transaction_statements_for(
+    server: Server, table: str, *, statement_bytes_max: int, is_encrypted: bool
 ) -> TransactionStatements:
     """
     Return the statements for *table*, and how to connect to *server*.
 
     *is_encrypted*: the store's own connection to it uses TLS.
     """
-    writer = _Writer(table, statement_bytes_max, compact=compact)
+    writer = _Writer(table, statement_bytes_max)
     return TransactionStatements(
         dialect="mysql",
         claim=writer.claim,
@@ -60,8 +59,7 @@ def transaction_statements(
 class _Writer:
     """The statements of one table."""
 
-    def __init__(self, table: str, statement_bytes_max: int, *, compact: bool) -> None:
-        self._compact = compact
+    def __init__(self, table: str, statement_bytes_max: int) -> None:
         self._statement_bytes_max = statement_bytes_max
         self._insert = INSERT.format(table)
         # Fails without a primary key. A claim in this transaction would then always have succeeded.
@@ -81,23 +79,22 @@ class _Writer:
         return self._updated(fitting)
 
     def _inserted(self, swap: Swap) -> Statement:
-        row = self._row(swap)
+        row = _row_of(swap)
         values = ", ".join(map(_placeholder, row))
         return Statement(f"{self._insert}({values}, 0)", _parameters(row))
 
     def _updated(self, swap: Swap) -> Statement:
-        row = self._row(swap)[1:]
+        row = _row_of(swap)[1:]
         assignments = ", ".join(map("{} = {}".format, COLUMNS[1:], map(_placeholder, row)))
         where = f"where id = {_placeholder(swap.id)} and version = {_placeholder(swap.expected)}"
         parameters = _parameters((*row, swap.id, swap.expected))
         return Statement(f"{self._update}{assignments} {where}", parameters)
 
-    def _row(self, swap: Swap) -> tuple[int | bytes | None, ...]:
-        record = swap.record
-        assert record is not None
-        if self._compact:
-            record = compact_record(record)
-        return (*record[:10], *map(bytes_of, record[10:13]), *record[13:])
+
+def _row_of(swap: Swap) -> tuple[int | bytes | None, ...]:
+    record = swap.record
+    assert record is not None
+    return (*record[:10], *map(bytes_of, record[10:13]), *record[13:])
 
 
 def _placeholder(value: int | bytes | None) -> str:

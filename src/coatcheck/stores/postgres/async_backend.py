@@ -26,14 +26,7 @@ T = TypeVar("T")
 
 
 class PostgresBackend:
-    """
-    The connections of one event loop; see `AsyncBackend`.
-
-    Args:
-        table: what to execute.
-        options: the keywords of `asyncpg.connect`.
-        timeout_s: when the batcher cancels a call.
-    """
+    """The connections of one event loop; *options* are the keywords of `asyncpg.connect`."""
 
     # 32: with larger batches, 64 callers all wait for one batch while this process is idle.
     batch_max = 32

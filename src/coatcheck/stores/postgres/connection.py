@@ -116,13 +116,9 @@ class SharedConnection:
     """
     One connection for many threads, one at a time: `with shared as connection`.
 
-    It connects on first use.
-
-    Args:
-        conninfo: libpq's connection string.
-        timeout_s: how long connecting may take, and each statement.
-        writes: statements on it change records, so a lost answer is ambiguous.
-        prepares: prepare every statement, for a plan that uses an index; not behind a pooler.
+    It connects on first use. *writes*: statements on it change records, so a lost answer is
+    ambiguous. *prepares*: prepare every statement, for a plan that uses an index; not behind a
+    pooler.
     """
 
     def __init__(

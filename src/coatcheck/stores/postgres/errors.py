@@ -77,10 +77,8 @@ def to_store_error(error: Exception, *, writes: bool, committed: bool = False) -
     """
     Return what to raise for *error*: `StoreUnavailable`, unless the caller's record is at fault.
 
-    Args:
-        error: what the driver raised.
-        writes: the statement changes records, so a lost answer is ambiguous.
-        committed: an earlier statement of the same call was committed, so any failure is ambiguous.
+    If the statement *writes*, a lost answer is ambiguous; if an earlier statement of the same call
+    was *committed*, any failure is.
     """
     if isinstance(error, StoreUnavailable):
         error.is_ambiguous |= committed or (writes and isinstance(error, NoAnswer))

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from coatcheck.core.identity import ID_BYTES
-from coatcheck.core.record import GONE, RUNNING, Record, State, Swap, new_record
-from coatcheck.stores.contract import Query
+from coatcheck.core.record import GONE, Record, State, Swap, new_record
+from coatcheck.stores.contract import Query, conditions_of
 from coatcheck.stores.record_counts import RecordCount
 
 Row: TypeAlias = Sequence[Any]
@@ -257,6 +257,10 @@ def unescape_text(stored: str) -> str:
     return bytes.fromhex(stored[1:]).decode("utf-8", "surrogatepass")
 
 
+# The fields that are no columns, or are NULL by default.
+_EXPRESSIONS = {"created_ms": CREATED_MS, "lease_until_ms": "coalesce(lease_until_ms, 0)"}
+
+
 def find(query: Query, select: str) -> tuple[str, list[object]]:
     """Return the search for *query* with its parameters; it finds one row more than a page has."""
     conditions: list[str] = ["true"]
@@ -285,17 +289,12 @@ def _conditions(query: Query) -> Iterator[tuple[str, Sequence[object]]]:
     if query.id_prefix:
         first, last = (query.id_prefix.ljust(ID_BYTES, fill).hex() for fill in (b"\x00", b"\xff"))
         yield "id >= {0}::uuid and id <= {1}::uuid", [first, last]
-    for name, text in (("key", query.key), ("scope", query.scope), ("label", query.label)):
-        if text is not None:
-            yield (f"{name} = {{0}}", [escape_text(text)]) if text else (f"{name} is null", [])
-    if query.state is not None:
-        yield "state = {0}", [query.state]
-    if query.created_before_ms is not None:
-        yield f"{CREATED_MS} < {{0}}", [query.created_before_ms]
-    if query.created_after_ms is not None:
-        yield f"{CREATED_MS} > {{0}}", [query.created_after_ms]
-    if query.lease_expired_at_ms is not None:
-        lease_over = f"state = {RUNNING} and coalesce(lease_until_ms, 0) <= {{0}}"
-        yield lease_over, [query.lease_expired_at_ms]
+    for field, operator, value in conditions_of(query):
+        column = _EXPRESSIONS.get(field, field)
+        if value == "":
+            yield f"{column} is null", []
+        else:
+            stored = escape_text(value) if isinstance(value, str) else value
+            yield f"{column} {operator} {{0}}", [stored]
     if query.expired_at_ms is not None:
         yield _RETENTION_IS_OVER, [query.expired_at_ms]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import closing
 
 from coatcheck.core.record import Record, Swap
 from coatcheck.errors import StoreUnavailable
@@ -24,7 +25,7 @@ from coatcheck.stores.contract import (
     compact_swap,
     page_of,
 )
-from coatcheck.stores.migration import Migration
+from coatcheck.stores.migration import Migration, migration_of
 from coatcheck.stores.postgres import schema as schemas
 from coatcheck.stores.postgres import statements
 from coatcheck.stores.postgres.async_backend import PostgresBackend
@@ -35,7 +36,7 @@ from coatcheck.stores.postgres.connection import (
     search,
 )
 from coatcheck.stores.postgres.doctor import check_settings, try_writes
-from coatcheck.stores.postgres.schema import Names, known_version, migrate
+from coatcheck.stores.postgres.schema import Names
 from coatcheck.stores.postgres.swap import RecordTable
 from coatcheck.stores.postgres.transaction import transaction_statements_for
 from coatcheck.stores.postgres.url import TIMEOUT_S, asyncpg_options, conninfo_of, parse_url
@@ -52,12 +53,8 @@ class PostgresStore:
     """
     Records in PostgreSQL.
 
-    Args:
-        conninfo: the database, as a URL or connection string of libpq.
-        schema: the schema of our tables; without it, the first one of the search path.
-        compact: keep the label, but neither scope nor key; see `compact_record`.
-        timeout_s: how long connecting may take, and each statement.
-        create: create our tables if they are missing.
+    *conninfo* is a URL or connection string of libpq. Without *schema*, our tables are in the
+    first schema of the search path. *timeout_s* limits connecting, and each statement.
     """
 
     info = POSTGRES
@@ -77,7 +74,9 @@ class PostgresStore:
         conninfo = conninfo_of(conninfo, timeout_s)
         self._maintenance = SharedConnection(conninfo, timeout_s)
         try:
-            self._maintenance.run(lambda connection: migrate(connection, names, create=create))
+            self._maintenance.run(
+                lambda connection: schemas.migrate(connection, names, create=create)
+            )
             for finding in self._check_settings():
                 if finding.level != "ok":
                     logger.warning("coatcheck: postgresql: %s", finding.message)
@@ -94,12 +93,7 @@ class PostgresStore:
 
     @classmethod
     def from_url(cls, url: str, *, create: bool = True) -> PostgresStore:
-        """
-        Open the store at *url*: `postgresql://user@host/database`.
-
-        Our options are `?schema=name`, `?compact=1` and `?timeout=5s`; all others are libpq's, such
-        as `sslmode`.
-        """
+        """Open `postgresql://user@host/database`; `url.py` has our options beside those of libpq."""
         conninfo, options = parse_url(url)
         return cls(conninfo, create=create, **options)
 
@@ -109,17 +103,15 @@ class PostgresStore:
         conninfo, options = parse_url(url)
         timeout_s = options.get("timeout_s", TIMEOUT_S)
         names = Names(options.get("schema", ""))
-        shared = SharedConnection(conninfo_of(conninfo, timeout_s), timeout_s)
-        try:
+        with closing(SharedConnection(conninfo_of(conninfo, timeout_s), timeout_s)) as shared:
             if only_look:
-                found = shared.run(lambda connection: known_version(connection, names))
+                found = shared.run(lambda connection: schemas.known_version(connection, names))
             else:
-                found = shared.run(lambda connection: migrate(connection, names, create=True))
-        finally:
-            shared.close()
-        wanted = len(schemas.MIGRATIONS)
+                found = shared.run(
+                    lambda connection: schemas.migrate(connection, names, create=True)
+                )
         what = f"postgresql: {names.records}"
-        return Migration(what, found, wanted, found < wanted and not only_look)
+        return migration_of(what, found, len(schemas.MIGRATIONS), only_look=only_look)
 
     def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
         """Write each record if its version is still the expected one; see `Store.swap`."""

@@ -37,13 +37,7 @@ class Execute(Effect[Sequence[Row]]):
 
 
 class RecordTable:
-    """
-    Reads and writes the records of one table.
-
-    Args:
-        table: its name, quoted.
-        compact: keep the label, but neither scope nor key; see `compact_record`.
-    """
+    """Reads and writes the records of one table, whose name is quoted already."""
 
     def __init__(self, table: str, *, compact: bool) -> None:
         self.statements = statements.statements_for(table)

@@ -7,7 +7,7 @@ an option that only libpq can honour is used through threads.
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 from psycopg import ProgrammingError
@@ -16,50 +16,39 @@ from psycopg.pq import Conninfo
 
 from coatcheck.errors import Misconfigured
 from coatcheck.stores.postgres.errors import one_line
-from coatcheck.stores.url import seconds_of
+from coatcheck.stores.url import Options, flag, parse_options, timeout_s
 
 # 5 s: thousands of round trips. A server that takes longer is down for all that a client can tell.
 TIMEOUT_S = 5.0
 _PORT = 5432
 
 
-class Options(TypedDict, total=False):
-    """The options of a URL that are ours."""
-
-    schema: str
-    compact: bool
-    timeout_s: float
+def _schema(value: str) -> str:
+    if not value:
+        raise ValueError("name a schema")
+    return value
 
 
-def parse_url(url: str) -> tuple[str, Options]:
-    """Return libpq's part of *url*, and our options."""
+_OPTIONS: Options = {
+    "schema": ("schema", _schema),
+    "compact": ("compact", flag),
+    "timeout": ("timeout_s", timeout_s),
+}
+_EXPLAINED = (
+    "schema=NAME, compact=0 or 1 (keep neither scopes nor keys), timeout=5s, and those of libpq"
+)
+
+
+def parse_url(url: str) -> tuple[str, dict[str, Any]]:
+    """Return libpq's part of *url*, and the keyword arguments of `PostgresStore` that it sets."""
     parts = urlsplit(url)
-    options, others = _split_options(parts.query.replace("+", "%2B"))  # for libpq a + is no space
-    query = urlencode(others, quote_via=quote)
+    query = parts.query.replace("+", "%2B")  # for libpq a + is no space
+    pairs = parse_qsl(query, keep_blank_values=True)
+    ours = [pair for pair in pairs if pair[0] in _OPTIONS]
+    rest = urlencode([pair for pair in pairs if pair not in ours], quote_via=quote)
+    options = parse_options("postgresql", ours, _OPTIONS, _EXPLAINED)
     # Not `urlunsplit`, which drops the two slashes of a URL without a host.
-    return f"postgresql://{parts.netloc}{parts.path}{'?' if query else ''}{query}", options
-
-
-def _split_options(query: str) -> tuple[Options, list[tuple[str, str]]]:
-    options: Options = {}
-    others: list[tuple[str, str]] = []
-    for name, value in parse_qsl(query, keep_blank_values=True):
-        if name == "schema" and value:
-            options["schema"] = value
-        elif name == "compact" and value in ("0", "1"):
-            options["compact"] = value == "1"
-        elif name == "timeout":
-            options["timeout_s"] = _timeout_s(value)
-        else:
-            others.append((name, value))
-    return options, others
-
-
-def _timeout_s(value: str) -> float:
-    seconds = seconds_of("postgresql: timeout", value)
-    if seconds <= 0:
-        raise Misconfigured(f"postgresql: timeout={value} leaves no time to answer")
-    return seconds
+    return f"postgresql://{parts.netloc}{parts.path}{'?' if rest else ''}{rest}", options
 
 
 def conninfo_of(given: str, timeout_s: float) -> str:

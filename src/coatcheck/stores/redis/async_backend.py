@@ -15,32 +15,22 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-import redis.asyncio.connection
-import redis.asyncio.retry
 import redis.asyncio.sentinel
 from redis import exceptions
 
 from coatcheck.core.flow import Effect, run_async
 from coatcheck.core.record import Record, Swap
 from coatcheck.errors import StoreUnavailable
-from coatcheck.stores.redis.client import Driver, open_pool, sentinels_of
+from coatcheck.stores.redis.client import open_pool, sentinels_of
 from coatcheck.stores.redis.errors import Reply, is_demoted, is_refusal, to_store_error
 from coatcheck.stores.redis.records import KEYS_MAX
 from coatcheck.stores.redis.safety import QUESTIONS
 from coatcheck.stores.redis.swap import Flows, Send, Wait
 from coatcheck.stores.redis.url import RedisConfig
 
-_EVENT_LOOPS = Driver(redis.asyncio.connection, redis.asyncio.sentinel, redis.asyncio.retry)
-
 
 class RedisBackend:
-    """
-    One event loop's connections to one server, or to the current master.
-
-    Args:
-        config: which server, and how to connect.
-        flows: what to send, and what the replies mean.
-    """
+    """One event loop's connections to one server, or to the current master."""
 
     batch_max = KEYS_MAX  # one script call
     # 2: the server works on one batch while we decode the replies to the other.
@@ -55,7 +45,7 @@ class RedisBackend:
         self._closed = False
         # Limited for Sentinels only: a dead one would keep us from asking the next one.
         self._pool = open_pool(
-            _EVENT_LOOPS,
+            redis.asyncio,
             config,
             address=config.addresses[0],
             is_limited=False,

@@ -12,10 +12,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
-import redis.connection
-import redis.retry
 import redis.sentinel
 from redis import exceptions
 from redis.backoff import NoBackoff
@@ -30,19 +28,8 @@ from coatcheck.stores.redis.swap import Wait
 from coatcheck.stores.redis.url import Address, RedisConfig
 
 
-class Driver(NamedTuple):
-    """The modules of redis-py for threads, or those for event loops, which have the same names."""
-
-    connection: ModuleType
-    sentinel: ModuleType
-    retry: ModuleType
-
-
-_THREADS = Driver(redis.connection, redis.sentinel, redis.retry)
-
-
 def open_pool(
-    driver: Driver,
+    driver: ModuleType,
     config: RedisConfig,
     *,
     address: Address,
@@ -52,7 +39,7 @@ def open_pool(
     """
     Make a pool for the server at *address*, or for the master if *config* names Sentinels.
 
-    Nothing is connected yet. The timeout limits connecting and each answer; with *is_limited* False
+    *driver* is `redis`, or `redis.asyncio` with the same names for event loops. Nothing is connected yet. The timeout limits connecting and each answer; with *is_limited* False
     only those of Sentinels. *on_connect* is called with each new connection.
     """
     options = _options(driver, config, config.timeout_s if is_limited else None)
@@ -70,7 +57,7 @@ def open_pool(
     return module.ConnectionPool(kind, host=address.host, port=address.port, **options)
 
 
-def _options(driver: Driver, config: RedisConfig, timeout_s: float | None) -> dict[str, Any]:
+def _options(driver: ModuleType, config: RedisConfig, timeout_s: float | None) -> dict[str, Any]:
     options: dict[str, Any] = {
         "socket_timeout": timeout_s,
         "socket_connect_timeout": timeout_s,
@@ -94,11 +81,8 @@ class Client:
     """
     The connections of one server, used by any number of threads.
 
-    Args:
-        config: how to connect and log in.
-        address: the server, unless *config* names Sentinels.
-        name: the server, for error messages.
-        monitor: checks the server behind each new connection; None: it is not checked.
+    *address* is not used if *config* names Sentinels. *name* is the server, for error messages.
+    *monitor* checks the server behind each new connection; None: it is not checked.
     """
 
     def __init__(
@@ -116,7 +100,7 @@ class Client:
 
     def _open(self) -> Any:  # noqa: ANN401 - redis-py's
         on_connect = self._check if self._monitor else None
-        return open_pool(_THREADS, self._config, address=self._address, on_connect=on_connect)
+        return open_pool(redis, self._config, address=self._address, on_connect=on_connect)
 
     def _renew(self) -> None:
         """

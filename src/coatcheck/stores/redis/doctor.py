@@ -51,7 +51,7 @@ def _attempts(topology: Topology, commands: Commands) -> _Attempts:
         ends_ms = now_ms + _EXPIRES_MS
         times = (now_ms, ends_ms, ends_ms, ends_ms)
         record = Record(id, now_ms, RUNNING, 1, b"", *times, 1, "doctor", "", "", None, None)
-        key, (value, at_ms) = commands.keys.key_of(id), encode(record, compact=True)
+        key, (value, at_ms) = commands.keys.key_of(id), encode(record)
         (change,) = commands.swap([Swap(id, record.version, completed(record, b""))])
         (read,) = commands.get([id])
         writes = {

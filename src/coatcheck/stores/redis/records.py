@@ -17,7 +17,6 @@ from typing import NamedTuple, TypeAlias
 
 from coatcheck.core.identity import ID_BYTES
 from coatcheck.core.record import Record, Swap, new_record
-from coatcheck.stores.contract import compact_record
 
 _SCRIPT = files("coatcheck.stores.redis").joinpath("swap.lua").read_bytes()
 # EVALSHA names a script by its SHA-1; the digest protects nothing.
@@ -32,6 +31,7 @@ READ_MAX = 256
 # Then: state, attempt, four times, nonce, and the lengths of the variable parts.
 _FORMAT = 1
 _HEAD = Struct(">BqBIqqqqqBIIIIB")
+_NUMBERS = 8
 _VERSION = Struct(">q")
 # The length that means None. A Redis value is at most 512 MiB, so no real length is this.
 _NONE = 0xFFFFFFFF
@@ -44,38 +44,31 @@ class UnreadableValue(ValueError):
     """One key of a batch holds something that this release did not write and cannot decode."""
 
 
-def encode(record: Record, *, compact: bool) -> tuple[bytes, int]:
+def encode(record: Record) -> tuple[bytes, int]:
     """
     Return the stored bytes of *record*, and when the server may delete it (ms since 1970).
 
     That time is never before a sweep would be allowed to delete the record.
     """
-    # fmt: off
-    (_, version, state, attempt, fingerprint, created_ms, lease_until_ms, window_until_ms,
-        expires_ms, nonce, label, scope, key, progress, response
-    ) = compact_record(record) if compact else record
-    # fmt: on
     # surrogatepass: a label holds a URL path, which may be any bytes and so not valid Unicode.
-    texts = [text.encode("utf-8", "surrogatepass") for text in (label, scope, key)]
-    # fmt: off
+    texts = [text.encode("utf-8", "surrogatepass") for text in record[10:13]]
+    fingerprint, progress, response = record.fingerprint, record.progress, record.response
     head = _HEAD.pack(
-        _FORMAT, version, state, attempt, created_ms, lease_until_ms, window_until_ms,
-        expires_ms, nonce, len(fingerprint), *map(len, texts),
-        _NONE if progress is None else len(progress), response is not None,
+        _FORMAT,
+        *(*record[1:4], *record[5:10]),
+        *(len(fingerprint), *map(len, texts), _NONE if progress is None else len(progress)),
+        response is not None,
     )
-    # fmt: on
     value = b"".join((head, fingerprint, *texts, progress or b"", response or b""))
-    return value, max(expires_ms, lease_until_ms, version + 1)
+    return value, max(record.expires_ms, record.lease_until_ms, record.version + 1)
 
 
 def decode(id: bytes, value: bytes) -> Record:
     """Return the record that *value* was made from; raise `UnreadableValue` if it is not one."""
     if len(value) < _HEAD.size or value[0] != _FORMAT:
         raise _unreadable(id)
-    # fmt: off
-    (_, version, state, attempt, created_ms, lease_until_ms, window_until_ms,
-        expires_ms, nonce, *lengths, has_response) = _HEAD.unpack_from(value)
-    # fmt: on
+    _, *numbers, has_response = _HEAD.unpack_from(value)
+    numbers, lengths = numbers[:_NUMBERS], numbers[_NUMBERS:]
     has_progress = lengths[-1] != _NONE
     if not has_progress:
         lengths[-1] = 0
@@ -89,13 +82,8 @@ def decode(id: bytes, value: bytes) -> Record:
         label, scope, key = (text.decode("utf-8", "surrogatepass") for text in texts)
     except UnicodeDecodeError as error:
         raise _unreadable(id) from error
-    # fmt: off
-    return new_record((
-        id, version, state, attempt, fingerprint, created_ms, lease_until_ms, window_until_ms,
-        expires_ms, nonce, label, scope, key, progress if has_progress else None,
-        value[start:] if has_response else None,
-    ))
-    # fmt: on
+    blobs = (progress if has_progress else None, value[start:] if has_response else None)
+    return new_record((id, *numbers[:3], fingerprint, *numbers[3:], label, scope, key, *blobs))
 
 
 def _unreadable(id: bytes) -> UnreadableValue:
@@ -135,35 +123,26 @@ class Keys:
 
 
 class Command(NamedTuple):
-    """
-    One command.
+    """One command."""
 
-    Args:
-        words: its name and arguments.
-        id: of one of its records; a cluster sends the command to the server that owns it.
-        start: the position of its first swap in the batch.
-        swaps: the swaps that it performs.
-    """
+    words: Words  # its name and arguments
+    id: bytes = b""  # of one of its records; a cluster sends it to the server that owns this one
+    start: int = 0  # the position of its first swap in the batch
+    swaps: Sequence[Swap] = ()  # that it performs
 
-    words: Words
-    id: bytes = b""
-    start: int = 0
-    swaps: Sequence[Swap] = ()
+
+def _arguments_of(swap: Swap) -> tuple[bytes, bytes, int]:
+    """Return the script's three arguments for one swap; see `swap.lua`."""
+    expected = _VERSION.pack(swap.expected) if swap.expected else b""
+    return (expected, b"", 0) if swap.record is None else (expected, *encode(swap.record))
 
 
 class Commands:
-    """
-    Builds the commands for swaps and reads.
+    """Builds the commands for swaps and reads."""
 
-    Args:
-        keys: of the records.
-        compact: keep the label, but neither scope nor key; see `compact_record`.
-        is_cluster: one key for each command, because every key may be on another server.
-    """
-
-    def __init__(self, keys: Keys, *, compact: bool, is_cluster: bool) -> None:
+    def __init__(self, keys: Keys, *, is_cluster: bool) -> None:
         self.keys = keys
-        self._compact = compact
+        # One key for each command, if every key may be on another server.
         self._keys_max = 1 if is_cluster else KEYS_MAX
         self.read_max = 1 if is_cluster else READ_MAX
 
@@ -174,16 +153,9 @@ class Commands:
 
     def _call(self, start: int, swaps: Sequence[Swap]) -> Command:
         keys = [self.keys.key_of(swap.id) for swap in swaps]
-        arguments = [word for swap in swaps for word in self._arguments(swap)]
+        arguments = [word for swap in swaps for word in _arguments_of(swap)]
         words = ("EVALSHA", _SCRIPT_SHA, len(keys), *keys, *arguments)
         return Command(words, swaps[0].id, start, swaps)
-
-    def _arguments(self, swap: Swap) -> tuple[bytes, bytes, int]:
-        """Return the script's three arguments for one swap; see `swap.lua`."""
-        expected = _VERSION.pack(swap.expected) if swap.expected else b""
-        if swap.record is None:
-            return expected, b"", 0
-        return expected, *encode(swap.record, compact=self._compact)
 
     def with_script_text(self, call: Command) -> Command:
         """Return *call* for a server that does not have the script, which it then keeps."""

@@ -64,12 +64,10 @@ class Health(NamedTuple):
 
 class SafetyMonitor:
     """
-    The risks of one store's servers while it runs.
+    The risks of one store's servers while it runs; the URL may *allow* some of them by name.
 
-    Args:
-        allow: the names of the risks that the URL allows.
-        shape: with Sentinel and in a cluster, roles change, and a server that became a replica
-            refuses writes by itself. For a single server being a replica is a risk like any other.
+    With Sentinel and in a cluster, roles change, and a server that became a replica refuses writes
+    by itself. For a single server being a replica is a risk like any other.
     """
 
     def __init__(self, allow: frozenset[str], shape: Shape) -> None:

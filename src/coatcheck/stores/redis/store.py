@@ -62,12 +62,13 @@ class RedisStore:
             self._topology = Cluster(config, self._monitor)
         else:
             self._topology = Server(config, config.addresses[0], self.name, self._monitor)
-        self._commands = Commands(
-            Keys(config.prefix), compact=config.compact, is_cluster=self._topology.is_cluster
-        )
-        self._flows = Flows(self.name, self._commands, self._monitor)
+        keys = Keys(config.prefix)
+        self._commands = Commands(keys, is_cluster=self._topology.is_cluster)
+        self._flows = Flows(self.name, self._commands, self._monitor, config.compact)
         try:
-            self._refuse_risks()
+            for health in self._healths().values():
+                if refusal := self._monitor.refusal_of(health):
+                    raise Misconfigured(refusal)
         except LoginRefused as error:
             self.close()
             raise Misconfigured(f"{error}; check the user and password in the URL") from error
@@ -77,15 +78,7 @@ class RedisStore:
 
     @classmethod
     def from_url(cls, url: str, *, create: bool = True) -> RedisStore:
-        """
-        Open the store that *url* names.
-
-        `redis://host:6379/0`, `rediss://…` (TLS), `redis+sentinel://host1:26379,host2/service/0`,
-        `redis+cluster://host1:6379,host2`; each with `user:password@` before the hosts.
-        Options: `?prefix=coatcheck:`, `?compact=1`, `?timeout=5s`, `?wait=1`, `?tls=1`,
-        `?tls_ca=/path`, `?sentinel_username=…`, `?sentinel_password=…`,
-        `?allow=eviction,no-persistence,replica`.
-        """
+        """Open the store that *url* names; `url.py` has the forms and the options."""
         del create  # there is nothing to create: a prefix without records is an empty store
         return cls(parse_url(url))
 
@@ -96,12 +89,6 @@ class RedisStore:
         store = cls.from_url(url)
         store.close()
         return Migration(store.name, 0, 0)
-
-    def _refuse_risks(self) -> None:
-        """Raise if a server could lose records, unless the URL allows that risk."""
-        for health in self._healths().values():
-            if refusal := self._monitor.refusal_of(health):
-                raise Misconfigured(refusal)
 
     def _healths(self) -> dict[str, Health]:
         """Ask every server about itself; return the answers by its name."""

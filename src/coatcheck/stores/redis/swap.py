@@ -18,6 +18,7 @@ from coatcheck.core.flow import Effect, Flow
 from coatcheck.core.record import GONE, RUNNING, Record, Swap
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.batch_errors import Outcome, UndecodableRecord, results_of
+from coatcheck.stores.contract import compact_swap
 from coatcheck.stores.redis.errors import Reply, is_server_error, message_of
 from coatcheck.stores.redis.records import Command, Commands, UnreadableValue, Words, decode
 from coatcheck.stores.redis.safety import QUESTIONS, SafetyMonitor
@@ -37,23 +38,19 @@ class Send(Effect["list[Reply]"]):
 
 @dataclass(frozen=True, slots=True)
 class Flows:
-    """
-    The exchanges with one store.
+    """The exchanges with one store."""
 
-    Args:
-        name: the servers, for error messages.
-        commands: builds the commands.
-        monitor: knows whether claims are refused because the server could lose records.
-    """
-
-    name: str
+    name: str  # the servers, for error messages
     commands: Commands
-    monitor: SafetyMonitor
+    monitor: SafetyMonitor  # knows whether claims are refused because the server could lose records
+    compact: bool = False  # keep neither scope nor key; see `compact_record`
 
     def swap(self, swaps: Sequence[Swap]) -> Flow[list[Record | None]]:
         """Write each record if its version is still the expected one."""
         if not swaps:
             return []
+        if self.compact:
+            swaps = [compact_swap(swap) for swap in swaps]
         if self.monitor.refusal:
             yield from self._refuse_claims(swaps)
         calls = self.commands.swap(swaps)

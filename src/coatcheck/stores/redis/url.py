@@ -6,13 +6,12 @@ Anything that is not understood is refused here, with a message that shows what 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from coatcheck.errors import Misconfigured
-from coatcheck.stores.url import no_option, seconds_of, shown
+from coatcheck.stores.url import Options, flag, parse_options, shown, timeout_s
 
 # The risks that the store refuses unless the URL allows them by name; see `safety.py`.
 RISKS = ("eviction", "no-persistence", "replica")
@@ -32,8 +31,8 @@ _EXAMPLES = (
     f"redis://host:6379/0, rediss://host:6379/0, {SENTINEL_EXAMPLE} "
     "or redis+cluster://host1:6379,host2:6379"
 )
-_KNOWN_OPTIONS = (
-    "the options are prefix=coatcheck: (of all keys, without braces), compact=0 or 1 (keep neither "
+_EXPLAINED = (
+    "prefix=coatcheck: (of all keys, without braces), compact=0 or 1 (keep neither "
     "scopes nor keys), timeout=5s, wait=1 (replicas that must acknowledge a write), tls=0 or 1, "
     "tls_ca=/path/to/ca.pem, sentinel_username=NAME and sentinel_password=WORD (of the Sentinels) "
     f"and allow=NAME,NAME of {', '.join(RISKS)}"
@@ -80,16 +79,11 @@ def parse_url(url: str) -> RedisConfig:
     """Return the servers and the options in *url*."""
     parts = urlsplit(url)
     shape = _SHAPES[parts.scheme]
-    options: dict[str, Any] = {"is_tls": parts.scheme == "rediss"}
-    for name, value in parse_qsl(parts.query, keep_blank_values=True):
-        if name.startswith("sentinel_") and name in _OPTIONS and shape != "sentinel":
+    pairs = parse_qsl(parts.query, keep_blank_values=True)
+    for name, _ in pairs:
+        if name in _OF_SENTINELS and shape != "sentinel":
             raise Misconfigured(f"redis: {name}= is for redis+sentinel:// only")
-        try:
-            option, parse = _OPTIONS[name]
-            options[option] = parse(value)
-        except (KeyError, ValueError) as error:
-            refusal = no_option("redis", name, value[:40], _OPTIONS)
-            raise Misconfigured(f"{refusal}; {_KNOWN_OPTIONS}") from error
+    options = parse_options("redis", pairs, _OPTIONS, _EXPLAINED)
     login, _, hosts = parts.netloc.rpartition("@")
     username, _, password = login.partition(":")
     service, database = _path(parts, shape)
@@ -104,7 +98,7 @@ def parse_url(url: str) -> RedisConfig:
         database=database,
         username=unquote(username) or None,
         password=unquote(password) or None,
-        **options,
+        **{"is_tls": parts.scheme == "rediss", **options},
     )
 
 
@@ -138,17 +132,6 @@ def _prefix(value: str) -> str:
     return value
 
 
-def _flag(value: str) -> bool:
-    return bool(("0", "1").index(value))
-
-
-def _seconds(value: str) -> float:
-    seconds = seconds_of("redis: timeout", value)
-    if seconds <= 0:
-        raise Misconfigured(f"redis: timeout={value} leaves no time to answer; write timeout=5s")
-    return seconds
-
-
 def _replicas(value: str) -> int:
     if not re.fullmatch(r"[0-9]{1,3}", value):
         raise ValueError("not a number of replicas")
@@ -162,14 +145,14 @@ def _risks(value: str) -> frozenset[str]:
     return risks
 
 
-_OPTIONS: dict[str, tuple[str, Callable[[str], object]]] = {
+_OF_SENTINELS = ("sentinel_username", "sentinel_password")
+_OPTIONS: Options = {
     "prefix": ("prefix", _prefix),
-    "compact": ("compact", _flag),
-    "timeout": ("timeout_s", _seconds),
+    "compact": ("compact", flag),
+    "timeout": ("timeout_s", timeout_s),
     "wait": ("wait", _replicas),
-    "tls": ("is_tls", _flag),
+    "tls": ("is_tls", flag),
     "tls_ca": ("tls_ca", str),
-    "sentinel_username": ("sentinel_username", str),
-    "sentinel_password": ("sentinel_password", str),
     "allow": ("allow", _risks),
+    **{name: (name, str) for name in _OF_SENTINELS},
 }

@@ -31,20 +31,15 @@ def try_record(connection: sqlite3.Connection, path: str) -> Iterator[Finding]:
         (Swap(id, 0, claim), "a claim cannot be written"),
         (Swap(id, 1, completed), "a claim cannot be completed"),
     ):
-        if not _is_applied(connection, swap):
+        if not statements.is_applied(connection, swap):
             yield Finding("error", f"{path}: {failure}")
             return
     if statements.read(connection, (id,)) != {id: completed}:
         yield Finding("error", f"{path}: a completed record cannot be read back")
         return
     connection.execute(statements.SWEEP, (0, 1))
-    if not _is_applied(connection, Swap(id, 2, None)):
+    if not statements.is_applied(connection, Swap(id, 2, None)):
         yield Finding("error", f"{path}: a record cannot be deleted")
-
-
-def _is_applied(connection: sqlite3.Connection, swap: Swap) -> bool:
-    statement, row = statements.write_one(swap)
-    return connection.execute(statement, row).rowcount == 1
 
 
 def inspect_file(connection: sqlite3.Connection, path: str) -> Iterator[Finding]:

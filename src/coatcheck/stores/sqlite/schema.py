@@ -1,7 +1,8 @@
 """The schema of the SQLite store: creating it, migrating it, reading its version.
 
 The file may be the application's own database. So all our names begin with `coatcheck_`, and the
-settings of the whole file (`user_version`, `application_id`) stay unchanged.
+settings of the whole file (`user_version`, `application_id`, and its journal mode if it has tables
+of the application) stay unchanged.
 """
 
 from __future__ import annotations
@@ -49,6 +50,11 @@ _FIRST = (
     "create unique index coatcheck_records_id on coatcheck_records (id)",
     "create index coatcheck_records_expires on coatcheck_records (expires_ms)",
 )
+# If there is one, the file is the application's own, which decides about its journal mode.
+_FOREIGN_TABLE = r"""
+select 1 from sqlite_master where type = 'table'
+  and name not like 'coatcheck\_%' escape '\' and name not like 'sqlite\_%' escape '\'
+"""
 # Only append: the schema version is the number of migrations that were applied.
 MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST,)
 
@@ -71,7 +77,8 @@ def prepare(path: str, busy_timeout_s: float, *, create: bool) -> None:
     try:
         with closing(connect(path, busy_timeout_s, writes=True, mode="rwc")) as connection:
             _migrate(connection, path, busy_timeout_s, create=create)
-            execute_with_retry(connection, busy_timeout_s, "pragma journal_mode = wal")
+            if connection.execute(_FOREIGN_TABLE).fetchone() is None:
+                execute_with_retry(connection, busy_timeout_s, "pragma journal_mode = wal")
     except sqlite3.Error as error:
         raise to_store_error(error, path, opening=True) from error
 

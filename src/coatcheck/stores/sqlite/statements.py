@@ -16,8 +16,8 @@ from functools import cache
 from typing import Any, TypeAlias, TypeVar
 
 from coatcheck.core.identity import ID_BYTES
-from coatcheck.core.record import RUNNING, Record, State, Swap
-from coatcheck.stores.contract import Query
+from coatcheck.core.record import Record, State, Swap
+from coatcheck.stores.contract import Query, conditions_of
 from coatcheck.stores.record_counts import RecordCount
 
 T = TypeVar("T")
@@ -150,6 +150,11 @@ def write_one(swap: Swap, *, change: str = CHANGE_ONE) -> tuple[str, Row]:
     return (change, [*row, swap.expected]) if swap.expected else (CLAIM_ONE, row)
 
 
+def is_applied(connection: sqlite3.Connection, swap: Swap) -> bool:
+    """Execute *swap*, also one that changes the expiry; return whether it was applied."""
+    return connection.execute(*write_one(swap, change=REPLACE_ONE)).rowcount == 1
+
+
 def find(query: Query) -> tuple[str, list[object]]:
     """Return the statement and the parameters for *query*, with one row more than its limit."""
     filters = list(_filters(query))
@@ -169,20 +174,10 @@ def find(query: Query) -> tuple[str, list[object]]:
 
 
 def _filters(query: Query) -> Iterator[tuple[str, object]]:
-    if query.key is not None:
-        yield "key = ?", _encode_key(query.key)
-    if query.scope is not None:
-        yield "scope = ?", _encode_scope(query.scope)
-    if query.label is not None:
-        yield "label = ?", _encode_text(query.label)
-    if query.state is not None:
-        yield "state = ?", query.state
-    if query.created_before_ms is not None:
-        yield f"{_CREATED_MS} < ?", query.created_before_ms
-    if query.created_after_ms is not None:
-        yield f"{_CREATED_MS} > ?", query.created_after_ms
-    if query.lease_expired_at_ms is not None:
-        yield f"state = {RUNNING} and lease_until_ms <= ?", query.lease_expired_at_ms
+    encoders = {"key": _encode_key, "scope": _encode_scope, "label": _encode_text}
+    for field, operator, value in conditions_of(query):
+        column = _CREATED_MS if field == "created_ms" else field
+        yield f"{column} {operator} ?", encoders[field](value) if field in encoders else value
     if query.expired_at_ms is not None:
         yield "expires_ms <= ?", query.expired_at_ms
         yield "version < ?", query.expired_at_ms

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from coatcheck.core.record import GONE, Record, Swap
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, compact_swap, page_of
-from coatcheck.stores.migration import Migration
+from coatcheck.stores.migration import Migration, migration_of
 from coatcheck.stores.record_counts import RecordCount
 from coatcheck.stores.registry import SQLITE
 from coatcheck.stores.sqlite import doctor, schema, statements
@@ -39,11 +39,7 @@ class SqliteStore:
     """
     Records in an SQLite file, which may be the application's own database.
 
-    Args:
-        path: the file; created if it does not exist, in a directory that must exist.
-        compact: keep the label, but neither scope nor key; see `compact_record`.
-        busy_timeout_s: how long to wait while another process holds the write lock.
-        create: create the file and the tables if they are missing.
+    *busy_timeout_s* limits how long to wait while another process holds the write lock.
     """
 
     info = SQLITE
@@ -75,11 +71,7 @@ class SqliteStore:
 
     @classmethod
     def from_url(cls, url: str, *, create: bool = True) -> SqliteStore:
-        """
-        Open `sqlite:///relative.db` or `sqlite:////absolute.db`.
-
-        Options: `?compact=1`, `?busy_timeout=5s`.
-        """
+        """Open `sqlite:///relative.db` or `sqlite:////absolute.db`; `url.py` has the options."""
         path, options = parse_url(url)
         return cls(path, create=create, **options)
 
@@ -91,8 +83,7 @@ class SqliteStore:
         found = schema.version_at(path, busy_timeout_s)
         if not only_look:
             schema.prepare(path, busy_timeout_s, create=True)
-        wanted = len(schema.MIGRATIONS)
-        return Migration(path, found, wanted, found < wanted and not only_look)
+        return migration_of(path, found, len(schema.MIGRATIONS), only_look=only_look)
 
     def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
         """Write each record if its version in the file is still the expected one."""
@@ -131,7 +122,7 @@ class SqliteStore:
         # equal row, and a key that starts over is no conflict at all. So repeat them one by one.
         connection.execute("rollback")
         self._execute(connection, "begin immediate")
-        conflicts = {swap.id for swap in swaps if not _is_applied(connection, swap)}
+        conflicts = {swap.id for swap in swaps if not statements.is_applied(connection, swap)}
         current = statements.read(connection, [*conflicts])
         connection.execute("commit")
         return [current.get(swap.id, GONE) if swap.id in conflicts else None for swap in swaps]
@@ -200,8 +191,3 @@ def _identity_of(path: str) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_dev, status.st_ino
-
-
-def _is_applied(connection: sqlite3.Connection, swap: Swap) -> bool:
-    write = statements.write_one(swap, change=statements.REPLACE_ONE)
-    return connection.execute(*write).rowcount == 1

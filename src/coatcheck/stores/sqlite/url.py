@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import os
-from typing import TypedDict
+from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from coatcheck.errors import Misconfigured
-from coatcheck.stores.url import no_option, seconds_of, shown
+from coatcheck.stores.url import Options, duration_s, flag, parse_options, shown
+
+_OPTIONS: Options = {"compact": ("compact", flag), "busy_timeout": ("busy_timeout_s", duration_s)}
+_EXPLAINED = (
+    "compact=0 or 1 (keep neither scopes nor keys) and busy_timeout=5s (how long to wait while "
+    "another process holds the write lock)"
+)
 
 
-class SqliteOptions(TypedDict, total=False):
-    """Keyword arguments of `SqliteStore` that a URL may set."""
-
-    compact: bool
-    busy_timeout_s: float
-
-
-def parse_url(url: str) -> tuple[str, SqliteOptions]:
-    """Return the path and the options in *url*; raise `Misconfigured` if it has no usable path."""
+def parse_url(url: str) -> tuple[str, dict[str, Any]]:
+    """Return the path in *url*, and the keyword arguments of `SqliteStore` that it sets."""
     parts = urlsplit(url)
     path = unquote(parts.path.removeprefix("/"))
     if parts.netloc or parts.fragment or path in ("", ":memory:") or not _is_file_name(path):
-        raise Misconfigured(
-            f"{shown(url)} names no file; write sqlite:///relative.db or sqlite:////absolute.db "
-            "('#' as %23), or memory:// for a store that is lost when the process ends"
+        is_one_slash_short = parts.netloc and "@" not in parts.netloc
+        hint = (
+            f" (did you mean sqlite:///{parts.netloc}{parts.path}?)" if is_one_slash_short else ""
         )
-    return path, _parse_options(parts.query)
+        raise Misconfigured(
+            f"{shown(url)} names no file{hint}; write sqlite:///relative.db or "
+            "sqlite:////absolute.db ('#' as %23), or memory:// for a store that is lost when the "
+            "process ends"
+        )
+    pairs = parse_qsl(parts.query, keep_blank_values=True)
+    return path, parse_options("sqlite", pairs, _OPTIONS, _EXPLAINED)
 
 
 def _is_file_name(path: str) -> bool:
@@ -35,19 +40,3 @@ def _is_file_name(path: str) -> bool:
         return b"\0" not in os.fsencode(path)
     except UnicodeEncodeError:
         return False
-
-
-def _parse_options(query: str) -> SqliteOptions:
-    options: SqliteOptions = {}
-    for name, value in parse_qsl(query, keep_blank_values=True):
-        if name == "compact" and value in ("0", "1"):
-            options["compact"] = value == "1"
-        elif name == "busy_timeout":
-            options["busy_timeout_s"] = seconds_of(f"sqlite: {name}", value)
-        else:
-            problem = no_option("sqlite", name, value, ("compact",))
-            raise Misconfigured(
-                f"{problem}; the options are compact=0 or 1 (keep neither scopes nor keys) and "
-                "busy_timeout=5s (how long to wait while another process holds the write lock)"
-            )
-    return options

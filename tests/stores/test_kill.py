@@ -1,0 +1,98 @@
+"""Servers that are killed while stores write to them."""
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from coatcheck.core.record import Record, Swap, completed
+from coatcheck.errors import StoreUnavailable
+from coatcheck.stores import Store
+from tests.stores.laws.records import claim_of, id_of
+from tests.support.loop_store import BOTH_WAYS
+from tests.support.servers import START_S_MAX, until
+from tests.support.servers.mariadb import Mariadb
+from tests.support.servers.postgres import Postgres
+from tests.support.servers.redis import Redis
+
+SERVERS: dict[str, Callable[[], Any]] = {
+    "postgres": Postgres,
+    "mariadb": lambda: Mariadb(**{"innodb-flush-log-at-trx-commit": "1"}),
+    "redis": lambda: Redis(appendfsync="always"),
+}
+
+
+class Writer(threading.Thread):
+    """Claims and completes until `ends` is set, some records at a time, and keeps the outcomes."""
+
+    def __init__(self, store: Store, number: int) -> None:
+        super().__init__()
+        self.store = store
+        self.next, self.size = 1_000_000 * number, 1 + 2 * number
+        self.acknowledged: dict[bytes, Record] = {}
+        self.ambiguous: dict[bytes, Record] = {}
+        self.refused: list[bytes] = []
+        self.ends = threading.Event()
+
+    def run(self) -> None:
+        while not self.ends.is_set():
+            claims = [claim_of(id_of(self.next + n)) for n in range(self.size)]
+            self.next += self.size
+            ends = [Swap(claim.id, claim.version, completed(claim, b"done")) for claim in claims]
+            if not (self.is_written([Swap(c.id, 0, c) for c in claims]) and self.is_written(ends)):
+                self.ends.wait(0.01)
+
+    def is_written(self, swaps: Sequence[Swap]) -> bool:
+        records = {swap.id: swap.record for swap in swaps if swap.record is not None}
+        try:
+            assert list(self.store.swap(swaps)) == [None] * len(swaps)
+        except StoreUnavailable as error:
+            if error.is_ambiguous:
+                self.ambiguous.update(records)
+            self.refused += [swap.id for swap in swaps if not (swap.expected or error.is_ambiguous)]
+            return False
+        self.acknowledged.update(records)
+        return True
+
+
+@pytest.mark.parametrize("opened", BOTH_WAYS.values(), ids=BOTH_WAYS)
+@pytest.mark.parametrize("kind", SERVERS)
+def test_acknowledged_writes_survive_a_kill_of_the_server(kind, opened):
+    """D1, D2, L5: nothing refused was written, and the store works again without a restart."""
+    server = SERVERS[kind]()
+    url = server.fresh_url()
+    writers = [Writer(opened(url), number) for number in range(3)]
+    try:
+        for writer in writers:
+            writer.start()
+        for _ in range(2):
+            wait_for_more(writers, lambda writer: len(writer.acknowledged) // 60)
+            server.kill()
+            wait_for_more(writers, lambda writer: len(writer.refused))
+            server.start()
+        wait_for_more(writers, lambda writer: len(writer.acknowledged) // 60)
+        end(writers)
+        with closing(opened(url)) as store:
+            for writer in writers:
+                found = store.get(list(writer.acknowledged))
+                for record, stored in zip(writer.acknowledged.values(), found, strict=True):
+                    assert stored in (record, writer.ambiguous.get(record.id, record))
+                assert list(store.get(writer.refused)) == [None] * len(writer.refused)
+    finally:
+        end(writers)
+        server.remove()
+
+
+def wait_for_more(writers: Sequence[Writer], count: Callable[[Writer], int]) -> None:
+    before = [count(writer) for writer in writers]
+    until(lambda: all(count(w) > n for w, n in zip(writers, before, strict=True)))
+
+
+def end(writers: Sequence[Writer]) -> None:
+    for writer in writers:
+        if writer.is_alive():
+            writer.ends.set()
+            writer.join(START_S_MAX)
+            writer.store.close()
