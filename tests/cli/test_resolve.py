@@ -91,6 +91,14 @@ def test_a_function_is_completed_with_a_value(records, resolve):
     assert decode_value(records.only().response) == {"a": None}
 
 
+def test_a_function_is_not_completed_with_a_response(records, resolve):
+    """L6."""
+    reference = records.put(1, state=IN_DOUBT, label="charges", scope="")
+    code, _out, err = resolve(reference, "--completed", "--status", "200", "--empty")
+    assert (code, "is a function: give --value JSON" in err) == (2, True)
+    assert records.only().state == IN_DOUBT
+
+
 def test_an_operation_that_is_not_in_doubt_is_not_changed(records, resolve):
     """L6: exit code 1, with the current record."""
     reference = records.put(1)
@@ -105,14 +113,17 @@ def test_an_operation_that_is_not_in_doubt_is_not_changed(records, resolve):
 
 
 def test_a_key_of_several_operations_is_not_resolved(records, resolve):
-    """S1, L6: each is listed by its id, which names one of them."""
-    records.put(1, state=IN_DOUBT, key="k")
-    records.put(2, state=IN_DOUBT, key="k", label="POST /charges")
+    """S1, L6: each is listed by its reference; two of one reference by their ids."""
+    one = records.put(1, state=IN_DOUBT, key="k")
+    other = records.put(2, state=IN_DOUBT, key="k", label="POST /charges")
     code, _out, err = resolve("k", "--failed")
-    ids = [(bytes([number]) * 16).hex() for number in (1, 2)]
-    assert (code, f"{ids[0]} (POST /orders), {ids[1]} (POST /charges)" in err) == (1, True)
-    assert resolve(ids[1], "--failed")[0] == 0
-    assert [record.state for record in records.all()] == [IN_DOUBT, FAILED]
+    assert (code, f"{one} (POST /orders), {other} (POST /charges)" in err) == (1, True)
+    twin = bytes([2]) * 15 + b"!"
+    records.put(3, state=IN_DOUBT, id=twin)
+    code, _out, err = resolve(other, "--failed")
+    assert (code, f"{twin.hex()} (POST /orders)" in err) == (1, True)
+    assert resolve(twin.hex(), "--failed")[0] == 0
+    assert [record.state for record in records.all()] == [IN_DOUBT, IN_DOUBT, FAILED]
 
 
 def test_an_abandoned_operation_can_be_resolved_before_it_is_in_doubt(records, resolve):
@@ -163,7 +174,7 @@ def test_without_a_terminal_a_decision_must_be_confirmed_with_an_option(records,
         (("--completed", "--status", "201", "--value", "1"), "--value is for functions"),
         (("--completed", "--value", "{"), "--value is not valid JSON"),
         (("--completed", "--value", "[" * 50_000), "--value is not valid JSON"),
-        (("--completed", "--value", "1"), "is a request"),
+        (("--completed", "--value", "null"), "is a request: give --status"),
         (("--completed", "--status", "200", "--body-file", "no/such/file"), "no/such/file"),
         (("--completed", "--status", "99", "--empty"), "99"),
         (("--completed", "--status", "200", "--empty", "--header", "x"), "not a header"),

@@ -81,7 +81,7 @@ def test_a_pipe_gets_whole_lines_and_a_terminal_folds_them(records):
     assert label.replace(" ", "") in "".join("".join(line.split()) for line in lines)[-400:]
 
 
-@pytest.mark.parametrize(("typed", "code", "state"), [("y\n", 0, FAILED), ("n\n", 130, IN_DOUBT)])
+@pytest.mark.parametrize(("typed", "code", "state"), [("y\n", 0, FAILED), ("n\n", 1, IN_DOUBT)])
 def test_a_terminal_is_asked_before_a_decision_is_written(records, typed, code, state):
     """L6, O1: with what retries will get."""
     reference = records.put(1, state=IN_DOUBT)
@@ -89,6 +89,16 @@ def test_a_terminal_is_asked_before_a_decision_is_written(records, typed, code, 
     ended, shown = on_a_terminal(words, typed=typed)
     assert (ended, records.only().state) == (code, state)
     assert f"{reference} (POST /orders): the next retry executes it. Resolve it? [y/N]" in shown
+
+
+@pytest.mark.parametrize(("typed", "code", "left"), [("y\n", 0, 0), ("n\n", 1, 1)])
+def test_a_terminal_is_asked_before_a_caller_is_erased(records, typed, code, left):
+    """R3."""
+    records.put(1)
+    words = ("erase", "--caller", "5c0be5c0be5c0be0", "--store", records.url)
+    ended, shown = on_a_terminal(words, typed=typed)
+    assert (ended, len(records.all())) == (code, left)
+    assert "Delete 1 record of this caller from" in shown
 
 
 def test_a_sweep_on_a_terminal_shows_its_progress(records):

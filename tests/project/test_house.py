@@ -68,6 +68,7 @@ PROMISES = (
     *("T1", "T2", "T3"),
     *("D1", "D2", "D3", "D4"),
     *("X1", "X2"),
+    "R3",
 )
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

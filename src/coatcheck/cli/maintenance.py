@@ -46,7 +46,9 @@ def erase(caller: str, secret: str, url: str, *, dry_run: bool, yes: bool, as_js
         erased = engine.erase(caller, dry_run=True)
         if not dry_run and erased.records:
             count = _counted(erased.records)
-            confirm(f"Delete {count} of this caller from {shown(url)}?", yes=yes)
+            if not confirm(f"Delete {count} of this caller from {shown(url)}?", yes=yes):
+                print_error("nothing was changed")
+                return 1
             erased = engine.erase(caller)
     if as_json:
         print_json({"is_dry_run": dry_run, "erased": erased.records, "left": list(erased.left)})

@@ -65,6 +65,8 @@ def lookup(reference_or_key: str, url: str, *, as_json: bool) -> int:
 
 def find_operations(store: Store, text: str) -> list[Record]:
     """Return the operations that *text* names: by reference, by id, otherwise by key."""
+    if not text:  # a compact store has no keys: all of its records would match
+        return []
     reference = parse_reference(text)
     if reference is not None:
         page = store.find(Query(id_prefix=prefix_of(reference), limit=LOOKUP_LIMIT))

@@ -49,13 +49,17 @@ def example(command: str) -> str:
     return f"\b\nexample:\n  {command}"
 
 
-def confirm(question: str, *, yes: bool) -> None:
-    """Ask on a terminal; elsewhere raise `Misconfigured`, unless the answer was given: *yes*."""
+def confirm(question: str, *, yes: bool) -> bool:
+    """
+    Ask on a terminal, and return the answer, unless it was given with an option: *yes*.
+
+    Raises `Misconfigured` if there is no terminal.
+    """
     if yes:
-        return
+        return True
     if not sys.stdin.isatty() or not sys.stderr.isatty():
         raise Misconfigured("nothing was changed: without a terminal to confirm on, add --yes")
-    click.confirm(question, abort=True, err=True)
+    return click.confirm(question, err=True)
 
 
 def duration(text: str) -> int:

@@ -82,6 +82,7 @@ def resolve(reference_or_key: str, url: str, *, as_json: bool, **options: Any) -
     Say whether it happened, after you have found out. REF_OR_KEY is a reference, an id or a key,
     as for lookup.
     """
+    has_value = options["value"] is not None
     outcome = _outcome(**{name: options.pop(name) for name in _OUTCOME})
     keyring = _keyring(options.pop("keyring"))
     store = open_store(url, create=False)
@@ -92,9 +93,11 @@ def resolve(reference_or_key: str, url: str, *, as_json: bool, **options: Any) -
         now_ms = store.now_ms()
         try:
             found = _only_one(find_operations(store, reference_or_key), reference_or_key)
+            _refuse_misfit(found, outcome, has_value=has_value)
             gets = printable(_gets(found, outcome))
             question = f"{reference_of(found.id)} ({printable(found.label)}): {gets}. Resolve it?"
-            confirm(question, yes=options.pop("yes"))
+            if not confirm(question, yes=options.pop("yes")):
+                raise NotResolved("nothing was changed", found)
             record = engine.resolve(found.id, outcome, **options)
         except NotResolved as error:
             reason, record = str(error), error.record
@@ -111,16 +114,26 @@ def _only_one(records: list[Record], wanted: str) -> Record:
     if not records:
         raise NotResolved(f"there is no operation {wanted!r}")
     if len(records) > 1:
-        each = ", ".join(f"{record.id.hex()} ({record.label})" for record in records)
-        raise NotResolved(f"{wanted!r} names several operations: give the id of one: {each}")
+        names: dict[str, str] = {reference_of(record.id): record.label for record in records}
+        if len(names) < len(records):
+            names = {record.id.hex(): record.label for record in records}
+        each = ", ".join(f"{name} ({printable(label)})" for name, label in names.items())
+        raise NotResolved(f"{wanted!r} is several operations: give one of {each}")
     return records[0]
+
+
+def _refuse_misfit(record: Record, outcome: Happened | DidNotHappen, *, has_value: bool) -> None:
+    if isinstance(outcome, Happened) and has_value == bool(record.scope):
+        need = "--status and a body, not --value" if has_value else "--value JSON, not --status"
+        kind = "request" if has_value else "function"
+        raise Misconfigured(f"{record.label!r} is a {kind}: give {need}")
 
 
 def _gets(record: Record, outcome: Happened | DidNotHappen) -> str:
     """Return what retries get with *outcome*."""
     if isinstance(outcome, DidNotHappen):
         return "the next retry executes it"
-    if outcome.value is not None or not record.scope:
+    if not record.scope:
         return f"retries get the value {json.dumps(outcome.value)[:_SHOWN_CHARS]}"
     lines = [str(outcome.status), *(f"{name}: {value}" for name, value in outcome.headers)]
     body = outcome.body.decode("utf-8", "replace")[:_SHOWN_CHARS]
