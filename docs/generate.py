@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib
 import inspect
@@ -10,14 +9,17 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import api_page
+import click
 
 from coatcheck import errors
-from coatcheck.cli import command_line
+from coatcheck.cli import commands
 from coatcheck.core.policy import POLICY_FIELDS, PRESETS, Policy
 from coatcheck.core.problem import KINDS
-from coatcheck.core.record import MOVES, STATE_NAMES, State
+from coatcheck.core.record import MOVES, OPERATOR_MOVES, STATE_NAMES, State
+from coatcheck.demo.__main__ import demo_options
 from coatcheck.stores.registry import STORES
 
 HERE = Path(__file__).parent / "reference"
@@ -31,14 +33,16 @@ def states() -> str:
         return "[*]" if state is None else STATE_NAMES[state]
 
     lines = [NOTE, "# States and moves\n", "```mermaid", "stateDiagram-v2"]
-    lines += [f"    {name(m.source)} --> {name(m.target)}: {m.name}" for m in MOVES]
+    moves = (*MOVES, *OPERATOR_MOVES)
+    lines += [f"    {name(m.source)} --> {name(m.target)}: {m.name}" for m in moves]
     lines += ["```\n", "| move | from | to | allowed |", "|---|---|---|---|"]
     lines += [
         f"| {m.name} | {name(m.source).strip('[]') or '–'} | {name(m.target).strip('[]')} "
         f"| {m.when.value} |"
-        for m in MOVES
+        for m in moves
     ]
     lines += ["", "`*` means that there is no record: before the first claim, and after a sweep."]
+    lines += ["Only a person orders the moves `correct` and `erase`."]
     return "\n".join(lines) + "\n"
 
 
@@ -150,21 +154,23 @@ def api() -> str:
 def cli() -> str:
     """Return the help of every command."""
     os.environ["COLUMNS"] = "80"  # otherwise argparse uses the width of the terminal
-    parser = command_line()
-    lines = [NOTE, "# Command line\n", f"```\n{parser.format_help()}```\n"]
-    for name, command in commands_of(parser).items():
-        lines += [f"## coatcheck {name}\n", f"```\n{command.format_help()}```\n"]
+    with click.Context(commands, info_name="coatcheck", **_SETTINGS) as group:
+        lines = [NOTE, "# Command line\n", "It comes with `pip install 'coatcheck[cli]'`.\n"]
+        lines += [f"```\n{commands.get_help(group)}\n```\n"]
+        for name, command in commands.commands.items():
+            context = click.Context(command, group, info_name=name, **_SETTINGS)
+            help = (
+                demo_options().format_help().rstrip()
+                if name == "demo"
+                else command.get_help(context)
+            )
+            lines += [f"## coatcheck {name}\n", f"```\n{help}\n```\n"]
     return "\n".join(lines)
 
 
-# argparse formats its help differently in each version of Python, so one version writes the page.
+# argparse formats the help of the demo differently in each version of Python: one writes the page.
 CLI_VERSION = (3, 11)
-
-
-def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Return the commands of *parser*, by name."""
-    (action,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))  # noqa: SLF001 - argparse offers no other way
-    return dict(action.choices)
+_SETTINGS: dict[str, Any] = {**commands.context_settings, "terminal_width": 80}
 
 
 PAGES = {

@@ -8,6 +8,7 @@ from coatcheck.core.record import Record
 from coatcheck.core.response import Response
 from coatcheck.core.values import Codec, codec_for
 from coatcheck.engine import AsyncEngine, Engine
+from coatcheck.engine.resolution import Erased
 from coatcheck.errors import (
     ClaimLost,
     CoatcheckError,
@@ -55,6 +56,7 @@ __all__ = [
     "Decision",
     "DidNotHappen",
     "Engine",
+    "Erased",
     "Happened",
     "InTransaction",
     "KeyBusy",

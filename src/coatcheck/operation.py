@@ -119,12 +119,15 @@ def _call_in_thread(callbacks: Sequence[Callable[[], object]], name: str) -> Non
             try:
                 callback()
             except Exception:
-                logger.exception("an %s callback failed", name)
+                logger.exception("coatcheck: an %s callback raised; the operation goes on", name)
 
     try:
         threading.Thread(target=call, name=f"coatcheck-{name}", daemon=True).start()
     except RuntimeError:  # no thread can be started, or the interpreter is ending
-        logger.exception("the %s callbacks could not be called", name)
+        logger.exception(
+            "coatcheck: the %s callbacks could not be called, because no thread can be started",
+            name,
+        )
 
 
 class StepCall(NamedTuple):
@@ -189,6 +192,7 @@ class Operation(Lease):
     __slots__ = (
         *("_problem", "_secret", "_step_writer", "_transaction", "exchange", "flow", "has_notes"),
         *(
+            "failure",
             "has_begun",
             "is_resumable",
             "policy",
@@ -230,6 +234,7 @@ class Operation(Lease):
         # handler's answer alone does not decide how the operation ends.
         self.has_notes = claim.progress is not None
         self.is_resumable = False
+        self.failure = ""  # how it ended, for the log: "attempt 1 raised TimeoutError"
         self.step_problem: StepProblem | None = None  # found while a step ran
         self._problem: StepProblem | None = None  # found at the end
         self._secret = secret

@@ -135,6 +135,8 @@ class Telemetry:
     def __init__(self, observers: Sequence[Observer], listeners: Sequence[Listener]) -> None:
         self.observers = observers
         self.listeners = listeners
+        # How many operations have become in doubt in this process, for metrics.
+        self.in_doubt_count = 0
 
     def report(self, decision: Decision) -> None:
         """Log *decision*, and call the observers with it."""
@@ -143,7 +145,17 @@ class Telemetry:
             try:
                 observer(decision)
             except Exception:  # the operation has its outcome, which this must not change
-                logger.exception("an observer failed")
+                logger.exception("coatcheck: an observer raised; the operation is not affected")
+
+    def became_in_doubt(self, record: Record, why: str) -> None:
+        """Count and log that *record* is in doubt: without a person it stays so."""
+        self.in_doubt_count += 1
+        reference = reference_of(record.id)
+        logger.warning(
+            "coatcheck: operation %s (%s) is in doubt: %s; see coatcheck lookup %s",
+            *(reference, record.label, why, reference),
+            extra={"reference": reference, "label": record.label, "attempt": record.attempt},
+        )
 
     def happened(self, kind: type[OperationEvent], record: Record, *more: Any) -> None:
         """Call the listeners with an event of this *kind*."""
@@ -157,7 +169,7 @@ class Telemetry:
             try:
                 listener(event)
             except Exception:
-                logger.exception("a listener failed")
+                logger.exception("coatcheck: a listener raised; the operation is not affected")
 
 
 def decision_of(request: ClaimRequest, answer: Answer | None, now_ms: int) -> Decision:
@@ -182,16 +194,20 @@ def decision_of(request: ClaimRequest, answer: Answer | None, now_ms: int) -> De
 
 def log_decision(decision: Decision) -> None:
     """Log what happened, to which operation, and how long it took."""
-    level = logging.WARNING if decision.code else logging.INFO
-    if logger.isEnabledFor(level):
-        logger.log(
-            level,
-            "%s %s %s attempt=%d %s%dms",
-            decision.outcome,
-            decision.reference or "-",
+    if logger.isEnabledFor(logging.INFO):
+        logger.info(
+            "coatcheck: operation %s (%s) %s in %d ms",
+            decision.reference or "without a reference",
             decision.label,
-            decision.attempt,
-            decision.code + " " if decision.code else "",
+            _WORDS[decision.outcome].format(decision),
             decision.duration_ms,
             extra=decision._asdict(),
         )
+
+
+_WORDS = {
+    "executed": "was executed as attempt {0.attempt}",
+    "replayed": "was replayed",
+    "refused": "was refused with {0.code}",
+    "failed": "failed",
+}

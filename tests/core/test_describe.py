@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from coatcheck.core.describe import facts_of, story_of, times_of
+from coatcheck.core.describe import advice_of, age_of, facts_of, lines_of, state_of, story_of
 from coatcheck.core.key import reference_of
 from coatcheck.core.lifecycle import ClaimRequest, first_attempt, next_attempt
 from coatcheck.core.policy import Policy
@@ -83,10 +83,6 @@ def test_an_operation_in_doubt_is_described_with_the_time_in_which_it_may_have_h
     assert (facts["lease_until"], facts["is_lease_over"]) == ("2027-01-15T08:03:10Z", None)
     assert facts["window_until"] == "2027-01-16T08:00:00Z"
     assert facts["expires"] >= facts["window_until"]
-    assert times_of(doubt) == (
-        "attempt 2 began 2027-01-15T08:01:30Z, lease until 2027-01-15T08:03:10Z, "
-        "window until 2027-01-16T08:00:00Z"
-    )
 
 
 def test_a_record_without_a_lease_is_described_without():
@@ -94,9 +90,7 @@ def test_a_record_without_a_lease_is_described_without():
     done = completed(CLAIM, None)
     assert facts_of(done, NOW)["lease_until"] is None
     assert facts_of(done, NOW)["last_attempt"] == "2027-01-15T08:00:00Z"
-    assert times_of(done) == (
-        "attempt 1 began 2027-01-15T08:00:00Z, window until 2027-01-16T08:00:00Z"
-    )
+    assert "lease until" not in dict(lines_of(done, NOW))
 
 
 def test_only_status_and_size_of_a_response_are_described():
@@ -118,3 +112,97 @@ def test_a_record_whose_progress_cannot_be_read_is_described_without(progress, r
     assert facts["reference"] == reference_of(record.id)
     assert (facts["steps"], facts["notes"], facts["resolutions"]) == (None, None, None)
     assert list(story_of(record)) == [("notes", reason)]
+
+
+def test_a_record_is_described_in_lines():
+    """O1: with its ages, and without what it does not have."""
+    doubt = in_doubt(CLAIM._replace(progress=encoded(NOTHING.with_note(Note(NOW, 1, "charging")))))
+    lines = dict(lines_of(doubt, NOW + 180_000))
+    assert lines["reference"] == reference_of(CLAIM.id)
+    assert (lines["state"], lines["label"], lines["attempt"]) == ("in doubt", "POST /orders", "1")
+    assert (lines["caller"], lines["key"]) == ("caller", "the key")
+    assert lines["created"] == "2027-01-15T08:00:00Z (3 m ago)"
+    assert lines["lease until"] == "2027-01-15T08:01:00Z (2 m ago)"
+    assert lines["window until"] == "2027-01-16T08:00:00Z (in 23 h)"
+    assert lines["note"] == "2027-01-15T08:00:00Z attempt 1: charging"
+    assert "response" not in lines
+    compact = dict(lines_of(CLAIM._replace(scope="", key=""), NOW))
+    assert {"caller", "key"} & set(compact) == set()
+
+
+@pytest.mark.parametrize(
+    ("response", "words"),
+    [
+        (None, "not kept"),
+        (encode_response(Response(201, [], b"12345")), "status 201, 5 bytes"),
+        (encode_value(7), "a value, 1 bytes"),
+    ],
+)
+def test_a_completed_operation_is_described_with_the_kind_of_its_response(response, words):
+    """O1."""
+    assert dict(lines_of(completed(CLAIM, response), NOW))["response"] == words
+
+
+def test_a_running_operation_whose_lease_is_over_is_called_that():
+    """O1, L5."""
+    assert state_of(CLAIM, NOW) == "running"
+    assert state_of(CLAIM, NOW + 60_000) == "lease expired"
+    assert state_of(failed(CLAIM), NOW) == "failed"
+
+
+@pytest.mark.parametrize(
+    ("apart_ms", "words"),
+    [
+        (999, "now"),
+        (-999, "now"),
+        (59_999, "59 s ago"),
+        (180_000, "3 m ago"),
+        (7_200_000, "2 h ago"),
+        (86_400_000 * 40, "40 d ago"),
+        (-61_000, "in 1 m"),
+    ],
+)
+def test_an_age_is_told_in_its_largest_unit(apart_ms, words):
+    """O1."""
+    assert age_of(NOW - apart_ms, NOW) == words
+
+
+RESOLVED = Resolution(NOW, "happened", "ada", "asked")
+
+
+@pytest.mark.parametrize(
+    ("record", "words", "options"),
+    [
+        (CLAIM, "attempt 1 is running", []),
+        (in_doubt(CLAIM), "retries are refused", ["--completed --status", "--failed"]),
+        (in_doubt(CLAIM)._replace(scope=""), "are refused", ["--completed --value", "--failed"]),
+        (CLAIM._replace(lease_until_ms=0), "takes over", ["--abandoned --c", "--abandoned --f"]),
+        (completed(CLAIM, b""), "retries get the stored response", []),
+        (completed(WITH_PROGRESS, b""), "retries get the stored response", []),
+        (failed(CLAIM), "the next retry executes it", []),
+        (failed(CLAIM)._replace(progress=bytes([SEALED])), "the next retry executes it", []),
+        (
+            completed(CLAIM, b"")._replace(progress=encoded(NOTHING.with_resolution(RESOLVED))),
+            "as a person decided",
+            ["--correct --completed", "--correct --failed"],
+        ),
+        (
+            failed(CLAIM)._replace(
+                progress=encoded(
+                    NOTHING.with_resolution(RESOLVED._replace(outcome="did not happen"))
+                )
+            ),
+            "executes it, as a person decided",
+            ["--correct --completed"],
+        ),
+    ],
+)
+def test_a_person_gets_the_command_to_type_next(record, words, options):
+    """O1, L6."""
+    advice = advice_of(record, NOW)
+    assert words in advice.words
+    begin = f"coatcheck resolve {reference_of(record.id)}"
+    assert len(advice.commands) == len(options)
+    pairs = zip(advice.commands, options, strict=True)
+    assert all(command.startswith(f"{begin} {option}") for command, option in pairs)
+    assert facts_of(record, NOW)["next"] == advice._asdict()

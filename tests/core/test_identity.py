@@ -15,6 +15,7 @@ from coatcheck.core.identity import (
     digest_key,
     label_of,
     operation_id,
+    scope_of_caller,
 )
 
 ID = bytes(range(16))
@@ -158,3 +159,11 @@ def test_a_derived_key_does_not_reveal_the_key_it_comes_from():
     """S-46: downstream sees a key of ours, not the caller's own."""
     id = operation_id(caller="a", route="POST /orders", key="k")
     assert id.hex() not in derive(id, "charge", generation=1).replace("-", "")
+
+
+def test_a_caller_is_named_by_its_text_or_by_its_scope():
+    """R3: the scope in its records is the beginning of its digest."""
+    scope = caller_digest("own", "customer-17", secret=b"s")[:16]
+    assert scope_of_caller("customer-17", b"s") == scope_of_caller(scope, b"other") == scope
+    assert scope_of_caller("customer-17") != scope
+    assert scope_of_caller(scope.upper()) != scope

@@ -8,10 +8,12 @@ from coatcheck.core.record import (
     GONE,
     IN_DOUBT,
     MOVES,
+    OPERATOR_MOVES,
     RUNNING,
     STATE_NAMES,
     Record,
     When,
+    can_erase,
     completed,
     failed,
     in_doubt,
@@ -187,6 +189,21 @@ def test_the_table_is_the_published_one():
         *(("new generation", state, RUNNING, When.WINDOW_OVER) for state in range(4)),
         *(("sweep", state, None, When.RETENTION_OVER) for state in range(4)),
     ]
+    assert [(m.name, m.source, m.target, m.when) for m in OPERATOR_MOVES] == [
+        ("correct", COMPLETED, COMPLETED, When.DECIDED),
+        ("correct", COMPLETED, FAILED, When.DECIDED),
+        ("correct", FAILED, COMPLETED, When.DECIDED),
+        ("correct", FAILED, FAILED, When.DECIDED),
+        *(("erase", state, None, When.VERSION_PASSED) for state in (COMPLETED, FAILED, IN_DOUBT)),
+    ]
+
+
+def test_a_person_may_erase_what_has_ended_and_is_older_than_the_clock():
+    """R3, T3: what runs is left alone; no version is used twice."""
+    done = completed(CLAIM, b"r")._replace(version=7_000)
+    assert [can_erase(done, now_ms) for now_ms in (7_000, 7_001)] == [False, True]
+    assert can_erase(in_doubt(CLAIM), 9_999)
+    assert not can_erase(CLAIM, 99_999)
 
 
 def test_a_record_that_is_gone_is_empty_free_and_older_than_all_others():

@@ -11,6 +11,7 @@ from coatcheck.core.record import (
     FAILED,
     GONE,
     IN_DOUBT,
+    OPERATOR_MOVES,
     RUNNING,
     Swap,
     completed,
@@ -19,6 +20,7 @@ from coatcheck.core.record import (
     legal_moves,
 )
 from coatcheck.core.recovery import (
+    DID_NOT_HAPPEN,
     DOUBLINGS_MAX,
     RESOLUTIONS_MAX,
     Resolved,
@@ -185,6 +187,36 @@ def test_steps_that_were_begun_may_run_again_unless_the_operation_happened():
         swap = first_of(resolve(Snapshot(current, NOW), outcome, BY_ADA))
         assert progress_of(swap.record).steps == steps
     assert progress_of(rerun_of(current)[1].record).steps == (done,)
+
+
+def decided(current, outcome):
+    """*current*, after an operator decided so."""
+    by = BY_ADA._replace(outcome="happened" if outcome is HAPPENED else DID_NOT_HAPPEN)
+    return first_of(resolve(Snapshot(current, NOW), outcome, by)).record
+
+
+@pytest.mark.parametrize("before", [HAPPENED, DID_NOT], ids=["happened", "did not"])
+@pytest.mark.parametrize("after", [HAPPENED, DID_NOT], ids=["happened", "did not"])
+def test_a_later_decision_corrects_an_earlier_one(before, after):
+    """L6: both are kept; the moves are those that only a person orders."""
+    current = decided(DOUBT, before)
+    flow = resolve(Snapshot(current, NOW), after, BY_ADA._replace(by="eve"), correct=True)
+    record = first_of(flow).record
+    assert record.version > current.version
+    moves = {(move.source, move.target) for move in OPERATOR_MOVES if move.name == "correct"}
+    assert (current.state, record.state) in moves
+    assert (record.state, record.response) == (
+        (COMPLETED, after.response) if after is HAPPENED else (FAILED, None)
+    )
+    assert [resolution.by for resolution in progress_of(record).resolutions] == ["ada", "eve"]
+
+
+def test_what_was_executed_cannot_be_corrected():
+    """L6: not even if a person had decided before that it may run."""
+    again = decided(DOUBT, DID_NOT)._replace(state=RUNNING)
+    for current in (completed(DEAD, b"r"), failed(DEAD), DOUBT, completed(again, b"r"), GONE):
+        flow = resolve(Snapshot(current, NOW), HAPPENED, BY_ADA, correct=True)
+        assert first_of(flow) == Unchanged(current)
 
 
 def test_a_decision_that_comes_too_late_changes_nothing():

@@ -22,8 +22,8 @@ from pathlib import Path
 import pytest
 
 from coatcheck.cli import main
-from coatcheck.cli.demo import DEMO_SEED
 from coatcheck.demo import command
+from coatcheck.demo.__main__ import DEMO_SEED
 from coatcheck.demo.client import (
     NETWORK_ERRORS,
     Receipt,

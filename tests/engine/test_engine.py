@@ -500,7 +500,7 @@ def test_the_result_of_a_reconcile_function_is_not_logged(guards, store, clock, 
     clock.advance(LEASE_S)
     with pytest.raises(OutcomeUnknown):
         guards.run(engine, "k", Handler())
-    assert "reconcile returned a dict, not Happened" in caplog.text
+    assert "reconcile function returned a dict, not Happened" in caplog.text
     assert "4242" not in caplog.text
 
 

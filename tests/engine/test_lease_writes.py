@@ -170,7 +170,7 @@ def test_a_completion_that_can_never_be_written_is_given_up_after_its_window(clo
     clock.now_ms = claim.window_until_ms
     tick_once(heartbeat)
     assert heartbeat.leases == {}
-    assert "is given up: its window is over" in caplog.text
+    assert "could not be stored: its window is over" in caplog.text
     heartbeat.stop()
 
 

@@ -161,7 +161,7 @@ def test_under_manual_recovery_it_is_marked_in_doubt(guards, store, clock, caplo
     recovery_round(engine, clock)
     record = only_record(engine)
     assert (record.state, record.attempt) == (IN_DOUBT, 1)
-    assert "charges attempt=1: in doubt" in caplog.text
+    assert "(charges) is in doubt: attempt 1 never finished" in caplog.text
     with pytest.raises(OutcomeUnknown):
         guards.run(engine, "k", Handler(), scope="charges", policy=MANUAL)
 
@@ -519,7 +519,7 @@ def test_recovery_begins_by_itself_when_an_engine_is_started(guards, tmp_path, c
         return only_record(engine).state == COMPLETED
 
     eventually(has_settled)
-    eventually(lambda: "charges attempt=1: completed" in caplog.text)
+    eventually(lambda: "(charges), whose attempt 1 never finished, is now completed" in caplog.text)
 
 
 def test_many_scopes_that_are_made_at_run_time_are_bounded(guards, clock, monkeypatch):

@@ -10,6 +10,7 @@ from coatcheck import (
     ClaimLost,
     DidNotHappen,
     Engine,
+    Erased,
     Happened,
     KeyRing,
     Misconfigured,
@@ -21,6 +22,8 @@ from coatcheck import (
     Unreadable,
     current_operation,
 )
+from coatcheck.core.identity import caller_digest
+from coatcheck.core.keep import Outcome, OutcomeKind
 from coatcheck.core.key import reference_of
 from coatcheck.core.progress import progress_of
 from coatcheck.core.record import COMPLETED, FAILED, IN_DOUBT, RUNNING, Record, Swap
@@ -150,8 +153,11 @@ def test_the_record_contains_the_operator_the_time_and_the_reason(guards, engine
     guards.done(engine.resolve(reference, DidNotHappen(), by="ada", why="two\nlines"))
     (resolution,) = progress_of(only_record(engine)).resolutions
     assert resolution == (clock.now_ms, "did not happen", "ada", "two\nlines")
-    (line,) = [line for line in caplog.messages if line.startswith("resolved")]
-    assert line == rf"resolved {reference} charges: did not happen, by 'ada': 'two\nlines'"
+    (line,) = [line for line in caplog.messages if "was resolved" in line]
+    assert line == (
+        rf"coatcheck: operation {reference} (charges) was resolved: it did not happen, says 'ada': "
+        r"'two\nlines'"
+    )
 
 
 @pytest.mark.parametrize("spelled", ["lower", "no dashes", "id", "bytes"])
@@ -444,3 +450,59 @@ def test_a_rerun_that_was_taken_over_raises_claim_lost(guards, engine):
     with pytest.raises(ClaimLost, match="taken over while it ran"):
         guards.done(engine.rerun(only_record(engine).id, guards.flavoured(again), **BY_ADA))
     assert only_record(engine).response is None
+
+
+# --- corrections and erasing ------------------------------------------------------------------
+
+
+def test_a_decision_is_corrected_for_every_process(guards, engine, store, clock):
+    """L6: a process that has made a decision asks the store again, which may have another by now."""
+    reference = put_in_doubt(guards, engine)
+    guards.done(engine.resolve(reference, Happened(value="wrong"), **BY_ADA))
+    assert guards.run(engine, "k", Handler(), scope="charges") == "wrong"
+    other = guards.engine(store, MANUAL, clock=clock, recover_every_s=None)
+    guards.done(other.resolve(reference, Happened(value="right"), correct=True, **BY_ADA))
+    assert guards.run(engine, "k", Handler(), scope="charges") == "right"
+    guards.done(other.resolve(reference, DidNotHappen(), correct=True, **BY_ADA))
+    assert guards.run(engine, "k", Handler("charged"), scope="charges") == "charged"
+    for outcome in (Happened(value="late"), DidNotHappen()):  # executed: not to be corrected
+        with pytest.raises(NotResolved, match="nothing to correct"):
+            guards.done(other.resolve(reference, outcome, correct=True, **BY_ADA))
+    with pytest.raises(NotResolved, match="no operation"):
+        guards.done(engine.resolve(b"absent" * 2 + b"....", DidNotHappen(), correct=True, **BY_ADA))
+
+
+def complete_for(guards, engine, key: str, caller: str) -> bytes:
+    """A request of *caller* that is completed; its id."""
+    id = key.encode() * 16
+    digest = caller_digest("own", caller)
+    made = engine.attempts.new_request(id, b"f" * 16, key=key, caller=digest, label="POST /orders")
+    operation = guards.done(engine.begin(made, Policy()))
+    guards.done(engine.complete(operation, Outcome(OutcomeKind.COMPLETE, b"answer")))
+    return id
+
+
+def test_everything_of_a_caller_is_erased_and_forgotten(guards, clock):
+    """R3: from the store and from the memory of this process; others keep theirs."""
+    store = WatchedStore()
+    engine = guards.engine(store, clock=clock, sweep_every_s=None, recover_every_s=None)
+    store.now_ms = lambda: clock.now_ms + 1_000  # later than the versions of these records
+    ids = [complete_for(guards, engine, key, "ada") for key in "ab"]
+    kept = complete_for(guards, engine, "c", "eve")
+    assert guards.done(engine.erase("ada", dry_run=True)) == Erased(2, ())
+    assert engine.attempts.replay_cache.knows(ids[0])
+    assert guards.done(engine.erase("ada")) == Erased(2, ())
+    assert [engine.attempts.replay_cache.knows(id) for id in (*ids, kept)] == [False, False, True]
+    assert [record.id for record in store.records] == [kept]
+    with pytest.raises(Misconfigured, match="caller is empty"):
+        guards.done(engine.erase(""))
+
+
+def test_a_record_whose_version_is_ahead_of_the_clock_is_not_erased(guards, clock):
+    """R3, T3: its next generation would get a version that was used before."""
+    store = WatchedStore()
+    engine = guards.engine(store, clock=clock, sweep_every_s=None, recover_every_s=None)
+    store.now_ms = lambda: clock.now_ms
+    id = complete_for(guards, engine, "a", "ada")
+    assert guards.done(engine.erase("ada")) == Erased(0, (reference_of(id),))
+    assert store.record.id == id

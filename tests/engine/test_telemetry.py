@@ -137,10 +137,10 @@ def test_a_log_line_names_the_outcome_and_the_operation(caplog):
     log_decision(DECISION)
     log_decision(DECISION._replace(outcome="refused", attempt=0, code="key-reused"))
     assert caplog.messages == [
-        "executed 7D3F-92AB-1C4E POST /orders attempt=1 12ms",
-        "refused 7D3F-92AB-1C4E POST /orders attempt=0 key-reused 12ms",
+        "coatcheck: operation 7D3F-92AB-1C4E (POST /orders) was executed as attempt 1 in 12 ms",
+        "coatcheck: operation 7D3F-92AB-1C4E (POST /orders) was refused with key-reused in 12 ms",
     ]
-    assert [r.levelname for r in caplog.records] == ["INFO", "WARNING"]
+    assert [r.levelname for r in caplog.records] == ["INFO", "INFO"]  # a client's mistake
     first = caplog.records[0]
     assert {name: getattr(first, name) for name in Decision._fields} == DECISION._asdict()
     caplog.clear()
@@ -263,6 +263,71 @@ def test_an_outcome_that_is_not_known_is_an_event(guards, heard, events):
     assert kinds(events) == [Claimed, InDoubt]
 
 
+RAISES = Handler(ZeroDivisionError())
+UNSURE = Policy(recovery="reconcile", reconcile=lambda _: Unknown())
+
+
+@pytest.mark.parametrize(
+    ("policy", "handler", "by", "why"),
+    [
+        (Policy(recovery="manual"), RAISES, "itself", "attempt 1 raised ZeroDivisionError"),
+        (Policy(recovery="manual"), Handler(SystemExit()), "retry", "attempt 1 never finished"),
+        (Policy(recovery="manual"), Handler(SystemExit()), "round", "attempt 1 never finished"),
+        (
+            UNSURE,
+            Handler(SystemExit()),
+            "retry",
+            "its reconcile function does not know what happened",
+        ),
+        (
+            UNSURE,
+            Handler(SystemExit()),
+            "round",
+            "its reconcile function does not know what happened",
+        ),
+    ],
+    ids=[
+        "raised",
+        "dead, found by a retry",
+        "dead, found in the background",
+        "asked",
+        "asked in round",
+    ],
+)
+def test_an_operation_that_becomes_in_doubt_is_one_warning(
+    guards, heard, events, store, clock, *, caplog, policy, handler, by, why
+):
+    """O3, L6: with its reference, its label, the reason and the next command; it is counted, too."""
+    handler.calls = 0
+    with pytest.raises((ZeroDivisionError, SystemExit)):
+        guards.run(heard, "k", handler, scope="charges", policy=policy)
+    clock.advance(LEASE_S + 1)
+    if by == "retry":
+        with pytest.raises(OutcomeUnknown):
+            guards.run(heard, "k", Handler(), scope="charges", policy=policy)
+    elif by == "round":
+        heard.recovery.round()
+    reference = reference_of(store.record.id)
+    text = f"operation {reference} (charges) is in doubt: {why}; see coatcheck lookup {reference}"
+    (line,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert line.getMessage() == f"coatcheck: {text}"
+    assert (line.reference, line.label, line.attempt) == (
+        reference,
+        "charges",
+        store.record.attempt,
+    )
+    assert heard.attempts.telemetry.in_doubt_count == kinds(events).count(InDoubt) == 1
+
+
+def test_a_doubt_that_the_heartbeat_writes_is_one_warning_too(guards, heard, store, caplog):
+    """O3, D2."""
+    store.troubles = ["", "down"]
+    with pytest.raises(ZeroDivisionError):
+        guards.run(heard, "k", RAISES, policy=Policy(recovery="manual", patience=0))
+    eventually(lambda: heard.attempts.telemetry.in_doubt_count == 1)
+    assert caplog.text.count("is in doubt: attempt 1 gave no final answer") == 1
+
+
 def test_a_write_whose_acknowledgement_was_lost_is_one_event(guards, heard, events, store):
     """O3, L2: it is written twice, and happens once."""
     store.troubles = ["deaf", "", "deaf"]
@@ -379,7 +444,7 @@ def test_a_listener_that_fails_does_no_harm(guards, store, events, caplog):
     engine = guards.engine(store, listeners=[broken, events.append])
     assert guards.run(engine, "k", Handler()) == "done"
     assert kinds(events) == [Claimed, Completed]
-    assert "a listener failed" in caplog.text
+    assert "a listener raised" in caplog.text
 
 
 @pytest.mark.parametrize("option", ["observers", "listeners"])

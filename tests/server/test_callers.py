@@ -3,6 +3,7 @@
 import asyncio
 import functools
 
+import httpx
 import pytest
 from fastapi import FastAPI, HTTPException
 from starlette.authentication import SimpleUser, UnauthenticatedUser
@@ -12,7 +13,11 @@ from coatcheck.server import callers
 from coatcheck.server.asgi import IdempotencyMiddleware
 from coatcheck.server.guard import NoHosts, RequestGuard
 from coatcheck.server.request import Request
+from coatcheck.server.wsgi import IdempotencyMiddleware as WsgiMiddleware
+from coatcheck.stores import Query
+from coatcheck.stores.memory import MemoryStore
 from tests.support.http import AsgiExchange, Response, with_key
+from tests.support.times import eventually
 
 
 def request(native=(), **headers: str) -> Request:
@@ -313,3 +318,26 @@ def test_an_error_of_an_async_function_is_the_application_s():
 
     with pytest.raises(LookupError, match="no such tenant"):
         served(caller, "old")
+
+
+def test_what_a_caller_function_returned_finds_its_records():
+    """R3, S2: by its text, with the secret of the deployment."""
+
+    def served(environ, start_response):
+        start_response("201 Created", [])
+        return [b"done"]
+
+    store = MemoryStore()
+    options = {"store": store, "secret": b"pepper", "caller": callers.api_key("X-Shop-Key")}
+    guarded = WsgiMiddleware(served, **options)
+    with httpx.Client(transport=httpx.WSGITransport(guarded), base_url="http://shop") as client:
+        for who in ("ada", "eve"):
+            headers = {"Idempotency-Key": "k", "X-Shop-Key": who}
+            assert client.post("/orders", headers=headers).status_code == 201
+    engine = guarded.engine
+    assert engine.erase("nobody-else") == (0, ())
+    # Not before the clock has passed the version of the record: some milliseconds.
+    eventually(lambda: engine.erase("ada", dry_run=True) == (1, ()))
+    assert engine.erase("ada") == (1, ())
+    assert len(store.find(Query()).records) == 1
+    engine.close()

@@ -206,7 +206,7 @@ def test_work_that_raises_is_logged_and_can_be_asked_for_again(api: Api, caplog)
         assert first.status == 202
         gate.open()
         assert members_of(poll(api, address_of(first)))["status"] == "failed"
-        eventually(lambda: "whose client does not wait any more" in caplog.text)
+        eventually(lambda: "failed after its client had stopped waiting" in caplog.text)
     assert api.post().status == 202
     assert poll(api, address_of(first)).body == b"done"
 

@@ -110,7 +110,7 @@ def test_a_search_leaves_out_what_cannot_be_read_and_says_so_once(way, caplog):
             for id in bad:
                 assert not store.find(Query(id_prefix=id)).records
         (told,) = [line for line in caplog.messages if "cannot be decoded" in line]
-        assert "left out of searches" in told
+        assert "a search leaves out" in told
 
 
 def test_reading_what_cannot_be_read_stays_an_error(way):

@@ -1,71 +1,116 @@
 """The command line: the demo, and the commands for operators.
 
 Of the commands for operators only `migrate` creates a database, and none prints the content of a
-response.
+stored response.
 """
 
 from __future__ import annotations
 
-import argparse
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 
-from coatcheck import __version__
-from coatcheck.cli.demo import DEMO
-from coatcheck.cli.maintenance import DOCTOR, MIGRATE, SWEEP
-from coatcheck.cli.operations import LIST, LOOKUP
-from coatcheck.cli.options import STORE_DEFAULT, STORE_VARIABLE, Parser
-from coatcheck.cli.resolve import RESOLVE
-from coatcheck.errors import CoatcheckError
+import click
 
-_COMMANDS = {
-    "demo": DEMO,
-    "lookup": LOOKUP,
-    "list": LIST,
-    "resolve": RESOLVE,
-    "sweep": SWEEP,
-    "migrate": MIGRATE,
-    "doctor": DOCTOR,
-}
+from coatcheck import __version__
+from coatcheck.cli.maintenance import doctor, erase, migrate, stats, sweep
+from coatcheck.cli.operations import list_, lookup
+from coatcheck.cli.options import STORE_DEFAULT, STORE_VARIABLE
+from coatcheck.cli.printing import print_error
+from coatcheck.cli.resolve import resolve as resolve_command  # not over the name of its module
+from coatcheck.errors import CoatcheckError
+from coatcheck.stores.url import shown
 
 _INTERRUPTED = 130
 
-_EPILOG = f"""\
+_EPILOG = f"""\b
 the store:
-  --store URL, or the environment variable {STORE_VARIABLE}, or {STORE_DEFAULT}
+  --store URL, or the environment variable {STORE_VARIABLE},
+  or {STORE_DEFAULT}
 
+\b
 exit codes:
   0  success
-  1  not found, not resolved, a migration is due, or the doctor or the demo found an error
+  1  not found, not resolved, something was listed with --fail-if-any,
+     a migration is due, or the doctor or the demo found an error
   2  wrong usage, or the store cannot be opened
+
+\b
+completion of commands and options, in bash (also zsh and fish):
+  eval "$(_COATCHECK_COMPLETE=bash_source coatcheck)"
 """
+
+
+class _Commands(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the commands in the order of their definition, not of the alphabet."""
+        del ctx
+        return list(self.commands)
+
+
+@click.group(
+    cls=_Commands,
+    invoke_without_command=True,
+    epilog=_EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.version_option(__version__, message="coatcheck %(version)s")
+@click.pass_context
+def commands(context: click.Context) -> int:
+    """Idempotency keys: a retried write happens once."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help(), err=True)
+        return 2
+    return 0
+
+
+@commands.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+def demo(options: tuple[str, ...]) -> int:
+    """Run a shop on a bad network, without and with coatcheck."""
+    from coatcheck.demo.__main__ import main as run  # noqa: PLC0415 - only for this command
+
+    return run(options)
+
+
+for _command in (lookup, list_, resolve_command, erase, stats, sweep, migrate, doctor):
+    commands.add_command(_command)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # characters that the encoding lacks are escaped
         sys.stdout.reconfigure(errors="backslashreplace")
-    parser = command_line()
-    arguments, unknown = parser.parse_known_args(argv)
-    if unknown:  # the message has the usage of this command
-        arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    if arguments.run is None:
-        parser.print_help(sys.stderr)
-        return 2
+    arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        code: int = arguments.run(arguments)
+        code: int = commands.main(arguments, prog_name="coatcheck", standalone_mode=False)
         if sys.stdout is not None:  # None: standard output is closed
             sys.stdout.flush()
-    except CoatcheckError as error:
-        print(f"coatcheck: {error}", file=sys.stderr)
+    except click.ClickException as error:
+        print_error(_message_of(error))
         return 2
-    except KeyboardInterrupt:
+    except CoatcheckError as error:
+        print_error(error)
+        return 2
+    except (click.Abort, KeyboardInterrupt):
         return _INTERRUPTED
     except OSError as error:
         return _output_failed(error)
     return code
+
+
+def _message_of(error: click.ClickException) -> str:
+    """Return the message for wrong usage, without passwords, and where the help is."""
+    message = error.format_message().rstrip(".")
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    if context is not None:
+        message += f"; see {context.command_path} --help"
+    return _url.sub(lambda found: shown(found[0]), " ".join(message.split()))
+
+
+_url = re.compile(r"\w[\w+.-]*://[^\s']*(?:'[^\s']+)*")
 
 
 def _output_failed(error: OSError) -> int:
@@ -74,30 +119,5 @@ def _output_failed(error: OSError) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):
         return 1  # the reader, such as `head`, has closed the pipe
-    print(f"coatcheck: {error}", file=sys.stderr)
+    print_error(error)
     return 2
-
-
-def command_line() -> argparse.ArgumentParser:
-    """Return the parser: every command with its options, help and an example."""
-    parser = Parser(
-        prog="coatcheck",
-        description="Idempotency keys: a retried write happens once.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"coatcheck {__version__}")
-    parser.set_defaults(run=None, parser=parser)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for name, (run, add_options, help, example) in _COMMANDS.items():
-        command = commands.add_parser(
-            name,
-            help=help,
-            description=f"{help[0].upper()}{help[1:]}.",
-            epilog=f"example:\n  {example}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        command.set_defaults(run=run, parser=command)
-        command.add_argument("--json", action="store_true", help="print JSON instead of text")
-        add_options(command)
-    return parser

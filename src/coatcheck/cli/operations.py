@@ -2,118 +2,162 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
+import re
+import shlex
 from contextlib import closing
+from typing import Any
 
-from coatcheck.cli.options import Command, add_store, duration, whole_id, whole_number
-from coatcheck.cli.printing import describe, print_json, printable
-from coatcheck.core.describe import facts_of, iso, story_of, times_of
+import click
+from click.core import ParameterSource
+
+from coatcheck.cli.options import (
+    caller_option,
+    duration,
+    example,
+    json_option,
+    secret_option,
+    store_option,
+)
+from coatcheck.cli.printing import print_error, print_json, print_operation, print_table
+from coatcheck.core.describe import age_of, facts_of, state_of
+from coatcheck.core.identity import scope_of_caller
 from coatcheck.core.key import parse_reference, prefix_of, redacted, reference_of
-from coatcheck.core.record import IN_DOUBT, STATE_NAMES, Record
+from coatcheck.core.record import STATE_NAMES, Record
+from coatcheck.engine.settings import secret_of
 from coatcheck.stores import Query, Store, open_store
 from coatcheck.stores.url import shown
 
 LIST_LIMIT = 50
 LIST_LIMIT_MAX = 10_000
+LEASE_EXPIRED = "lease_expired"
 
 # One key may be in use by many callers and on many routes; more than this is not readable.
 LOOKUP_LIMIT = 100
 
-
-def _add_lookup_options(command: argparse.ArgumentParser) -> None:
-    add_store(command)
-    help = "a reference (from the header Idempotency-Reference of a response) or a key"
-    command.add_argument("reference_or_key", metavar="REF_OR_KEY", help=help)
+_STATES = {name: state for state, name in STATE_NAMES.items()}
+_id_digits = re.compile("[0-9a-f]{32}").fullmatch
 
 
-def _lookup(arguments: argparse.Namespace) -> int:
-    wanted: str = arguments.reference_or_key
-    with closing(open_store(arguments.store, create=False)) as store:
-        by_key = Query(key=wanted, limit=LOOKUP_LIMIT)
-        records = _find_reference(store, wanted) or list(store.find(by_key).records)
+@click.command(epilog=example("coatcheck lookup 7D3F-92AB-1C4E --store sqlite:///orders.db"))
+@click.argument("reference_or_key", metavar="REF_OR_KEY")
+@store_option
+@json_option
+def lookup(reference_or_key: str, url: str, *, as_json: bool) -> int:
+    """
+    Show an operation, its history and what to do next.
+
+    REF_OR_KEY is a reference (from the header Idempotency-Reference of a response, or from the
+    log), an id or a key.
+    """
+    with closing(open_store(url, create=False)) as store:
+        records = find_operations(store, reference_or_key)
         now_ms = store.now_ms()
-    if arguments.json:
+    if as_json:
         print_json([facts_of(record, now_ms) for record in records])
-    elif records:
-        print("\n\n".join(describe(record, now_ms) for record in records))
+    for record in records if not as_json else ():
+        if record is not records[0]:
+            print()
+        print_operation(record, now_ms, more=_store_words(url))
     if not records:
-        where = shown(arguments.store)
-        print(f"coatcheck: no operation {wanted!r} in {where}", file=sys.stderr)
+        print_error(f"no operation {reference_or_key!r} in {shown(url)}")
     return 0 if records else 1
 
 
-def _find_reference(store: Store, text: str) -> list[Record]:
-    reference = parse_reference(text)
-    if reference is None:
+def find_operations(store: Store, text: str) -> list[Record]:
+    """Return the operations that *text* names: by reference, by id, otherwise by key."""
+    if not text:  # a compact store has no keys: all of its records would match
         return []
-    page = store.find(Query(id_prefix=prefix_of(reference), limit=LOOKUP_LIMIT))
-    return [record for record in page.records if reference_of(record.id) == reference]
+    reference = parse_reference(text)
+    if reference is not None:
+        page = store.find(Query(id_prefix=prefix_of(reference), limit=LOOKUP_LIMIT))
+        found = [record for record in page.records if reference_of(record.id) == reference]
+    elif _id_digits(text) is not None:
+        found = list(store.find(Query(id_prefix=bytes.fromhex(text))).records)
+    else:
+        found = []
+    return found or list(store.find(Query(key=text, limit=LOOKUP_LIMIT)).records)
 
 
-def _add_list_options(command: argparse.ArgumentParser) -> None:
-    add_store(command)
-    add = command.add_argument
-    number = whole_number(1, LIST_LIMIT_MAX)
-    add("--state", choices=sorted(STATE_NAMES.values()), help="only operations in this state")
-    add(
-        "--older-than",
-        metavar="AGE",
-        type=duration,
-        help='only operations older than this, such as "90s", "10m" or "7d"',
-    )
-    add(
-        "--limit",
-        metavar="N",
-        type=number,
-        default=LIST_LIMIT,
-        help="print at most N operations (default: %(default)s)",
-    )
-    last = "continue a list after this id; a list that was cut off prints it"
-    add("--after", metavar="ID", type=whole_id, default=b"", help=last)
+def _store_words(url: str) -> str:
+    """Return the option that a suggested command needs; one with a password is not repeated."""
+    source = click.get_current_context().get_parameter_source("url")
+    is_needed = source is ParameterSource.COMMANDLINE and shown(url) == url
+    return f" --store {shlex.quote(url)}" if is_needed else ""
 
 
-def _list(arguments: argparse.Namespace) -> int:
-    states = {name: state for state, name in STATE_NAMES.items()}
-    age_ms: int | None = arguments.older_than
-    with closing(open_store(arguments.store, create=False)) as store:
+@click.command("list", epilog=example("coatcheck list --state in_doubt --older-than 10m"))
+@click.option(
+    "--state",
+    type=click.Choice(sorted([*_STATES, LEASE_EXPIRED])),
+    help="only operations in this state; lease_expired: running, but the attempt may be dead",
+)
+@click.option("--label", metavar="TEXT", help='only this route or function, such as "POST /orders"')
+@caller_option(required=False)
+@click.option(
+    "--older-than", metavar="AGE", type=duration, help='created before that: "90s", "10m", "7d"'
+)
+@click.option("--newer-than", metavar="AGE", type=duration, help="created after that")
+@click.option(
+    "--limit",
+    metavar="N",
+    type=click.IntRange(1, LIST_LIMIT_MAX),
+    default=LIST_LIMIT,
+    show_default=True,
+    help="list at most N operations",
+)
+@click.option("--fail-if-any", is_flag=True, help="exit code 1 if there is any, for monitoring")
+@secret_option
+@store_option
+@json_option
+def list_(url: str, *, as_json: bool, fail_if_any: bool, limit: int, **conditions: Any) -> int:
+    """List operations, the newest first."""
+    with closing(open_store(url, create=False)) as store:
         now_ms = store.now_ms()
-        records, more = store.find(
-            Query(
-                state=states.get(arguments.state),
-                created_before_ms=None if age_ms is None else now_ms - age_ms,
-                after_id=arguments.after,
-                limit=arguments.limit,
-            )
-        )
-    if more is not None:
-        print(f"coatcheck: there are more; continue with --after {more.hex()}", file=sys.stderr)
-    if arguments.json:
+        # One more than wanted shows whether there are more.
+        records = store.find(_query_of(now_ms, limit=limit + 1, **conditions)).records
+    if len(records) > limit:
+        print_error(f"there are more than {limit:,}: raise --limit, or add conditions")
+    records = records[:limit]
+    if as_json:
         print_json([facts_of(record, now_ms) for record in records])
-        return 0
-    if records:
-        print("reference       state      attempt  created               key        label")
-    for record in records:
-        created, state = iso(record.created_ms), STATE_NAMES[record.state]
-        start = f"{reference_of(record.id):<14}  {state:<9}  {record.attempt:>7}  {created:<20}"
-        print(f"{start}  {printable(redacted(record.key)):<9}  {printable(record.label)}")
-        if record.state == IN_DOUBT:  # a person has to decide, so show all that is known
-            for name, words in (("times", times_of(record)), *story_of(record)):
-                print(f"                {name:<10} {printable(words)}")
-    if not records:
-        print("coatcheck: no operations found", file=sys.stderr)
-    return 0
+    elif records:
+        columns = ("reference", "state", ">created", ">attempt", "key", "label")
+        print_table(columns, (_row_of(record, now_ms) for record in records))
+    else:
+        print_error("no operations found")
+    return 1 if fail_if_any and records else 0
 
 
-LOOKUP = Command(
-    _lookup,
-    _add_lookup_options,
-    "find an operation by its reference or its key",
-    "coatcheck lookup 7D3F-92AB-1C4E --store sqlite:///orders.db",
-)
-LIST = Command(
-    _list,
-    _add_list_options,
-    "list operations, by state and age",
-    "coatcheck list --state in_doubt --older-than 10m",
-)
+def _query_of(
+    now_ms: int,
+    *,
+    limit: int,
+    state: str | None,
+    label: str | None,
+    caller: str | None,
+    older_than: int | None,
+    newer_than: int | None,
+    secret: str,
+) -> Query:
+    is_stuck = state == LEASE_EXPIRED
+    return Query(
+        state=None if state is None or is_stuck else _STATES[state],
+        lease_expired_at_ms=now_ms if is_stuck else None,
+        label=label,
+        scope=None if caller is None else scope_of_caller(caller, secret_of(secret)),
+        created_before_ms=None if older_than is None else now_ms - older_than,
+        created_after_ms=None if newer_than is None else now_ms - newer_than,
+        newest_first=True,
+        limit=limit,
+    )
+
+
+def _row_of(record: Record, now_ms: int) -> tuple[str, ...]:
+    return (
+        reference_of(record.id),
+        state_of(record, now_ms),
+        age_of(record.created_ms, now_ms),
+        str(record.attempt),
+        redacted(record.key),
+        record.label,
+    )

@@ -1,31 +1,78 @@
-"""Printing of records, as text and as JSON; never the content of a response."""
+"""Printing: tables and colours on a terminal, whole lines without colours in a pipe, and JSON."""
 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterable, Sequence
 
-from coatcheck.core.describe import facts_of, story_of
-from coatcheck.core.record import COMPLETED, Record
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from coatcheck.core.describe import advice_of, lines_of
+from coatcheck.core.record import Record
+
+STYLES = {
+    "in doubt": "bold red",
+    "lease expired": "yellow",
+    "running": "cyan",
+    "completed": "green",
+    "failed": "dim",
+    "ok": "green",
+    "warning": "yellow",
+    "error": "bold red",
+}
+
+# 10 000: no line is cut off for a program that reads it.
+_PIPE_COLUMNS = 10_000
 
 
-def describe(record: Record, now_ms: int) -> str:
-    """Return *record* as text."""
-    facts = facts_of(record, now_ms)
-    response = facts.pop("response")
-    is_expired = facts.pop("is_lease_over")
-    for name in ("id", "steps", "notes", "progress", "resolutions"):
-        facts.pop(name)
-    if facts["lease_until"] is None:
-        facts.pop("lease_until")
-    elif is_expired:
-        facts["lease_until"] += "  (expired: the next retry takes over)"
-    if response is not None:
-        kind = "a value" if response["status"] is None else f"status {response['status']}"
-        facts["response"] = f"{kind}, {response['bytes']:,} bytes"
-    elif record.state == COMPLETED:
-        facts["response"] = "not kept"
-    lines = [(name.replace("_", " "), str(value)) for name, value in facts.items()]
-    return "\n".join(f"{name:<12} {printable(text)}" for name, text in [*lines, *story_of(record)])
+def console(*, stderr: bool = False) -> Console:
+    """Return where to print: texts come from clients, so nothing in them is markup."""
+    stream = sys.stderr if stderr else sys.stdout
+    is_terminal = stream is not None and stream.isatty()
+    return Console(
+        stderr=stderr,
+        markup=False,
+        emoji=False,
+        highlight=False,
+        width=None if is_terminal else _PIPE_COLUMNS,
+    )
+
+
+def print_operation(record: Record, now_ms: int, *, more: str = "") -> None:
+    """Print *record* line by line, and what to do next; *more*: options for those commands."""
+    out = console()
+    advice = advice_of(record, now_ms)
+    lines = [*lines_of(record, now_ms), ("next", advice.words)]
+    lines += [("", command + more) for command in advice.commands]
+    for name, text in lines:
+        style = STYLES.get(text, "") if name == "state" else ""
+        line = Text.assemble((f"{name:<12} ", "dim"), (printable(text), style))
+        out.print(line, soft_wrap=True)
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print *rows*; a column whose name begins with ">" is aligned on the right."""
+    out = console()
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in columns:
+        is_number = name.startswith(">")
+        table.add_column(
+            name.lstrip(">"),
+            justify="right" if is_number else "left",
+            overflow="fold",
+            no_wrap=name not in ("label", "finding"),
+        )
+    for row in rows:
+        table.add_row(*(Text(printable(cell), STYLES.get(cell, "")) for cell in row))
+    if out.is_terminal:
+        out.print(table)
+        return
+    with out.capture() as captured:
+        out.print(table)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def printable(text: str) -> str:
@@ -36,3 +83,8 @@ def printable(text: str) -> str:
 def print_json(document: object) -> None:
     """Print *document* as JSON."""
     print(json.dumps(document, indent=2, default=str))
+
+
+def print_error(message: object) -> None:
+    """Print *message* on standard error, with our name before it."""
+    print(f"coatcheck: {message}", file=sys.stderr)

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from coatcheck.core.key import reference_of
 from coatcheck.core.progress import NOT_KEPT, Progress, is_sealed, readable_progress_of
 from coatcheck.core.record import (
+    COMPLETED,
+    FAILED,
+    IN_DOUBT,
     RUNNING,
     STATE_NAMES,
     Record,
     attempt_began_ms,
     is_lease_over,
 )
+from coatcheck.core.recovery import can_correct
 from coatcheck.core.response import outline_of
 
 
@@ -28,7 +32,7 @@ def facts_of(record: Record, now_ms: int) -> dict[str, Any]:
         "state": STATE_NAMES[record.state],
         "label": record.label,
         "attempt": record.attempt,
-        "scope": record.scope,
+        "caller": record.scope,
         "key": record.key,
         "created": iso(record.created_ms),
         "last_attempt": iso(attempt_began_ms(record)),
@@ -38,6 +42,7 @@ def facts_of(record: Record, now_ms: int) -> dict[str, Any]:
         "is_lease_over": is_lease_over(record, now_ms) if running else None,
         "response": _response_facts(record.response),
         **_progress_facts(readable_progress_of(record)),
+        "next": advice_of(record, now_ms)._asdict(),
     }
 
 
@@ -70,12 +75,37 @@ def _progress_facts(progress: Progress | None) -> dict[str, Any]:
     }
 
 
-def times_of(record: Record) -> str:
-    """One line with the times of *record*: its last attempt, its lease and its window."""
-    times = [f"attempt {record.attempt} began {iso(attempt_began_ms(record))}"]
+def lines_of(record: Record, now_ms: int) -> Iterator[tuple[str, str]]:
+    """*record* in lines, each with a name: its state, its texts, its times and its history."""
+
+    def at(time_ms: int) -> str:
+        return f"{iso(time_ms)} ({age_of(time_ms, now_ms)})"
+
+    yield "reference", reference_of(record.id)
+    yield "state", state_of(record, now_ms)
+    yield "label", record.label
+    yield "attempt", str(record.attempt)
+    if record.scope:
+        yield "caller", record.scope
+    if record.key:
+        yield "key", record.key
+    yield "created", at(record.created_ms)
+    yield "last attempt", at(attempt_began_ms(record))
     if record.lease_until_ms:
-        times.append(f"lease until {iso(record.lease_until_ms)}")
-    return ", ".join([*times, f"window until {iso(record.window_until_ms)}"])
+        yield "lease until", at(record.lease_until_ms)
+    yield "window until", at(record.window_until_ms)
+    yield "expires", at(record.expires_ms)
+    if record.state == COMPLETED:
+        yield "response", _outline(record.response)
+    yield from story_of(record)
+
+
+def _outline(blob: bytes | None) -> str:
+    if blob is None:
+        return "not kept"
+    status, size_bytes = outline_of(blob)
+    kind = "a value" if status is None else f"status {status}"
+    return f"{kind}, {size_bytes:,} bytes"
 
 
 def story_of(record: Record) -> Iterator[tuple[str, str]]:
@@ -93,6 +123,61 @@ def story_of(record: Record) -> Iterator[tuple[str, str]]:
         yield "note", f"{iso(note.at_ms)} attempt {note.attempt}: {what}"
     for at_ms, outcome, by, why in progress.resolutions:
         yield "resolution", f"{iso(at_ms)} {outcome}, by {by}: {why}"
+
+
+def state_of(record: Record, now_ms: int) -> str:
+    """The state of *record* for people; "lease expired": it runs, but its lease is over."""
+    if record.state == RUNNING and is_lease_over(record, now_ms):
+        return "lease expired"
+    return STATE_NAMES[record.state].replace("_", " ")
+
+
+class Advice(NamedTuple):
+    """What happens to an operation next, and the commands that change that."""
+
+    words: str
+    commands: tuple[str, ...]
+
+
+def advice_of(record: Record, now_ms: int) -> Advice:
+    """What an operator can do about *record*."""
+    resolve = f"coatcheck resolve {reference_of(record.id)}"
+    if record.state == RUNNING and not is_lease_over(record, now_ms):
+        return Advice(f"attempt {record.attempt} is running: there is nothing to decide", ())
+    if record.state == IN_DOUBT:
+        words = "find out whether it happened; retries are refused until you decide"
+        return Advice(words, _decisions(record, resolve))
+    if record.state == RUNNING:
+        words = "the next retry takes over; if none comes and its process is dead, decide"
+        return Advice(words, _decisions(record, f"{resolve} --abandoned"))
+    words = (
+        "retries get the stored response"
+        if record.state == COMPLETED
+        else "the next retry executes it"
+    )
+    if readable_progress_of(record) is None or not can_correct(record):
+        return Advice(words, ())
+    both = _decisions(record, f"{resolve} --correct")
+    return Advice(f"{words}, as a person decided", both[:1] if record.state == FAILED else both)
+
+
+def _decisions(record: Record, resolve: str) -> tuple[str, str]:
+    answer = "--status 201 --body-file FILE" if record.scope else "--value JSON"
+    who = "--by YOU --why REASON"
+    return f"{resolve} --completed {answer} {who}", f"{resolve} --failed {who}"
+
+
+_UNITS = (("d", 86_400_000), ("h", 3_600_000), ("m", 60_000), ("s", 1_000))
+
+
+def age_of(time_ms: int, now_ms: int) -> str:
+    """How long ago *time_ms* is, or how far ahead: "3 m ago", "in 2 h"."""
+    apart_ms = abs(now_ms - time_ms)
+    for unit, unit_ms in _UNITS:
+        if apart_ms >= unit_ms:
+            length = f"{apart_ms // unit_ms} {unit}"
+            return f"{length} ago" if time_ms < now_ms else f"in {length}"
+    return "now"
 
 
 def iso(at_ms: int) -> str:

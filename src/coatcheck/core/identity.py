@@ -12,6 +12,7 @@ store can guess short API keys and idempotency keys by computing their digests.
 
 from __future__ import annotations
 
+import re
 from hashlib import blake2b, sha1
 
 # 16 bytes: 128 bits are wide enough that collisions do not happen, not even by trying.
@@ -75,6 +76,20 @@ def caller_digest(*parts: bytes | str, secret: bytes = b"") -> str:
         text = part if isinstance(part, bytes) else part.encode("utf-8", "surrogatepass")
         framed.append(b"%d:%b" % (len(text), text))  # with its length, as above
     return digested(_CALLER_DOMAIN, secret, b"".join(framed)).hex()
+
+
+def scope_of_caller(caller: str, secret: bytes = b"") -> str:
+    """
+    The scope in the records of *caller*: what a `caller=` function returned, or a scope itself.
+
+    A scope is 16 digits, 0-9 and a-f, as `coatcheck lookup` prints it.
+    """
+    if _scope_digits(caller) is not None:
+        return caller
+    return caller_digest("own", caller, secret=secret)[:SCOPE_CHARS]
+
+
+_scope_digits = re.compile(f"[0-9a-f]{{{SCOPE_CHARS}}}").fullmatch
 
 
 def derive(

@@ -3,7 +3,8 @@
 Everything that matters for safety is in this file, as data:
 
 Rule 1: the only moves are those in `MOVES`. Stores, engines and operators change records by swaps,
-        and every swap is one of these moves. The laws and the explorer check all of them.
+        and every swap is one of these moves. The laws and the explorer check all of them. A person
+        can order two more, `OPERATOR_MOVES`: to correct an own decision, and to erase.
 Rule 2: every move increases `version`, and no version is used twice for one id, not even after a
         sweep: a new generation starts its versions from the clock, and a sweep deletes no record
         whose version the clock has not passed. So a version is a fence: a process that holds an
@@ -96,6 +97,8 @@ class When(Enum):
     LEASE_OVER = "its lease has expired"
     WINDOW_OVER = "its window is over and no lease is live"
     RETENTION_OVER = "its retention is over and no lease is live"
+    DECIDED = "an operator decided it, and not an execution"
+    VERSION_PASSED = "the clock has passed its version"
 
 
 class Move(NamedTuple):
@@ -129,6 +132,17 @@ MOVES = (
     Move("sweep", IN_DOUBT, None, When.RETENTION_OVER),
 )
 
+# What only a person orders, with `resolve(correct=True)` and `erase`.
+OPERATOR_MOVES = (
+    Move("correct", COMPLETED, COMPLETED, When.DECIDED),
+    Move("correct", COMPLETED, FAILED, When.DECIDED),
+    Move("correct", FAILED, COMPLETED, When.DECIDED),
+    Move("correct", FAILED, FAILED, When.DECIDED),
+    Move("erase", COMPLETED, None, When.VERSION_PASSED),
+    Move("erase", FAILED, None, When.VERSION_PASSED),
+    Move("erase", IN_DOUBT, None, When.VERSION_PASSED),
+)
+
 # What a store returns for a swap that expected a record and found none.
 GONE = Record(b"", 0, FAILED, 0, b"", 0, 0, 0, 0, 0, "", "", "", None, None)
 
@@ -147,6 +161,11 @@ def is_retention_over(record: Record, now_ms: int) -> bool:
     """The sweep may delete the record."""
     # The next generation starts from the clock, so the clock must have passed this one's versions.
     return record.expires_ms <= now_ms and record.version < now_ms and is_lease_over(record, now_ms)
+
+
+def can_erase(record: Record, now_ms: int) -> bool:
+    """An operator may delete the record; its next generation then starts above its version."""
+    return record.state != RUNNING and record.version < now_ms
 
 
 _HOLDS = {

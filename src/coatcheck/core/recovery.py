@@ -7,7 +7,8 @@ retry brings the request again.
 
 `resolve` and `rerun` are the decisions of an operator about an operation in doubt: it happened,
 with this answer; it did not happen and may run again; or it shall run again now. The same swap
-stores who decided, when and why. A decision that comes too late changes nothing.
+stores who decided, when and why. A decision that comes too late changes nothing. A later decision
+may correct an earlier one, but never what an execution has returned.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from coatcheck.core.lifecycle import (
 from coatcheck.core.policy import Policy
 from coatcheck.core.progress import Resolution, encoded, progress_of
 from coatcheck.core.record import (
+    COMPLETED,
+    FAILED,
     IN_DOUBT,
     RUNNING,
     Record,
@@ -46,6 +49,11 @@ DOUBLINGS_MAX = 6
 
 # 20: enough for any operation that people look at; the log has all of them.
 RESOLUTIONS_MAX = 20
+
+HAPPENED = "happened"
+DID_NOT_HAPPEN = "did not happen"
+# The state that each decision ends in.
+_DECIDED = {HAPPENED: COMPLETED, DID_NOT_HAPPEN: FAILED}
 
 
 def recover(read: Snapshot, request: ClaimRequest, policy: Policy) -> Flow[OutcomeKind | None]:
@@ -98,13 +106,24 @@ class Unchanged(NamedTuple):
 
 
 def resolve(
-    read: Snapshot, outcome: Outcome, resolution: Resolution, *, abandoned: bool = False
+    read: Snapshot,
+    outcome: Outcome,
+    resolution: Resolution,
+    *,
+    abandoned: bool = False,
+    correct: bool = False,
 ) -> Flow[Resolved | Unchanged]:
-    """End the operation in doubt that was *read* with *outcome*; *abandoned*: see `can_resolve`."""
-    if not can_resolve(read, abandoned=abandoned):
+    """
+    End the operation in doubt that was *read* with *outcome*.
+
+    *abandoned*: see `can_resolve`. *correct*: instead, replace an operator's earlier decision.
+    """
+    can = can_correct(read.record) if correct else can_resolve(read, abandoned=abandoned)
+    if not can:
         return Unchanged(read.record)
     may_run = outcome.kind is not OutcomeKind.COMPLETE
-    record = ended(_with_resolution(read.record, resolution, may_run=may_run), outcome)
+    doubt = _with_resolution(read.record, resolution, may_run=may_run)._replace(state=IN_DOUBT)
+    record = ended(doubt, outcome)
     conflict = yield from Swap(record.id, read.record.version, record)
     return Resolved(record) if conflict is None else Unchanged(conflict)
 
@@ -141,6 +160,12 @@ def can_resolve(read: Snapshot, *, abandoned: bool) -> bool:
     if read.record.state == RUNNING:
         return abandoned and is_lease_over(read.record, read.now_ms)
     return read.record.state == IN_DOUBT
+
+
+def can_correct(record: Record) -> bool:
+    """An operator has decided how *record* ended, and no attempt has given an answer since."""
+    last = progress_of(record).resolutions[-1:]
+    return bool(last) and _DECIDED.get(last[0].outcome) == record.state
 
 
 def _with_resolution(current: Record, resolution: Resolution, *, may_run: bool) -> Record:

@@ -32,7 +32,7 @@ from coatcheck.engine.functions import (
     value_of,
 )
 from coatcheck.engine.recovery import RECOVER_EVERY_S
-from coatcheck.engine.resolution import ResolutionRequest, id_among, query_of
+from coatcheck.engine.resolution import Erased, ResolutionRequest, erase, id_among, query_of
 from coatcheck.engine.runner import AsyncRunner, Runner, run_here
 from coatcheck.engine.settings import policy_of
 from coatcheck.engine.sweeper import SWEEP_EVERY_S, Archive
@@ -391,6 +391,7 @@ class AsyncEngine(EngineBase):
         by: str,
         why: str,
         abandoned: bool = False,
+        correct: bool = False,
     ) -> Record:
         """
         Settle an operation whose outcome is unknown, as an operator found out.
@@ -398,13 +399,14 @@ class AsyncEngine(EngineBase):
         With `Happened(…)` every retry gets that answer; with `DidNotHappen()` the next one runs.
         *by* and *why* are stored in the record. An operation that is not in doubt is left as it
         is, and `NotResolved` says how it stands; *abandoned*: also one that is not in doubt yet,
-        but whose lease has expired, because you know that its executor is dead.
+        but whose lease has expired, because you know that its executor is dead. *correct*: replace
+        an earlier decision of a person; both stay in the record.
 
         Args:
             reference: as the client saw it, or the record's id.
         """
         request = await self._resolution(reference, by=by, why=why, abandoned=abandoned)
-        return await self._runner.run(request.resolve(outcome))
+        return await self._runner.run(request.resolve(outcome, correct=correct))
 
     async def rerun(
         self,
@@ -438,6 +440,18 @@ class AsyncEngine(EngineBase):
             leave(entered)
         value: T = await self._runner.run(request.finish_rerun(operation, outcome, result, codec))
         return value
+
+    async def erase(self, caller: str, *, dry_run: bool = False) -> Erased:
+        """
+        Delete everything that is stored for *caller*; *dry_run*: only count it.
+
+        *caller* is what a `caller=` function returned, or the digest that `coatcheck lookup`
+        prints. Operations that run are left alone: erase again when they have ended.
+        """
+        await self.ensure_started()
+        return await asyncio.to_thread(
+            erase, self.attempts, self._blocking_store(), caller, dry_run=dry_run
+        )
 
     async def _resolution(
         self, reference: str | bytes, *, by: str, why: str, abandoned: bool

@@ -227,7 +227,10 @@ class Attempts:
         try:
             started = yield from self.advance(flow, policy, transaction)
         except OUTAGES as error:
-            logger.error("refused, because the store is unavailable: %s", error)  # noqa: TRY400 - its trace says nothing more
+            logger.error(  # noqa: TRY400 - its trace says nothing more
+                "coatcheck: operation %s gets 503: the store is unavailable: %s",
+                *(reference_of(request.id), error),
+            )
             refusal = problem("store-unavailable", key=request.key, id=request.id, reason=NOT_RUN)
             started = Refuse(refusal, cause=error)
         if type(started) is Execute and not started.claim.version:
@@ -339,7 +342,10 @@ class Attempts:
         transaction: OperationTransaction | None,
     ) -> Executed | Refuse:
         """The answer for a client whose operation ran, but could not be written."""
-        logger.error("%s ran, but the store is unavailable: %s", operation.reference, error)
+        logger.error(
+            "coatcheck: operation %s ran and is not stored yet: the store is unavailable: %s",
+            *(operation.reference, error),
+        )
         is_recorded_later = transaction is None and not operation.is_in_doubt
         if is_recorded_later and operation.policy.unrecorded == "answer":
             return Executed(operation.claim)  # and the heartbeat writes it
@@ -482,11 +488,12 @@ class Attempts:
             keys_max=policy.live_keys_max,
         )
 
-    def after_write(self, swap: Swap, conflict: Record | None) -> Record | None:
+    def after_write(self, swap: Swap, conflict: Record | None, *, why: str = "") -> Record | None:
         """
         Return *conflict*, unless it is our own record: then the write was applied after all.
 
-        A final answer that was written is remembered, and its waiters are woken.
+        A final answer that was written is remembered, and its waiters are woken. *why*: the reason
+        of a doubt, for the log.
         """
         record = swap.record
         if record is None:
@@ -498,15 +505,26 @@ class Attempts:
             self.replay_cache.put(record)
             if self.waiters.waiting:
                 self.waiters.wake(record)
+            if record.state == IN_DOUBT:
+                self.telemetry.became_in_doubt(record, why or self._why_in_doubt(record))
         elif 0 < swap.expected < record.created_ms:
             logger.warning(
-                "late retry: the window of %s was over, and it runs again", reference_of(record.id)
+                "coatcheck: late retry: operation %s (%s) runs again, because its window was over",
+                *(reference_of(record.id), record.label),
             )
         if self.telemetry.listeners:
             kind = Claimed if isinstance(swap, Claim) else ENDS.get(record.state)
             if kind is not None:
                 self.telemetry.happened(kind, record)
         return None
+
+    def _why_in_doubt(self, record: Record) -> str:
+        lease = self.heartbeat.leases.get(record.id)
+        if isinstance(lease, Operation) and lease.claim.nonce == record.nonce:
+            return lease.failure or f"attempt {record.attempt} gave no final answer"
+        if record.lease_until_ms > self.now_ms():  # it was claimed only to call the function
+            return "its reconcile function does not know what happened"
+        return f"attempt {record.attempt} never finished"
 
     def current(self, record: Record) -> Record:
         """
@@ -559,8 +577,7 @@ class Attempts:
     def report(self, request: ClaimRequest, answer: Answer | None) -> None:
         """Report what became of *request*; None: its handler failed."""
         is_unguarded = isinstance(answer, Executed) and not answer.record.version
-        is_warning = is_unguarded or isinstance(answer, Refuse)
-        level = logging.WARNING if is_warning else logging.INFO
+        level = logging.WARNING if is_unguarded else logging.INFO
         if self.telemetry.observers or logger.isEnabledFor(level):
             self.telemetry.report(decision_of(request, answer, self.now_ms()))
 
@@ -576,6 +593,8 @@ def _written_later(
     """The heartbeat has written the end of an attempt."""
     cache.put(record)
     waiters.wake(record)
+    if record.state == IN_DOUBT:
+        telemetry.became_in_doubt(record, f"attempt {record.attempt} gave no final answer")
     telemetry.happened(ENDS[record.state], record)
 
 

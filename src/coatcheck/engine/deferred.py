@@ -93,8 +93,8 @@ def _response_of(label: str, result: object) -> Response | None:
         body = json.dumps(result, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError):
         logger.error(
-            "the work of %s returned a %s, which is neither JSON nor Happened(status, headers, "
-            "body): it is not kept, and a retry gets result-unavailable",
+            "coatcheck: the work of %s returned a %s, which is neither JSON nor Happened(status, "
+            "headers, body): it is not kept, and a retry gets 409 result-unavailable",
             *(label, type(result).__name__),
         )
         return None

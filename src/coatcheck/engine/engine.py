@@ -30,7 +30,7 @@ from coatcheck.engine.functions import (
     value_of,
 )
 from coatcheck.engine.recovery import RECOVER_EVERY_S
-from coatcheck.engine.resolution import ResolutionRequest, id_among, query_of
+from coatcheck.engine.resolution import Erased, ResolutionRequest, erase, id_among, query_of
 from coatcheck.engine.runner import Runner
 from coatcheck.engine.settings import policy_of
 from coatcheck.engine.sweeper import SWEEP_EVERY_S, Archive
@@ -141,7 +141,9 @@ class Engine(EngineBase):
             try:
                 self.store.now_ms()
             except StoreUnavailable as error:
-                logger.warning("the store is unavailable, so it is checked later: %s", error)
+                logger.warning(
+                    "coatcheck: the store is unavailable, so it is checked later: %s", error
+                )
 
     def ensure_started(self, policy: Policy | None = None) -> None:
         """
@@ -410,6 +412,7 @@ class Engine(EngineBase):
         by: str,
         why: str,
         abandoned: bool = False,
+        correct: bool = False,
     ) -> Record:
         """
         Settle an operation whose outcome is unknown, as an operator found out.
@@ -417,13 +420,14 @@ class Engine(EngineBase):
         With `Happened(…)` every retry gets that answer; with `DidNotHappen()` the next one runs.
         *by* and *why* are stored in the record. An operation that is not in doubt is left as it
         is, and `NotResolved` says how it stands; *abandoned*: also one that is not in doubt yet,
-        but whose lease has expired, because you know that its executor is dead.
+        but whose lease has expired, because you know that its executor is dead. *correct*: replace
+        an earlier decision of a person; both stay in the record.
 
         Args:
             reference: as the client saw it, or the record's id.
         """
         request = self._resolution(reference, by=by, why=why, abandoned=abandoned)
-        return self._runner.run(request.resolve(outcome))
+        return self._runner.run(request.resolve(outcome, correct=correct))
 
     def rerun(
         self,
@@ -457,6 +461,16 @@ class Engine(EngineBase):
             leave(entered)
         value: T = self._runner.run(request.finish_rerun(operation, outcome, result, codec))
         return value
+
+    def erase(self, caller: str, *, dry_run: bool = False) -> Erased:
+        """
+        Delete everything that is stored for *caller*; *dry_run*: only count it.
+
+        *caller* is what a `caller=` function returned, or the digest that `coatcheck lookup`
+        prints. Operations that run are left alone: erase again when they have ended.
+        """
+        self.ensure_started()
+        return erase(self.attempts, self.store, caller, dry_run=dry_run)
 
     def _resolution(
         self, reference: str | bytes, *, by: str, why: str, abandoned: bool

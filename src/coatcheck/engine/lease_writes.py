@@ -190,7 +190,9 @@ class PendingCompletions:
             return release_of_claim(swap) if is_written else None
         if is_written:
             self._on_written(record)
-            logger.info("the completion of %s is written after all", reference_of(swap.id))
+            logger.info(
+                "coatcheck: the result of operation %s is stored after all", reference_of(swap.id)
+            )
             return None
         # On top of our own renewal, or of "in doubt" that another process wrote when our lease
         # had expired: we know the outcome.
@@ -202,7 +204,8 @@ class PendingCompletions:
             or conflict.state == record.state
         ):
             logger.warning(
-                "the completion of %s came too late: another attempt has taken over",
+                "coatcheck: the result of operation %s came too late and is dropped: another "
+                "attempt has taken over",
                 reference_of(swap.id),
             )
             return None
@@ -214,6 +217,7 @@ class PendingCompletions:
 
 def _log_given_up(lease: Lease, why: str) -> None:
     logger.error(
-        "the completion of %s is given up: %s; check what it did before it is run again",
+        "coatcheck: the result of operation %s could not be stored: %s; check what it did before "
+        "it is run again",
         *(reference_of(lease.claim.id), why),
     )

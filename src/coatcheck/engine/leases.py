@@ -161,7 +161,7 @@ class Heartbeat:
         try:
             self.tick()
         except Exception as error:  # noqa: BLE001 - a heartbeat that stops loses every lease
-            logger.warning("a heartbeat failed and is repeated: %s", error)
+            logger.warning("coatcheck: a heartbeat failed and is repeated: %s", error)
         return self._pause_s()
 
     def stop(self) -> None:
@@ -182,7 +182,7 @@ class Heartbeat:
         due = [lease for lease in list(self.leases.values()) if lease.is_due(now_ms)]
         for lease in [lease for lease in due if lease.is_stopped()]:
             logger.error(
-                "the event loop of operation %s has stopped: its lease is left to expire",
+                "coatcheck: the event loop of operation %s has stopped; its lease expires",
                 reference_of(lease.claim.id),
             )
             self.stop_renewing(lease)

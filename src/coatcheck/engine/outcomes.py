@@ -22,6 +22,9 @@ from coatcheck.operation import DidNotHappen, Happened, Operation, Unknown
 
 logger = logging.getLogger("coatcheck")
 
+# Logged by the middlewares with the handler's error, because the server does not get to see it.
+OUTCOME_UNKNOWN = "coatcheck: operation %s (%s) failed, and its client gets 409 outcome-unknown"
+
 
 def outcome_of_response(response: Response, policy: Policy) -> Outcome:
     """What the handler's *response* means for its claim."""
@@ -32,7 +35,9 @@ def outcome_of_response(response: Response, policy: Policy) -> Outcome:
     except Exception:
         if not callable(policy.keep):
             raise
-        logger.exception("keep= raised: the answer is kept, so that its work does not run again")
+        logger.exception(
+            "coatcheck: keep= raised; the answer is kept, so that its work does not run again"
+        )
         kind = COMPLETE if policy.reruns else _final_or_in_doubt(response)
     if kind is not COMPLETE:
         return Outcome(kind)
@@ -95,7 +100,7 @@ def outcome_of_result(
 
 def _log_not_kept(request: ClaimRequest, result: object, why: str) -> None:
     logger.error(
-        "%s returned a %s, %s: it is not kept, and a retry raises ResultUnavailable",
+        "coatcheck: %s returned a %s, %s: it is not kept, and a retry raises ResultUnavailable",
         *(request.label, type(result).__name__, why),
     )
 
@@ -117,6 +122,7 @@ def stored_result(result: object, codec: Codec[Any] | None) -> bytes:
 
 def outcome_of_error(operation: Operation, error: BaseException) -> Outcome:
     """What the *error* of a handler means for its claim."""
+    operation.failure = f"attempt {operation.attempt} raised {type(error).__name__}"
     return with_step_problems(operation, Outcome(outcome_kind_of_error(error, operation.policy)))
 
 
@@ -125,7 +131,7 @@ def with_step_problems(operation: Operation, outcome: Outcome, *, status: int = 
     if outcome.kind is COMPLETE:
         problem = operation.check_steps(may_differ=status >= HTTPStatus.BAD_REQUEST)
         if problem is not None:
-            logger.error("operation %s is in doubt: %s", operation.reference, problem)
+            operation.failure = str(problem)
     if operation.is_in_doubt:
         return Outcome(OutcomeKind.IN_DOUBT)
     if operation.is_resumable and outcome.kind is OutcomeKind.IN_DOUBT:
@@ -146,7 +152,11 @@ def outcome_of_reconcile(answer: object, *, as_value: bool) -> Outcome:
             return Outcome(OutcomeKind.IN_DOUBT)
         case _:
             kind = type(answer).__name__  # not its value, which may hold what a provider returned
-            logger.error("reconcile returned a %s, not Happened, DidNotHappen or Unknown", kind)
+            logger.error(
+                "coatcheck: a reconcile function returned a %s, not Happened, DidNotHappen or "
+                "Unknown",
+                kind,
+            )
             return Outcome(OutcomeKind.IN_DOUBT)
 
 

@@ -28,7 +28,9 @@ def start_daemon(name: str, target: Callable[..., object], *args: Any) -> thread
     try:
         thread.start()
     except RuntimeError:  # no room for another thread, or the interpreter is ending
-        logger.exception("%s could not start a thread; it is tried again later", name)
+        logger.exception(
+            "coatcheck: no thread can be started for %s; it is tried again later", name
+        )
         return None
     return thread
 

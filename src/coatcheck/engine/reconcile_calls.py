@@ -62,8 +62,8 @@ def reconcile_call(claim: Record, policy: Policy, secret: bytes) -> ReconcileCal
 def outcome_of_failure(error: Exception, claim: Record) -> Outcome:
     """What the *error* of a reconcile function means: what happened is still not known."""
     logger.error(
-        "the reconcile function failed; operation %s stays in doubt",
-        *(reference_of(claim.id),),
+        "coatcheck: the reconcile function of operation %s (%s) failed",
+        *(reference_of(claim.id), claim.label),
         exc_info=error,
     )
     return UNANSWERED if isinstance(error, Unanswered) else Outcome(OutcomeKind.IN_DOUBT)

@@ -170,9 +170,9 @@ class Recovery:
         try:
             self.round()
         except CoatcheckError as error:
-            logger.warning("a round of recovery failed and is repeated: %s", error)
+            logger.warning("coatcheck: a round of recovery failed and is repeated: %s", error)
         except Exception:
-            logger.exception("a round of recovery failed")
+            logger.exception("coatcheck: a round of recovery failed and is repeated")
         finally:
             attempts = self._attempts()
             if attempts is not None:
@@ -223,13 +223,17 @@ class Recovery:
         except StoreUnavailable:
             raise
         except Exception:  # the others are still recovered
-            logger.exception("operation %s could not be recovered", reference_of(id))
+            logger.exception(
+                "coatcheck: operation %s could not be recovered; the next round tries again",
+                reference_of(id),
+            )
             return
         if kind is not None:
             outcome = _OUTCOMES[kind]
-            level = logging.WARNING if kind is OutcomeKind.IN_DOUBT else logging.INFO
             what = (reference_of(id), record.label, record.attempt, outcome)
-            logger.log(level, "recovered %s %s attempt=%d: %s", *what)
+            logger.info(
+                "coatcheck: operation %s (%s), whose attempt %d never finished, is now %s", *what
+            )
             attempts.telemetry.happened(Recovered, record, outcome)
 
     def _recovered(
@@ -278,7 +282,10 @@ class Recovery:
         try:
             run_again(record)
         except Exception:  # its own failure is reported by the engine; the others still run
-            logger.exception("operation %s was run again and failed", reference_of(record.id))
+            logger.exception(
+                "coatcheck: operation %s was run again and failed; a later round runs it again",
+                reference_of(record.id),
+            )
         else:
             attempts.telemetry.happened(Recovered, record, "run again")
 

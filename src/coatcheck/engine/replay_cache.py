@@ -1,7 +1,8 @@
 """Replay cache: completed records of this process, for replays that need no store.
 
-Correct because a completed record never changes until its window is over, and `verdict` checks the
-window of a cached record like that of any other. Bounded in number and in bytes.
+Correct because what an execution returned never changes until its window is over, and `verdict`
+checks the window of a cached record like that of any other. A decision of an operator may be
+corrected, so it is not here. Bounded in number and in bytes.
 """
 
 from __future__ import annotations
@@ -66,6 +67,13 @@ class ReplayCache:
             while self._bytes > self._bytes_max or len(records) > self._records_max:
                 _, oldest = records.popitem(last=False)
                 self._bytes -= _size_of(oldest)
+
+    def forget(self, id: bytes) -> None:
+        """Remove the record of *id*, if it is here."""
+        with self._mutex:
+            record = self._records.pop(id, None)
+            if record is not None:
+                self._bytes -= _size_of(record)
 
 
 def _size_of(record: Record) -> int:

@@ -1,26 +1,38 @@
-"""Resolution: an operator's decision about an operation in doubt, with who, when and why."""
+"""Resolution: an operator's decision about an operation in doubt, with who, when and why.
+
+Also here: erasing, the other change of records that only a person orders.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from coatcheck.core.flow import Flow
+from coatcheck.core.identity import scope_of_caller
 from coatcheck.core.keep import COMPLETE, Outcome, OutcomeKind
 from coatcheck.core.key import parse_reference, prefix_of, reference_of
 from coatcheck.core.lifecycle import Executed, Refuse, Snapshot
 from coatcheck.core.policy import Policy, changed
 from coatcheck.core.progress import Resolution, is_sealed, progress_of
-from coatcheck.core.record import COMPLETED, RUNNING, Record, is_lease_over
-from coatcheck.core.recovery import Unchanged, rerun, resolve
+from coatcheck.core.record import COMPLETED, RUNNING, Record, Swap, can_erase, is_lease_over
+from coatcheck.core.recovery import (
+    DID_NOT_HAPPEN,
+    HAPPENED,
+    Unchanged,
+    can_correct,
+    rerun,
+    resolve,
+)
 from coatcheck.core.values import Codec
 from coatcheck.engine.attempts import Attempts, is_of_function
 from coatcheck.engine.functions import outcome_of_call, refuse_unstarted, value_of
 from coatcheck.engine.outcomes import logger, outcome_of_reconcile
 from coatcheck.errors import ClaimLost, Misconfigured, NotResolved, Unreadable
 from coatcheck.operation import DidNotHappen, Happened, Operation
-from coatcheck.stores.contract import Query
+from coatcheck.stores.contract import SWEEP_BATCH, Query, Store
 
 # 100 and 500: a name or an address; and a reason that a colleague will read.
 BY_CHARS_MAX = 100
@@ -83,15 +95,20 @@ class ResolutionRequest:
         # A rerun that fails leaves it in doubt again: an operator is looking after it.
         self._policy = changed(policy, {"recovery": "manual", "reconcile": None})
 
-    def resolve(self, outcome: object) -> Flow[Record]:
-        """End the doubt as *outcome* says; the record afterwards. Raises `NotResolved`."""
+    def resolve(self, outcome: object, *, correct: bool = False) -> Flow[Record]:
+        """
+        End the doubt as *outcome* says; the record afterwards. Raises `NotResolved`.
+
+        *correct*: replace an earlier decision instead.
+        """
         known = _outcome_of(outcome, self._read.record)
-        resolution = self._resolution("happened" if known.kind is COMPLETE else "did not happen")
-        flow = resolve(self._read, known, resolution, abandoned=self._abandoned)
+        resolution = self._resolution(HAPPENED if known.kind is COMPLETE else DID_NOT_HAPPEN)
+        flow = resolve(self._read, known, resolution, abandoned=self._abandoned, correct=correct)
         answer: Any = yield from self._attempts.advance(flow, self._policy)
         if isinstance(answer, Unchanged):
-            raise self._not_in_doubt(answer.record)
+            raise self._not_decided(answer.record) if correct else self._not_in_doubt(answer.record)
         record: Record = answer.record
+        self._attempts.replay_cache.forget(record.id)  # another process may correct it
         self._log(record)
         return record
 
@@ -124,9 +141,10 @@ class ResolutionRequest:
             return outcome_of_call(operation, result, codec, may_differ=True)
         refuse_unstarted(result)
         logger.error(
-            "%s is a request, and its rerun returned a %s, not Happened(status, headers, body): "
-            "it is not kept, and a retry gets result-unavailable",
-            *(operation.label, type(result).__name__),
+            "coatcheck: operation %s (%s) is a request, and its rerun returned a %s, not "
+            "Happened(status, headers, body): it is not kept, and a retry gets 409 "
+            "result-unavailable",
+            *(operation.reference, operation.label, type(result).__name__),
         )
         return Outcome(COMPLETE)
 
@@ -160,7 +178,7 @@ class ResolutionRequest:
         # As literals: an operator may have typed line breaks, and a log has lines.
         outcome = progress_of(record).resolutions[-1].outcome
         what = (self._reference, record.label, outcome, self._by, self._why)
-        logger.info("resolved %s %s: %s, by %r: %r", *what)
+        logger.info("coatcheck: operation %s (%s) was resolved: it %s, says %r: %r", *what)
 
     def _not_in_doubt(self, current: Record) -> NotResolved:
         """Why there is nothing to decide about *current*."""
@@ -179,7 +197,16 @@ class ResolutionRequest:
             words = f"is being executed, by attempt {current.attempt}"
         decided = progress_of(current).resolutions
         by = f" (resolved by {decided[-1].by!r}: {decided[-1].why!r})" if decided else ""
+        if can_correct(current):
+            by += "; to replace that decision: --correct, or correct=True"
         return NotResolved(f"{self._reference} {words}{by}", current)
+
+    def _not_decided(self, current: Record) -> NotResolved:
+        """Why there is no decision about *current* that could be corrected."""
+        if current.version == 0:
+            return _unknown(self._reference)
+        words = "was not ended by a decision of a person, so there is nothing to correct"
+        return NotResolved(f"{self._reference} {words}", current)
 
 
 def _unknown(reference: str) -> NotResolved:
@@ -212,3 +239,44 @@ def _is_value(outcome: Happened, record: Record) -> bool:
     if not as_value and has_value and not has_answer:
         raise Misconfigured(f"{record.label!r} is a request: give Happened(status, headers, body)")
     return as_value
+
+
+class Erased(NamedTuple):
+    """What `erase` did."""
+
+    records: int  # how many were deleted, or would be
+    left: tuple[str, ...]  # the references of those that run, or have just changed
+
+
+def erase(attempts: Attempts, store: Store, caller: str, *, dry_run: bool) -> Erased:
+    """
+    Delete the records of *caller*; *dry_run*: only count them.
+
+    A running operation is left alone: its attempt would store its answer again, and a retry would
+    run beside it. Another process that executed an operation may still replay its answer from
+    memory, until newer answers take its place or that process ends.
+    """
+    if not caller:
+        raise Misconfigured("caller is empty: give what a caller= function returned, or a digest")
+    query = Query(scope=scope_of_caller(caller, attempts.secret), limit=SWEEP_BATCH)
+    count, left, now_ms = 0, [], store.now_ms()
+    while True:
+        records, next_after_id = store.find(query)
+        swaps = [Swap(r.id, r.version, None) for r in records if can_erase(r, now_ms)]
+        conflicts = [None] * len(swaps) if dry_run else store.swap(swaps) if swaps else ()
+        erased = {
+            swap.id
+            for swap, kept in zip(swaps, conflicts, strict=True)
+            if not kept or not kept.version
+        }
+        if not dry_run:
+            for id in erased:
+                attempts.replay_cache.forget(id)
+        count += len(erased)
+        left += [reference_of(record.id) for record in records if record.id not in erased]
+        if next_after_id is None:
+            break
+        query = replace(query, after_id=next_after_id)
+    if not count and not left and any(len(r.scope) == 1 for r in store.find(Query()).records):
+        raise Misconfigured("the store is compact: it does not keep whose its records are")
+    return Erased(count, tuple(left))

@@ -144,7 +144,7 @@ class StepWriter:
         if isinstance(error, StepInDoubt):
             operation.step_problem = error
             if error.__cause__ is not None:  # raised by its probe
-                logger.error("%s", error, exc_info=error.__cause__)
+                logger.error("coatcheck: %s", error, exc_info=error.__cause__)
         elif isinstance(error, ClaimLost):
             operation.lose()
 

@@ -96,7 +96,7 @@ def _sweep_or_log(
     try:
         count = rest_between(swept, rest)
     except Exception as error:  # noqa: BLE001 - the rest is for the next sweep
-        logger.warning("a sweep failed and is repeated: %s", error)
+        logger.warning("coatcheck: a sweep failed and is repeated: %s", error)
     else:
         if telemetry is not None and count:
             telemetry.emit(Swept(count))

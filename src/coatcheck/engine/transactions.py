@@ -259,7 +259,8 @@ class OperationTransaction:
             current = (yield from self._attempts.read(claim.id)).record
             if current.nonce == claim.nonce and current.state == RUNNING:
                 swap = Swap(claim.id, current.version, in_doubt(current))
-                self._attempts.after_write(swap, (yield from swap))
+                conflict = yield from swap
+                self._attempts.after_write(swap, conflict, why="its handler committed by itself")
 
     def _undo(self, refusal: CoatcheckError | None = None) -> Flow[None]:
         """Roll back, and give the connection back."""

@@ -227,7 +227,8 @@ class IdempotencyMiddleware:
             await self.engine.ensure_started()
         except OUTAGES as error:
             logger.error(  # noqa: TRY400 - its trace says nothing more
-                "the store is unavailable: %s; guarded requests get 503 until it answers", error
+                "coatcheck: the store is unavailable: %s; guarded requests get 503 meanwhile",
+                error,
             )
             self.engine.recovery.start(asyncio.get_running_loop())
         except (Misconfigured, MissingExtra) as mistake:

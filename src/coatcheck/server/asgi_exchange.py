@@ -25,6 +25,7 @@ from coatcheck.core.problem import problem
 from coatcheck.core.response import Headers, Response
 from coatcheck.engine import AsyncEngine
 from coatcheck.engine.outcomes import (
+    OUTCOME_UNKNOWN,
     is_failure,
     logger,
     outcome_of_accepted,
@@ -57,7 +58,7 @@ RUNNING_EXCHANGES: set[Exchange] = set()
 # 20 s: process managers commonly kill what takes longer than 30 s to stop.
 FINISH_S_MAX = 20.0
 
-FAILED_AFTERWARDS = "a request failed whose client does not wait any more"
+FAILED_AFTERWARDS = "coatcheck: operation %s (%s) failed after its client had stopped waiting"
 
 
 class Middleware(Protocol):
@@ -149,7 +150,9 @@ class Exchange(BufferedReceive):
             if not done.done():
                 done.set_result(None)
         elif done.done():  # the client is gone, or got a 202
-            logger.error(FAILED_AFTERWARDS, exc_info=error)
+            logger.error(
+                FAILED_AFTERWARDS, reference_of(self._claim.id), self._claim.label, exc_info=error
+            )
         elif isinstance(error, asyncio.CancelledError):
             done.cancel()
         else:
@@ -219,12 +222,16 @@ class Exchange(BufferedReceive):
                 await self._answer(answer)
                 return None
             if operation.is_in_doubt and is_failure(error):
-                logger.error("operation %s is in doubt", operation.reference, exc_info=error)
+                logger.error(
+                    OUTCOME_UNKNOWN, reference_of(self._claim.id), self._claim.label, exc_info=error
+                )
                 unknown = problem("outcome-unknown", key=self._claim.key, id=self._claim.id)
                 await self._respond(refused(unknown, self._policy))
                 return None
         if self._is_accepted and self.task is None and isinstance(error, Exception):
-            logger.error(FAILED_AFTERWARDS, exc_info=error)
+            logger.error(
+                FAILED_AFTERWARDS, reference_of(self._claim.id), self._claim.label, exc_info=error
+            )
             return None
         raise error
 

@@ -33,7 +33,7 @@ class LargeBody:
         try:
             self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
         except OSError as error:  # no directory for temporary files
-            logger.warning("a body of over a megabyte stays in memory: %s", error)
+            logger.warning("coatcheck: a body of over a megabyte stays in memory: %s", error)
             self._file = io.BytesIO()
         # A `caller=` or `key=` function may raise before the body is closed.
         weakref.finalize(self, self._file.close)
@@ -105,7 +105,9 @@ class BodyReader:
             for chunk in self._chunks:
                 self._large.add(chunk)
         except OSError as error:  # the disk is full
-            logger.error("refused, because its body could not be kept: %s", error)  # noqa: TRY400 - its trace says nothing more
+            logger.error(  # noqa: TRY400 - its trace says nothing more
+                "coatcheck: a request gets 503: its body could not be kept: %s", error
+            )
             self.close()
             reason = "its body could not be kept in a temporary file, so it was not run"
             return problem("store-unavailable", reason=reason)

@@ -39,13 +39,18 @@ def refusal_passes(response: Response, error: Exception) -> bool:
     """
     if response.status < HTTPStatus.BAD_REQUEST:
         return False
-    logger.warning("a refusal was not kept, because its transaction failed: %s", error)
+    logger.warning(
+        "coatcheck: the response %d was not kept, because its transaction failed: %s; a retry "
+        "runs again",
+        response.status,
+        error,
+    )
     return True
 
 
 def store_unavailable(error: Exception) -> Problem:
     """The refusal when the store could not be opened: without it nothing runs."""
-    logger.error("refused, because the store is unavailable: %s", error)
+    logger.error("coatcheck: a request gets 503, because the store is unavailable: %s", error)
     return problem("store-unavailable", reason=NOT_RUN)
 
 

@@ -18,7 +18,12 @@ from coatcheck.core.policy import Policy
 from coatcheck.core.problem import problem
 from coatcheck.core.response import Response
 from coatcheck.engine import Engine
-from coatcheck.engine.outcomes import logger, outcome_of_partial, outcome_of_response
+from coatcheck.engine.outcomes import (
+    OUTCOME_UNKNOWN,
+    logger,
+    outcome_of_partial,
+    outcome_of_response,
+)
 from coatcheck.engine.transactions import Repeat
 from coatcheck.errors import Misconfigured
 from coatcheck.operation import Operation, enter
@@ -119,7 +124,7 @@ class Exchange:
                 return self.answer(answer)
             if not operation.is_in_doubt or not isinstance(error, Exception):
                 raise
-            logger.exception("operation %s is in doubt", operation.reference)
+            logger.exception(OUTCOME_UNKNOWN, operation.reference, operation.label)
             unknown = problem("outcome-unknown", key=self._claim.key, id=self._claim.id)
             return respond(self._start_response, refused(unknown, self._policy))
         return self._complete(operation, response, outcome, returned=returned, rest=rest)

@@ -75,7 +75,9 @@ class SkipUndecodable:
         """Log *error*, the first time only: a search may meet the record every minute."""
         if not self._has_warned:
             self._has_warned = True
-            logger.warning("records that cannot be decoded are left out of searches: %s", error)
+            logger.warning(
+                "coatcheck: a search leaves out records that cannot be decoded: %s", error
+            )
 
     def read(
         self, get: Callable[[Sequence[bytes]], Sequence[Record | None]], ids: Sequence[bytes]

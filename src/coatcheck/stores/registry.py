@@ -157,7 +157,7 @@ def refuse_archive(store: object) -> None:
             "would never be called; leave it out, or use another store"
         )
     logger.warning(
-        "%s may delete an expired record before it is archived; disable the table's time to live "
-        "to prevent that",
+        "coatcheck: %s may delete an expired record before it is archived; disable the table's "
+        "time to live to prevent that",
         info.title,
     )

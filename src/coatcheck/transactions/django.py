@@ -84,8 +84,8 @@ class DjangoConnection(TransactionConnection):
             handle.run_and_clear_commit_hooks()
         except Exception:
             logger.exception(
-                "the operation is committed, but a function passed to transaction.on_commit() "
-                "raised; it does not run again"
+                "coatcheck: the operation is committed, but a function passed to "
+                "transaction.on_commit() raised; it does not run again"
             )
         self._release()
 

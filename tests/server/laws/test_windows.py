@@ -84,6 +84,7 @@ def test_a_late_retry_can_be_refused_instead(open_api: OpenApi, clock, caplog, s
     api = open_api(window="1h", margin="10h", on_expired="refuse", expired_status=status)
     first = api.post()
     clock.advance(HOUR_S)
+    caplog.set_level("INFO", "coatcheck")
     late = api.post()
     assert (late.status, late.code) == (status, "key-expired")
     assert late.problem["retry"] == "never"

@@ -117,8 +117,8 @@ def _decode(config: DynamoConfig, item: records.Item) -> Record | UndecodableRec
 
 def _warn_not_kept(record: Record) -> None:
     logger.warning(
-        "operation %s: its response of %d bytes exceeds DynamoDB's limit and was not kept; a retry "
-        "gets 409 result-unavailable",
+        "coatcheck: operation %s: its response of %d bytes exceeds DynamoDB's limit and was not "
+        "kept; a retry gets 409 result-unavailable",
         reference_of(record.id),
         len(record.response or b""),
     )

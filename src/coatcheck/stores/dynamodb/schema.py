@@ -48,7 +48,7 @@ def prepare(client: DynamoClient, *, create: bool) -> None:
         _enable_expiry(client)
     finding = expiry_finding(client)
     if finding.level != "ok":
-        logger.warning(finding.message)
+        logger.warning("coatcheck: %s", finding.message)
 
 
 def version_of(client: DynamoClient) -> int:

@@ -253,8 +253,8 @@ def _bytes_max(record: Record) -> int:
 def warn_response_dropped(record: Record) -> None:
     """Log that the response of *record* is not kept."""
     logger.warning(
-        "operation %s: its response of %d bytes exceeds the server's max_allowed_packet and is not "
-        "kept; a retry gets result-unavailable; raise max_allowed_packet",
+        "coatcheck: operation %s: its response of %d bytes exceeds the server's max_allowed_packet "
+        "and is not kept; a retry gets 409 result-unavailable; raise max_allowed_packet",
         reference_of(record.id),
         len(record.response or b""),
     )

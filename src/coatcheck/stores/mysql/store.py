@@ -66,7 +66,7 @@ class MysqlStore:
             schema.prepare(connection, self._server, self._table, create=create)
             for level, message in connection.run(self._settings_findings):
                 if level != "ok":
-                    logger.warning("%s: %s", self._server, message)
+                    logger.warning("coatcheck: %s: %s", self._server, message)
             return connection.run(lambda s: (s.statement_bytes_max, s.is_encrypted()))
 
     @classmethod

@@ -139,7 +139,7 @@ def _conflicts(table: str, given: str) -> str:
 def _count(table: str) -> str:
     """Return the statement that counts records; `length` does not read a stored value."""
     return f"""
-        select state, coalesce(label, ''), count(*), min({CREATED_MS}),
+        select state, coalesce(label, ''), count(*), min({CREATED_MS})::bigint,
           sum(coalesce(length(progress), 0) + coalesce(length(response), 0))::bigint
         from {table} group by state, label
     """

@@ -79,7 +79,7 @@ class PostgresStore:
             )
             for finding in self._check_settings():
                 if finding.level != "ok":
-                    logger.warning("postgresql: %s", finding.message)
+                    logger.warning("coatcheck: postgresql: %s", finding.message)
             prepares = self._maintenance.run(is_direct)
         except BaseException:
             self._maintenance.close()

@@ -128,9 +128,11 @@ class SafetyMonitor:
         self.refusal = next(iter(self._refusals.values()), "")
         for name, why in self._refusals.items():
             if before.get(name) != why:
-                logger.error("new requests get 503 until this is repaired: %s", why)
+                logger.error("coatcheck: new requests get 503 until this is repaired: %s", why)
         if before and not self._refusals:
-            logger.warning("%s is safe again; new requests are accepted", ", ".join(before))
+            logger.warning(
+                "coatcheck: %s is safe again; new requests are accepted", ", ".join(before)
+            )
 
 
 def _setting(reply: object) -> str | None:
