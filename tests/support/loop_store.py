@@ -17,13 +17,18 @@ class LoopStore:
 
     def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
         async def call() -> Sequence[Record | None]:
+            await notice_closed_connections()
             async with asyncio.timeout(START_S_MAX):
                 return await self._store.swap(swaps)
 
         return list(self._runner.run(call()))
 
     def get(self, ids: Sequence[bytes]) -> Sequence[Record | None]:
-        return list(self._runner.run(self._store.get(ids)))
+        async def call() -> Sequence[Record | None]:
+            await notice_closed_connections()
+            return await self._store.get(ids)
+
+        return list(self._runner.run(call()))
 
     def find(self, query: Query) -> object:
         return self._runner.run(self._store.find(query))
@@ -40,6 +45,12 @@ class LoopStore:
     def close(self) -> None:
         self._runner.run(self._store.close())
         self._runner.close()
+
+
+async def notice_closed_connections() -> None:
+    """Take some turns of the loop, as one does that runs all the time."""
+    for _ in range(3):
+        await asyncio.sleep(0)
 
 
 BOTH_WAYS: dict[str, Callable[[str], Store]] = {"threads": open_store, "loop": LoopStore}

@@ -158,17 +158,18 @@ def test_sweeps_of_several_processes_take_every_record_once(kind: Kind, tmp_path
     store.close()
 
 
-# Acknowledges on its standard output, one line for each claim, until it is killed.
+# Prints one line for each operation whose claim and completion were acknowledged.
 CLAIMANT = """
 import itertools, sys
-from coatcheck.core.record import RUNNING, Record, Swap
+from coatcheck.core.record import RUNNING, Record, Swap, completed
 from coatcheck.stores import open_store
 
 store = open_store(sys.argv[1])
 for number in itertools.count():
     id = number.to_bytes(16, "big")
-    claim = Record(id, 1, RUNNING, 1, id, 1, 1, 1, 1 << 43, 7, "", "", "", None, b"x" * 5000)
+    claim = Record(id, 1, RUNNING, 1, id, 1, 1, 1, 1 << 43, 7, "", "", "", None, None)
     assert store.swap([Swap(id, 0, claim)])[0] is None
+    assert store.swap([Swap(id, 1, completed(claim, b"x" * 5000))])[0] is None
     print(number, flush=True)
 """
 
@@ -191,19 +192,24 @@ def test_what_was_acknowledged_survives_a_kill(kind: Kind, tmp_path: Path):
         assert record is not None, f"{id.hex()} was acknowledged and is gone"
         assert record.response == b"x" * 5000
     assert store.swap([Swap(ids[0], 0, claim_of(ids[0]))])[0] is not None
+    assert not [finding for finding in store.check() if finding.level == "error"]
     store.close()
 
 
-# Uses a store, forks, and uses it in parent and child, while other threads hold its locks.
-FORKING = """
-import os, sys, threading
+SWAP = """
+import asyncio, logging, os, sys, threading
 from coatcheck.core.record import RUNNING, Record, Swap
-from coatcheck.stores import open_store
+from coatcheck.stores import open_async_store, open_store
+
+logging.disable(logging.WARNING)  # that a server of the tests is fast rather than safe
 
 def swap(number):
     id = number.to_bytes(16, "big")
     return [Swap(id, 0, Record(id, 1, RUNNING, 1, id, 1, 1, 1, 1 << 43, 7, "", "", "", None, b""))]
-
+"""
+# Each uses a store, forks, and uses it in parent and child; other threads hold its locks meanwhile.
+FORKING = {
+    "threads": """
 store = open_store(sys.argv[1])
 assert store.swap(swap(1)) == [None]
 stop = threading.Event()
@@ -232,24 +238,49 @@ for thread in threads:
     thread.join()
 store.close()
 print("done")
-"""
+""",
+    "loop": """
+store = open_async_store(sys.argv[1])
+
+async def write(start):
+    for number in range(start, start + 100):
+        assert await store.swap(swap(number)) == [None]
+    assert await store.swap(swap(1)) != [None]
+
+async def main():
+    assert await store.swap(swap(1)) == [None]
+    assert await store.get([bytes(16)]) == [None]
+    child = os.fork()
+    if child == 0:
+        asyncio.run(write(1000))
+        asyncio.run(store.close())
+        os._exit(0)
+    await write(2000)
+    ended = await asyncio.to_thread(os.waitpid, child, 0)
+    assert os.waitstatus_to_exitcode(ended[1]) == 0
+    await write(3000)
+    await store.close()
+
+asyncio.run(main())
+print("done")
+""",
+}
 
 
+@pytest.mark.parametrize("way", FORKING)
 @named([kind for kind in SHARED if kind is not OWN])
-def test_a_store_from_before_a_fork_works_in_parent_and_child(kind: Kind, tmp_path: Path):
+def test_a_store_from_before_a_fork_works_in_parent_and_child(kind: Kind, tmp_path: Path, way: str):
     """D4, L1: each with its own connections, whatever locks other threads held at the fork."""
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", SWAP + FORKING[way]]
     ran = subprocess.run(
-        [
-            *(sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKING),
-            kind.fresh_url(tmp_path),
-        ],
+        [*command, kind.fresh_url(tmp_path)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         timeout=WAIT_S_MAX,
         check=False,
     )
-    assert (ran.returncode, ran.stdout) == (0, "done\n"), ran.stderr
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "done\n", "")
 
 
 @named(ALONE)

@@ -1,7 +1,6 @@
 """Connections to MySQL and MariaDB: forks, outages, restarts and replicas, on a server that is killed."""
 
 import multiprocessing
-import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -49,17 +48,6 @@ def test_a_store_works_in_a_forked_child_and_in_its_parent(store, url):
         assert sessions_beside(root) == mine
 
 
-def test_a_connection_that_the_server_closes_while_idle_is_replaced(opened, url):
-    """D2: no statement was under way, so there is no error."""
-    with closing(opened(url)) as store, other_session(url) as root:
-        assert store.swap([claim()]) == [None]
-        assert store.get([ID]) == [claim_of()]
-        kill_sessions_beside(root)
-        until(lambda: not sessions_beside(root))
-        assert store.swap([claim()]) == [claim_of()]
-        assert store.get([ID]) == [claim_of()]
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_write_whose_connection_is_lost_is_ambiguous(opened, url, size):
     """L1, D2: a single one, or several that commit together."""
@@ -96,62 +84,6 @@ def test_an_answer_that_the_driver_cannot_read_is_ambiguous(store, monkeypatch):
             store.swap([complete(claim_of())])
     assert caught.value.is_ambiguous
     assert store.swap([complete(claim_of())]) == [completed(claim_of(), b"done")]
-
-
-def test_a_server_that_stops_answering_is_an_outage_until_it_does(opened, own, own_url):
-    """D2: within the timeout of the URL; a write that was sent is ambiguous."""
-    with closing(opened(own_url + "&timeout=300ms")) as store:
-        store.swap([claim()])
-        store.get([ID])
-        own.kill(signal.SIGSTOP)
-        try:
-            started = time.monotonic()
-            with pytest.raises(StoreUnavailable, match="no answer in time") as caught:
-                store.swap([complete(claim_of())])
-            assert caught.value.is_ambiguous
-            with pytest.raises(StoreUnavailable, match="no answer in time") as caught:
-                store.swap([claim(id_of(2))])  # on a new connection, which is not answered
-            assert not caught.value.is_ambiguous
-            with pytest.raises(StoreUnavailable) as caught:
-                store.get([ID])
-            assert not caught.value.is_ambiguous
-            assert [finding.level for finding in store.check()] == ["error"]
-            assert time.monotonic() - started < 5
-        finally:
-            own.kill(signal.SIGCONT)
-        done = completed(claim_of(), b"done")
-        assert until(lambda: store.swap([complete(claim_of())])) in ([None], [done])
-        assert store.get([ID]) == [done]
-
-
-def test_a_restart_of_the_server_needs_no_restart_of_ours(opened, own, own_url):
-    """D2: an outage while it is down, and everything works as before afterwards."""
-    with closing(opened(own_url)) as store:
-        store.swap([claim()])
-        own.stop()
-        for call in (lambda: store.swap([claim(id_of(2))]), lambda: store.get([ID]), store.now_ms):
-            with pytest.raises(StoreUnavailable, match="cannot be reached") as caught:
-                call()
-            assert not caught.value.is_ambiguous
-        own.start()
-        assert store.swap([claim(), claim(id_of(2))]) == [claim_of(), None]
-        assert store.get([ID]) == [claim_of()]
-
-
-def test_a_search_does_not_wait_for_a_server_that_has_stopped(own, own_url):
-    """D2: a search may take a minute, but not to find out that the server does not answer."""
-    with closing(open_store(f"{own_url}&timeout=1s")) as store:
-        store.swap([claim()])
-        assert len(store.find(Query()).records) == 1
-        own.kill(signal.SIGSTOP)
-        begun_s = time.monotonic()
-        try:
-            with pytest.raises(StoreUnavailable):
-                store.find(Query())
-        finally:
-            own.kill(signal.SIGCONT)
-        assert time.monotonic() - begun_s < 20
-        until(lambda: len(store.find(Query()).records) == 1)
 
 
 def test_a_server_that_becomes_read_only_is_an_outage_that_the_doctor_sees(opened, own_url):

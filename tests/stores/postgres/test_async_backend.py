@@ -5,8 +5,6 @@ import gc
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from contextlib import closing
 from itertools import count
@@ -14,12 +12,12 @@ from itertools import count
 import pytest
 import uvloop
 
-from coatcheck import AsyncEngine, StoreUnavailable
+from coatcheck import StoreUnavailable
 from coatcheck.core.record import completed
 from coatcheck.stores import open_store
 from coatcheck.stores.contract import HasAsyncBackend
 from tests.stores.laws.records import ID, claim_of, id_of
-from tests.stores.postgres.access import FromLoop, session, sessions_of
+from tests.stores.postgres.access import FromLoop, sessions_of
 from tests.stores.postgres.swaps import MANY, claim, complete
 from tests.support.servers import START_S_MAX, until
 from tests.support.servers.postgres import postgres
@@ -64,16 +62,6 @@ def test_two_batches_and_a_read_run_at_the_same_time(loop, url, name):
     prepared = "select statement from pg_prepared_statements"
     for connection in loop.backend._idle:  # they found out at the same time that there is no pooler
         assert loop.run(connection.fetch(prepared))
-
-
-def test_a_connection_that_the_server_closes_while_it_is_idle_is_replaced(loop, url, name):
-    """D2: no caller notices."""
-    loop.swap(claim())
-    with session(url, autocommit=True) as other:
-        for pid in sessions_of(url, name):
-            other.execute("select pg_terminate_backend(%s)", (pid,))
-    until(lambda: loop.runner.run(asyncio.sleep(0)) or loop.backend._idle[0].is_closed())
-    assert loop.swap(complete(claim_of())) == [None]
 
 
 def test_a_blocked_loop_is_no_outage(url, new_loop):
@@ -188,78 +176,3 @@ def test_a_url_that_only_libpq_can_honour_is_used_through_threads(url, option):
         return
     with closing(store):
         asyncio.run(ask(store))
-
-
-FORKED = """
-import asyncio, os, sys
-from coatcheck import AsyncEngine
-
-engine = AsyncEngine(sys.argv[1])
-
-async def place():
-    return os.getpid()
-
-def use(key):
-    return asyncio.run(engine.run(key, place))
-
-kept = asyncio.new_event_loop()
-assert kept.run_until_complete(engine.run("before", place)) == os.getpid()
-child = os.fork()
-if child == 0:
-    assert use("child") == os.getpid()
-    assert use("before") == os.getppid()
-    os._exit(0)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-assert kept.run_until_complete(engine.run("parent", place)) == os.getpid()
-assert kept.run_until_complete(engine.run("child", place)) == child
-kept.run_until_complete(engine.close())
-kept.close()
-"""
-
-
-def test_a_forked_child_leaves_the_connections_of_its_parents_loop_alone(url):
-    """L1, D4: parent and child both work on."""
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED, url]
-    done = subprocess.run(command, timeout=START_S_MAX, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr.decode()
-
-
-def test_an_async_engine_survives_a_server_that_is_killed_and_one_that_is_frozen(own):
-    """L1, D1, D2: refused callers ask again, and every key has run once or is in doubt."""
-    ran = []
-
-    async def place(number):
-        ran.append(number)
-        return {"order": number}
-
-    async def ask(engine, number):
-        try:
-            return await engine.run(f"order-{number}", place, number)
-        except StoreUnavailable:
-            return None
-
-    async def scene():
-        async with AsyncEngine(f"{own.url}?timeout=500ms") as engine:
-            first = await asyncio.gather(*(ask(engine, number) for number in range(50)))
-            assert first == [{"order": number} for number in range(50)]
-            pids = await asyncio.to_thread(sessions_of, own.url, "coatcheck")
-            for pid in pids:
-                os.kill(pid, signal.SIGSTOP)
-            frozen = await asyncio.gather(*(ask(engine, number) for number in range(50, 60)))
-            for pid in pids:
-                os.kill(pid, signal.SIGCONT)
-            own.kill()
-            killed = await asyncio.gather(*(ask(engine, number) for number in range(60, 70)))
-            await asyncio.to_thread(own.start)
-            assert killed == [None] * 10
-            again = await asyncio.gather(*(ask(engine, number) for number in range(50)))
-            assert again == first
-            fresh = await asyncio.gather(*(ask(engine, number) for number in range(70, 90)))
-            assert fresh == [{"order": number} for number in range(70, 90)]
-            return frozen
-
-    frozen = asyncio.run(scene())
-    assert [answer for answer in frozen if answer] == [
-        {"order": number} for number, answer in enumerate(frozen, 50) if answer
-    ]
-    assert len(set(ran)) == len(ran)

@@ -1,10 +1,5 @@
 """The PostgreSQL store in threads: what only it can do wrong, on real servers that are killed."""
 
-import os
-import signal
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from itertools import count
 from uuid import UUID
@@ -13,11 +8,9 @@ import psycopg
 import pytest
 
 from coatcheck import Engine, Misconfigured, StoreUnavailable
-from coatcheck.core.record import completed
-from coatcheck.stores import Query, open_store
-from tests.stores.laws.records import ID, NOW_MS, RETENTION_MS, claim_of, id_of
+from tests.stores.laws.records import NOW_MS, RETENTION_MS, id_of
 from tests.stores.postgres.access import session, the_error
-from tests.stores.postgres.swaps import MANY, claim, complete
+from tests.stores.postgres.swaps import MANY, claim
 from tests.support.servers.postgres import postgres
 
 NUMBERS = count()
@@ -55,85 +48,7 @@ def test_only_a_sweep_commits_without_waiting_for_the_disk(store):
 # --- outages -------------------------------------------------------------------------------------
 
 
-def test_a_restart_that_was_not_noticed_fails_no_read(own):
-    """D2: the server is back, so a retry that reads its record gets it."""
-    with closing(open_store(own.url)) as store:
-        store.swap([claim()])
-        store.get([ID])
-        own.stop()
-        own.start()
-        assert store.get([ID]) == [claim_of()]
-
-
-def test_no_call_waits_longer_than_the_timeout(url):
-    """D2: no answer is an outage, and the write is ambiguous."""
-    with closing(open_store(f"{url}&timeout=300ms")) as store, session(url) as other:
-        store.swap([claim()])
-        other.execute(
-            "select id from coatcheck_records where id = %s for update", (UUID(bytes=ID),)
-        )
-        began = time.monotonic()
-        with pytest.raises(StoreUnavailable, match="does not answer") as caught:
-            store.swap([complete(claim_of())])
-        assert caught.value.is_ambiguous
-        assert time.monotonic() - began < 5
-        other.rollback()
-        (conflict,) = store.swap([complete(claim_of())])
-        assert conflict is None or conflict == completed(claim_of(), b"done")
-
-
-def test_a_search_does_not_wait_for_a_server_that_was_frozen_before(url):
-    """D2: the longer limit applies only to a search that the server has begun."""
-    with closing(open_store(f"{url}&timeout=300ms")) as store:
-        store.find(Query())
-        with store._searcher as connection:
-            pid = connection.info.backend_pid
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            began = time.monotonic()
-            with pytest.raises(StoreUnavailable, match="does not answer"):
-                store.find(Query())
-            assert time.monotonic() - began < 5
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        assert store.find(Query()).records == []
-
-
 # --- processes and engines ---------------------------------------------------------------------
-
-
-def test_an_engine_runs_each_key_once_however_many_callers_there_are(url):
-    """L1."""
-    ran = []
-    mutex = threading.Lock()
-
-    def place(number):
-        with mutex:
-            ran.append(number)
-        return {"order": number}
-
-    engines = [Engine(url), Engine(url)]
-    try:
-        with ThreadPoolExecutor(16) as threads:
-            answers = list(
-                threads.map(
-                    lambda n: engines[n % 2].run(f"order-{n // 8}", place, n // 8), range(400)
-                )
-            )
-    finally:
-        for engine in engines:
-            engine.close()
-    assert answers == [{"order": n // 8} for n in range(400)]
-    assert sorted(ran) == list(range(50))
-
-
-def test_no_claim_succeeds_without_the_primary_key(access, url):
-    """L1: in a thread and on an event loop."""
-    drop_key(url)
-    for swaps in ([claim()], [claim(id) for id in MANY]):
-        with pytest.raises(StoreUnavailable, match="no primary key") as caught:
-            access.swap(*swaps)
-        assert not caught.value.is_ambiguous
 
 
 def drop_key(url):

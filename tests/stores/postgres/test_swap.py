@@ -8,7 +8,7 @@ import asyncpg
 import psycopg
 import pytest
 
-from coatcheck import Misconfigured, StoreUnavailable
+from coatcheck import StoreUnavailable
 from coatcheck.core.record import Swap, completed
 from coatcheck.stores import open_store
 from coatcheck.stores.postgres.connection import Connection
@@ -64,13 +64,6 @@ def test_a_batch_is_one_statement_even_if_some_of_it_conflicts(access, executed)
     ]
     assert access.swap(claim(MANY[0])) == [completed(claim_of(MANY[0], nonce=7), b"done")]
     assert names_of(executed, access.store) == [*["swap_many"] * 4, "claim_one"]
-
-
-def test_a_large_batch_arrives(access):
-    """L1: also one that is larger than what a socket takes at once."""
-    large = [completed(claim_of(id), bytes(1_000_000)) for id in MANY]
-    assert access.swap(*(Swap(record.id, 0, record) for record in large)) == [None] * len(MANY)
-    assert access.get(*MANY) == large
 
 
 @pytest.mark.parametrize("ids", [MANY, MANY[3:4]], ids=["batch", "alone"])
@@ -213,22 +206,6 @@ def test_without_the_primary_key_no_key_is_claimed(access, url):
         assert not caught.value.is_ambiguous
 
 
-def test_a_character_that_the_database_cannot_store_is_named(opened):
-    """K1, D2: the other keys are not affected."""
-    name = f"latin1_{next(NUMBERS)}"
-    with psycopg.connect(postgres().url, autocommit=True) as connection:
-        options = "encoding 'LATIN1' lc_collate 'C' lc_ctype 'C' template template0"
-        connection.execute(f"create database {name} {options}")
-    with opened(f"{postgres().url.rpartition('/')[0]}/{name}") as access:
-        good, bad = (
-            claim_of(id)._replace(key=key) for id, key in zip(MANY, ("größe", "€"), strict=False)
-        )
-        assert access.swap(Swap(good.id, 0, good)) == [None]
-        with pytest.raises(Misconfigured, match="UTF8"):
-            access.swap(Swap(bad.id, 0, bad))
-        assert access.get(good.id, bad.id) == [good, None]
-
-
 # The server has certainly not written; the last one is answered to every retry as well.
 REFUSALS = ["25006", "42501", "53100", "40P01"]
 
@@ -277,22 +254,6 @@ def test_repeated_deadlocks_are_an_outage_that_says_so(access, url):
 
 
 # --- servers that restart, are read-only or are behind a pooler ----------------------------------
-
-
-def test_a_server_that_was_restarted_is_found_again(opened, own):
-    """D2: while it is down the caller learns so, and nothing of ours has to be restarted."""
-    with opened(own.url) as access:
-        assert access.swap(claim()) == [None]
-        own.stop()
-        for _ in range(2):
-            with pytest.raises(StoreUnavailable):
-                access.swap(complete(claim_of()))
-        with pytest.raises(StoreUnavailable):
-            access.get(ID)
-        assert access.store.check()[0].level == "error"
-        own.start()
-        assert access.get(ID) == [claim_of()]
-        assert access.swap(complete(claim_of())) == [None]
 
 
 def test_a_read_only_server_is_refused(opened, own):

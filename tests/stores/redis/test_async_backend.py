@@ -2,10 +2,7 @@
 
 import asyncio
 import gc
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -22,7 +19,7 @@ from coatcheck.stores.redis.async_backend import RedisBackend
 from tests.stores.laws.records import claim_of, id_of
 from tests.stores.redis.scenes import change, claim, claims, fake
 from tests.support.servers import until
-from tests.support.servers.redis import Redis, redis_server
+from tests.support.servers.redis import Redis
 
 # 30 s: nothing here takes a tenth of it, also on a busy machine.
 TIMEOUT_S = 30
@@ -156,21 +153,6 @@ def test_a_lost_answer_is_ambiguous_and_the_repeated_write_finds_itself(run, ser
     run(story())
 
 
-def test_an_idle_connection_that_the_server_closed_is_replaced(run, server: Redis):
-    """D2: without an error."""
-    record = claim_of()
-
-    async def story() -> None:
-        async with backend_of(server.url) as backend:
-            assert await backend.swap([claim(record)]) == [None]
-            server.ask("CLIENT KILL", "TYPE", "normal", "SKIPME", "yes")
-            until(lambda: connections(server) == 1)  # that of this question
-            await some_turns()
-            assert await backend.swap([claim(record)]) == [record]
-
-    run(story())
-
-
 def test_a_reply_that_is_not_redis_is_an_ambiguous_error(run):
     """D2: the next call uses a new connection."""
     answers = iter([b"?\r\n", b"*0\r\n"])
@@ -231,58 +213,6 @@ def test_one_store_serves_many_event_loops(new_loop, server: Redis):
     until(lambda: connections(server) <= before)
     store.close()
     gc.collect()  # an unclosed connection would warn, and fail the test
-
-
-FORKED = """
-import asyncio, os, sys
-from coatcheck.core.record import RUNNING, Record, Swap
-from coatcheck.stores import open_async_store
-
-def swap(number):
-    id = number.to_bytes(16, "big")
-    return [Swap(id, 0, Record(id, 1, RUNNING, 1, id, 1, 1, 1, 1 << 43, 7, "", "", "", None, b""))]
-
-store = open_async_store(sys.argv[1])
-
-async def write(start):
-    for number in range(start, start + 300):
-        assert await store.swap(swap(number)) == [None]
-    assert await store.swap(swap(1)) != [None]
-
-async def main():
-    assert await store.swap(swap(1)) == [None]
-    assert await store.get([bytes(16)]) == [None]
-    child = os.fork()
-    if child == 0:
-        asyncio.run(write(1000))
-        asyncio.run(store.close())
-        os._exit(0)
-    await write(2000)
-    ended = await asyncio.to_thread(os.waitpid, child, 0)
-    assert os.waitstatus_to_exitcode(ended[1]) == 0
-    await write(3000)
-    await store.close()
-
-asyncio.run(main())
-print("done")
-"""
-
-
-def test_a_loop_that_forks_shares_no_connection_with_its_child():
-    """L1: neither process uses, closes or unregisters connections of the other."""
-    ran = subprocess.run(
-        [
-            *(sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED),
-            redis_server().fresh_url(),
-        ],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert ran.stderr == ""
-    assert (ran.returncode, ran.stdout) == (0, "done\n")
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # a closed loop leaves its sockets open

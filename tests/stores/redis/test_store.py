@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.exceptions import NoScriptError
 
-from coatcheck import Engine
 from coatcheck.cli import main
 from coatcheck.core.record import GONE, Record, Swap, completed, renewed
 from coatcheck.errors import Misconfigured, StoreUnavailable
@@ -349,18 +348,6 @@ def test_a_command_that_the_server_does_not_know_is_an_outage_and_no_traceback(c
         server.remove()
 
 
-def test_a_request_is_503_if_the_server_does_not_know_the_command_time():
-    """D2: and nothing runs."""
-    server = Redis(rename_command="TIME XTIME")
-    ran: list[int] = []
-    try:
-        with Engine(server.url) as engine, pytest.raises(StoreUnavailable, match="TIME"):
-            engine.run("k", lambda: ran.append(1), scope="s")
-        assert not ran
-    finally:
-        server.remove()
-
-
 def test_a_wrong_password_is_refused_when_the_store_is_opened(opened):
     """D1: and no message shows the password."""
     server = Redis(requirepass="secret")
@@ -392,45 +379,6 @@ def test_tls_needs_a_trusted_certificate(opened, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------ faults
-
-
-def test_a_store_works_again_after_its_server_restarted(opened, server: Redis):
-    """D1, D2: records are in the append-only file, and the store connects by itself."""
-    with closing(opened(server.url)) as store:
-        before, *_ = claims(0, 1)
-        assert store.swap([claim(before)]) == [None]
-        assert store.get([before.id]) == [before]
-        server.stop()
-        error = refused(store, [claim(claim_of(id_of(1)))])
-        assert not error.is_ambiguous
-        with pytest.raises(StoreUnavailable):
-            store.get([before.id])
-        server.start()
-        assert store.swap([change(before, completed(before, b"201"))]) == [None]
-        assert store.get([before.id]) == [completed(before, b"201")]
-        server.stop()
-        server.start()
-        assert store.get([before.id]) == [completed(before, b"201")]
-        assert store.swap([claim(before)]) == [completed(before, b"201")]
-
-
-def test_a_frozen_server_is_an_error_after_the_timeout(opened, server: Redis):
-    """D2: a write that was sent is ambiguous, a read is not."""
-    with closing(opened(f"{server.url}?timeout=200ms")) as store:
-        record = claim_of()
-        assert store.swap([claim(claim_of(id_of(9)))]) == [None]
-        assert store.get([record.id]) == [None]
-        server.kill(signal.SIGSTOP)
-        begun = time.monotonic()
-        assert refused(store, [claim(record)]).is_ambiguous
-        with pytest.raises(StoreUnavailable) as caught:
-            store.get([record.id])
-        assert not caught.value.is_ambiguous
-        assert time.monotonic() - begun < 5
-        server.kill(signal.SIGCONT)
-        # The write was in the socket, so it is applied now; repeated, it finds its own record.
-        until(lambda: store.get([record.id]) == [record])
-        assert store.swap([claim(record)]) == [record]
 
 
 def test_a_write_that_the_server_refuses_is_not_ambiguous(opened, server: Redis):

@@ -12,7 +12,7 @@ import sys
 import threading
 from uuid import UUID
 
-from coatcheck.core.record import Record, Swap, completed
+from coatcheck.core.record import Record, Swap
 from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.contract import Query
 from coatcheck.stores.sqlite.store import SqliteStore
@@ -65,21 +65,6 @@ def fill_without_room(path: str) -> None:
     assert store.get([claim_of(len(acknowledged)).id]) == [None]
     fill()
     assert store.find(Query(limit=1_000)).records == sorted(acknowledged)
-
-
-def swap_until_killed(path: str) -> None:
-    """Claim and complete for ever, alone and in batches, and print what was acknowledged."""
-    store = SqliteStore(path)
-    number = 0
-    while True:
-        size = 1 + number % 5
-        records = [claim_of(number + n) for n in range(size)]
-        assert store.swap([claim(record) for record in records]) == [None] * size
-        say(*("claimed" for _ in records))
-        endings = [change(record, completed(record, b"done")) for record in records]
-        assert store.swap(endings) == [None] * size
-        say(*("completed" for _ in records))
-        number += size
 
 
 def fork_in_use(path: str) -> None:

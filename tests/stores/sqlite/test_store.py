@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -563,28 +562,6 @@ def test_the_doctor_warns_of_unsafe_file_systems(store: SqliteStore, tmp_path: P
 
 
 # ---------------------------------------------------------------------------------------- processes
-
-
-def test_acknowledged_records_survive_a_kill(run_script: RunScript, path: Path):
-    """D1, L5: kill -9 in the middle of a swap; no acknowledged record is missing or incomplete."""
-    process = run_script("swap_until_killed", path)
-    assert process.stdout
-    output: list[str] = []
-    while output.count("completed") < 150:
-        output += process.stdout.readline().split()
-    process.kill()
-    output += process.communicate(timeout=TIMEOUT_S)[0].split()
-    assert process.returncode == -signal.SIGKILL
-    claimed, done = output.count("claimed"), output.count("completed")
-    with closing(SqliteStore(path)) as store:
-        claims = [claim_of(number) for number in range(claimed)]
-        standing = store.get([record.id for record in claims])
-        for number, (record, found) in enumerate(zip(claims, standing, strict=True)):
-            ending = completed(record, b"done")
-            assert found == ending or (number >= done and found == record)
-        # A batch that was not acknowledged is there as a whole or not at all.
-        assert len(store.find(Query(limit=10_000)).records) - claimed in range(6)
-        assert all(finding.level == "ok" for finding in store.check())
 
 
 def test_a_store_works_in_a_forked_child_and_in_its_parent(run_script: RunScript, path: Path):

@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -128,6 +129,19 @@ class Server:
     def log(self) -> str:
         """What it has said so far."""
         return (self.directory / "log").read_text(errors="replace")
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Stop it, and its children, which may be its sessions, until the end of the `with`."""
+        assert self.process is not None
+        pids = [self.process.pid, *_children_of(self.process.pid)]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """

@@ -192,9 +192,6 @@ def _with_time_limit(select: str, limit_s: float) -> str:
     return select.replace("select", f"{mariadb} {mysql}", 1)
 
 
-# --- rows -----------------------------------------------------------------------------------------
-
-
 def _values_of(record: Record) -> tuple[Any, ...]:
     """Return what `_FORMATS` takes for *record*, column by column."""
     return (
@@ -223,9 +220,6 @@ def _text_of(stored: bytes) -> str:
 def bytes_of(text: str) -> bytes:
     """Return *text* as it is stored; also invalid Unicode, because a path may hold any bytes."""
     return text.encode("utf-8", "surrogatepass")
-
-
-# --- responses that do not fit --------------------------------------------------------------------
 
 
 def without_oversized_response(swap: Swap, statement_bytes_max: int) -> Swap:
@@ -264,9 +258,6 @@ def warn_response_dropped(record: Record) -> None:
         reference_of(record.id),
         len(record.response or b""),
     )
-
-
-# --- literals -------------------------------------------------------------------------------------
 
 
 def _conditions(query: Query) -> Iterator[str]:

@@ -39,8 +39,9 @@ def open_pool(
     """
     Make a pool for the server at *address*, or for the master if *config* names Sentinels.
 
-    *driver* is `redis`, or `redis.asyncio` with the same names for event loops. Nothing is connected yet. The timeout limits connecting and each answer; with *is_limited* False
-    only those of Sentinels. *on_connect* is called with each new connection.
+    *driver* is `redis`, or `redis.asyncio`, which has the same names. Nothing is connected yet.
+    The timeout limits connecting and each answer; with *is_limited* False only those of Sentinels.
+    *on_connect* is called with each new connection.
     """
     options = _options(driver, config, config.timeout_s if is_limited else None)
     options |= {"db": config.database, "username": config.username, "password": config.password}

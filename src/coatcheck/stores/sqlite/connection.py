@@ -55,7 +55,10 @@ def connect(
         # long to sync as one that is overwritten, and a longer log grows longer after each start.
         connection.execute("pragma synchronous = full")
         connection.execute(f"pragma cache_size = -{_CACHE_KIB}")
-        if writes:  # `execute_with_retry` waits instead
+        (journal_mode,) = connection.execute("pragma journal_mode").fetchone()
+        # With a write-ahead log, `execute_with_retry` waits instead. Without one, a commit has to
+        # wait for readers, and SQLite admits no new ones only while it waits by itself.
+        if writes and journal_mode == "wal":
             connection.execute("pragma busy_timeout = 0")
     except sqlite3.Error:
         connection.close()

@@ -1,7 +1,8 @@
-"""Servers that are killed while stores write to them."""
+"""Servers that are killed, frozen and restarted, under stores for threads and for event loops."""
 
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from coatcheck.core.record import Record, Swap, completed
 from coatcheck.errors import StoreUnavailable
-from coatcheck.stores import Store
+from coatcheck.stores import Query, Store
 from tests.stores.laws.records import claim_of, id_of
 from tests.support.loop_store import BOTH_WAYS
 from tests.support.servers import START_S_MAX, until
@@ -57,11 +58,78 @@ class Writer(threading.Thread):
         return True
 
 
-@pytest.mark.parametrize("opened", BOTH_WAYS.values(), ids=BOTH_WAYS)
-@pytest.mark.parametrize("kind", SERVERS)
-def test_acknowledged_writes_survive_a_kill_of_the_server(kind, opened):
+@pytest.fixture(params=SERVERS)
+def server(request) -> Iterator[Any]:
+    server = SERVERS[request.param]()
+    yield server
+    server.remove()
+
+
+@pytest.fixture(params=BOTH_WAYS)
+def opened(request) -> Callable[[str], Store]:
+    return BOTH_WAYS[request.param]
+
+
+FIRST, SECOND = (claim_of(id_of(number)) for number in (1, 2))
+DONE = completed(FIRST, b"done")
+CLAIM, CLAIM_SECOND = (Swap(record.id, 0, record) for record in (FIRST, SECOND))
+COMPLETE = Swap(FIRST.id, FIRST.version, DONE)
+
+
+def outage_of(call: Callable[[], object]) -> StoreUnavailable:
+    with pytest.raises(StoreUnavailable) as caught:
+        call()
+    return caught.value
+
+
+def test_a_frozen_server_is_an_outage_until_it_answers(server, opened):
+    """D2: a write that was sent is ambiguous, a read is not; a search waits no longer."""
+    url = server.fresh_url()
+    with closing(opened(f"{url}{'&' if '?' in url else '?'}timeout=300ms")) as store:
+        assert store.swap([CLAIM]) == [None]
+        assert store.get([FIRST.id]) == [FIRST]
+        assert store.find(Query()).records == [FIRST]
+        begun_s = time.monotonic()
+        with server.frozen():
+            assert outage_of(lambda: store.swap([COMPLETE])).is_ambiguous
+            assert not outage_of(lambda: store.get([FIRST.id])).is_ambiguous
+            assert not outage_of(lambda: store.find(Query())).is_ambiguous
+            assert [finding.level for finding in store.check()] == ["error"]
+        assert time.monotonic() - begun_s < 20
+        assert until(lambda: try_to_complete(store)) in ([None], [DONE])
+        assert store.get([FIRST.id]) == [DONE]
+
+
+def try_to_complete(store: Store) -> Sequence[Record | None] | None:
+    try:
+        return store.swap([COMPLETE])
+    except StoreUnavailable:
+        return None
+
+
+def test_a_restart_of_the_server_needs_no_restart_of_ours(server, opened):
+    """D2: an outage while it is down; one that was not noticed is no error at all."""
+    with closing(opened(server.fresh_url())) as store:
+        assert store.swap([CLAIM]) == [None]
+        assert store.get([FIRST.id]) == [FIRST]
+        server.stop()
+        for call in (
+            lambda: store.get([FIRST.id]),
+            lambda: store.swap([CLAIM_SECOND]),
+            store.now_ms,
+        ):
+            assert not outage_of(call).is_ambiguous
+        server.start()
+        assert store.swap([CLAIM, CLAIM_SECOND]) == [FIRST, None]
+        assert store.get([FIRST.id]) == [FIRST]
+        server.stop()
+        server.start()
+        assert store.get([FIRST.id]) == [FIRST]
+        assert store.swap([COMPLETE]) == [None]
+
+
+def test_acknowledged_writes_survive_a_kill_of_the_server(server, opened):
     """D1, D2, L5: nothing refused was written, and the store works again without a restart."""
-    server = SERVERS[kind]()
     url = server.fresh_url()
     writers = [Writer(opened(url), number) for number in range(3)]
     try:
@@ -82,7 +150,6 @@ def test_acknowledged_writes_survive_a_kill_of_the_server(kind, opened):
                 assert list(store.get(writer.refused)) == [None] * len(writer.refused)
     finally:
         end(writers)
-        server.remove()
 
 
 def wait_for_more(writers: Sequence[Writer], count: Callable[[Writer], int]) -> None:
