@@ -475,7 +475,9 @@ def test_an_implicit_commit_is_noticed(kind, tmp_path, open_engine):
         open_engine(shop).transaction("a", commit, 1, scope="orders")
 
 
-def test_what_a_handler_has_committed_by_itself_does_not_run_again_by_itself(anywhere, open_engine):
+def test_what_a_handler_has_committed_by_itself_does_not_run_again_by_itself(
+    anywhere, open_engine, caplog
+):
     """L9: its claim is stored without a completion, and part of its work may be missing."""
     engine = open_engine(anywhere, Policy(lease="1s"))
 
@@ -490,6 +492,7 @@ def test_what_a_handler_has_committed_by_itself_does_not_run_again_by_itself(any
         engine.transaction("a", commit, 1, scope="orders")
     assert anywhere.orders() == [1]
     assert anywhere.ask("select state from coatcheck_records") == [(IN_DOUBT,)]
+    assert caplog.text.count("is in doubt: its handler committed by itself; see coatcheck") == 1
 
 
 @EITHER
