@@ -466,6 +466,26 @@ def test_an_implicit_commit_is_noticed(kind, tmp_path, open_engine):
         open_engine(shop).transaction("a", commit, 1, scope="orders")
 
 
+def test_what_a_handler_has_committed_by_itself_does_not_run_again_by_itself(
+    anywhere, open_engine, caplog
+):
+    """L9: its claim is stored without a completion, and part of its work may be missing."""
+    engine = open_engine(anywhere, Policy(lease="1s"))
+
+    def commit(number):
+        place(number)
+        current_operation().connection.commit()
+        return number
+
+    with pytest.raises(NotCommitted, match="has committed"):
+        engine.transaction("a", commit, 1, scope="orders")
+    with pytest.raises(OutcomeUnknown):
+        engine.transaction("a", commit, 1, scope="orders")
+    assert anywhere.orders() == [1]
+    assert anywhere.ask("select state from coatcheck_records") == [(IN_DOUBT,)]
+    assert caplog.text.count("is in doubt: its handler committed by itself; see coatcheck") == 1
+
+
 @EITHER
 def test_psycopgs_own_block_in_a_handler_is_the_handlers_own_commit(shop, code):
     """L9: `with connection` commits and closes, so there is no outage, and nothing runs again."""
