@@ -38,6 +38,7 @@ def compared(function, *args, **kwargs):
         ((7,), {"count": True}, ((7, True), {})),
         ((7, 1, 5), {}, ((7, 1, 5), {})),
         ((7,), {"note": "x"}, ((7,), {"note": "x"})),
+        ((7, None), {"note": None}, ((7, None), {})),
         ((7,), {"gift": 0, "other": 5}, ((7,), {"gift": 0, "other": 5})),
     ],
 )
@@ -181,6 +182,16 @@ def test_an_annotation_that_is_defined_later_is_read_at_the_first_call(monkeypat
         codec(later)
     monkeypatch.setitem(globals(), "Later", Item)
     assert codec(later).decode({"name": "coat"}) == Item("coat")
+
+
+def wordy() -> "what was placed": ...  # noqa: F722 - a comment, as older code has it
+
+
+def test_an_annotation_that_is_no_python_is_refused_at_the_first_call():
+    """R4."""
+    check_result(wordy, None)
+    with pytest.raises(Misconfigured, match=r"its annotation cannot be read: .* or give codec="):
+        codec(wordy)
 
 
 def test_a_function_that_was_made_for_one_call_is_forgotten():

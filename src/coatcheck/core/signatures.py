@@ -125,11 +125,11 @@ _BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 def _is_default(parameter: Parameter, value: object) -> bool:
     default = parameter.default
-    if default is parameter.empty:
+    if default is parameter.empty or value is default:
+        return value is default
+    if default is None or value is None:  # the most common default; the rest takes longer
         return False
-    return value is default or fingerprint_of_call((value,), {}) == fingerprint_of_call(
-        (default,), {}
-    )
+    return fingerprint_of_call((value,), {}) == fingerprint_of_call((default,), {})
 
 
 def _learned(function: Any) -> _Facts:  # noqa: ANN401 - a function or a class
@@ -145,8 +145,8 @@ def _learned(function: Any) -> _Facts:  # noqa: ANN401 - a function or a class
     try:
         facts = facts._replace(codec=codec_of(_result_of(function)))
     except Misconfigured as error:
-        name, is_known = function.__qualname__, not isinstance(error.__cause__, NameError)
-        facts = facts._replace(problem=f"the result of {name}: {error}", is_known=is_known)
+        problem = f"the result of {function.__qualname__}: {error}"
+        facts = facts._replace(problem=problem, is_known=error.__cause__ is None)
     if facts.is_known:
         _FACTS[function] = facts
     return facts
@@ -172,14 +172,16 @@ def _result_of(function: Any) -> Any:  # noqa: ANN401 - a function or a class
     """The type of the results of *function*; `Any` if it does not say."""
     if isinstance(function, type):
         return function
-    # Only this one is read: the names of parameters may exist for type checkers alone.
-    annotated = FunctionType(
-        _result_of.__code__, getattr(inspect.unwrap(function), "__globals__", {})
-    )
     try:
-        annotated.__annotations__ = {"return": function.__annotations__.get("return", Any)}
+        annotation = function.__annotations__.get("return", Any)
+        if annotation is Any:
+            return Any
+        # Only this one is read: the names of parameters may exist for type checkers alone.
+        names = getattr(inspect.unwrap(function), "__globals__", {})
+        annotated = FunctionType(_result_of.__code__, names)
+        annotated.__annotations__ = {"return": annotation}
         hint = typing.get_type_hints(annotated)["return"]
-    except NameError as error:
+    except Exception as error:
         raise Misconfigured(
             f"its annotation cannot be read: {error}; import that name where Python finds it when "
             "the program runs, or give codec="

@@ -202,7 +202,7 @@ def _is_open(hint: Any) -> bool:  # noqa: ANN401 - an annotation
 def _hints_of(kind: type) -> dict[str, Any]:
     try:
         return typing.get_type_hints(kind)
-    except NameError as error:
+    except Exception as error:
         raise Misconfigured(
             f"the annotations of {kind.__name__} cannot be read: {error}; import that name where "
             "Python finds it when the program runs, or give codec="
