@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import pytest
 from fastapi import APIRouter, FastAPI, Header
 from pydantic import BaseModel
+from starlette.testclient import TestClient
 
 from coatcheck import Policy
 from coatcheck.server.fastapi import IdempotencyMiddleware, extend_openapi, idempotent
@@ -228,6 +229,18 @@ def test_a_request_made_from_the_document_is_guarded(guarded: FastAPI):
         members = set(refusal.problem)
         assert set(PROBLEM_SCHEMA["required"]) <= members <= set(PROBLEM_SCHEMA["properties"])
         assert refusal.problem["retry"] in PROBLEM_SCHEMA["properties"]["retry"]["enum"]
+
+
+def test_a_server_that_has_started_has_the_whole_document(guarded: FastAPI):
+    """V3: before its first request."""
+    with TestClient(guarded) as client:
+        operation = guarded.openapi()["paths"]["/charges"]["post"]
+        header = header_of(operation)
+        assert header is not None
+        key = {header["name"]: "k-1"}
+        answers = [client.post("/charges", json={"amount": 1}, headers=key) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [201, 201]
+    assert answers[1].headers["Idempotent-Replayed"] == "true"
 
 
 def test_a_key_that_is_found_in_the_request_makes_the_header_optional(app: FastAPI):
