@@ -54,8 +54,8 @@ class Decision(NamedTuple):
     duration_ms: int
 
 
-# Called in the thread or on the event loop of the request, so it must not block; in observe mode, in
-# a background thread. An exception is logged and goes no further.
+# Called in the thread or on the event loop of the request, so it must not block; in observe mode,
+# in a background thread. An exception is logged and goes no further.
 Observer: TypeAlias = Callable[[Decision], object]
 
 
