@@ -126,7 +126,7 @@ def test_the_report_names_the_condition_of_its_promise(demo_run):
     assert 'operation.derive("charge")' in demo_run.shown
     lines = demo_run.shown.splitlines()
     assert len(lines) <= 24
-    assert max(len(line) for line in lines if "kept here" not in line) <= 80
+    assert max(len(line) for line in lines if "kept" not in line) <= 80
 
 
 def test_a_demo_that_ended_well_leaves_nothing_behind(tmp_path, monkeypatch, capsys):

@@ -120,6 +120,7 @@ class AsyncEngine(EngineBase):
         except StoreUnavailable:
             if policy is None or policy.on_outage != "execute":
                 raise
+            clock.guess()
         else:
             self.recovery.start(asyncio.get_running_loop())
             self.is_started = True

@@ -26,8 +26,7 @@ class StoreClock:
 
     def __init__(self, store: Store, clock: Callable[[], int] | None = None) -> None:
         self._store = store
-        # Before the first reading, this machine's own time: a request may run during an outage.
-        self._offset_ms = time.time_ns() // 1_000_000 - local_ms()
+        self._offset_ms = 0
         self._looked_ms: int | None = None
         self._is_given = clock is not None
         self.now_ms: Callable[[], int] = self._now_ms if clock is None else clock
@@ -51,6 +50,11 @@ class StoreClock:
             self._offset_ms = store_ms - (asked_ms + answered_ms) // 2
         if is_exact:
             self._looked_ms = answered_ms
+
+    def guess(self) -> None:
+        """Use this machine's own time until the store's clock can be read."""
+        if self._looked_ms is None:
+            self._offset_ms = time.time_ns() // 1_000_000 - local_ms()
 
     def look(self) -> None:
         """Read the store's clock, if it is due."""

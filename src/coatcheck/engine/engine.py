@@ -158,6 +158,7 @@ class Engine(EngineBase):
         except StoreUnavailable:
             if policy is None or policy.on_outage != "execute":
                 raise
+            self.attempts.clock.guess()
         else:
             self.recovery.start()
             self.is_started = True

@@ -100,6 +100,7 @@ class Observations:
     def __init__(self, attempts: Attempts, store: Store, guard: RequestGuard) -> None:
         self.guard = guard
         self._attempts = attempts
+        attempts.clock.guess()  # a request is not delayed for the store's own time
         batcher = Batcher(store)
         self._runner = Runner(batcher.swap, batcher.get)
         self._renew()
