@@ -122,7 +122,7 @@ def test_a_record_is_described_in_lines():
     assert (lines["state"], lines["label"], lines["attempt"]) == ("in doubt", "POST /orders", "1")
     assert (lines["caller"], lines["key"]) == ("caller", "the key")
     assert lines["created"] == "2027-01-15T08:00:00Z (3 m ago)"
-    assert lines["lease until"] == "2027-01-15T08:01:00Z (2 m ago)"
+    assert lines["lease until"] == "2027-01-15T08:00:20Z (2 m ago)"
     assert lines["window until"] == "2027-01-16T08:00:00Z (in 23 h)"
     assert lines["note"] == "2027-01-15T08:00:00Z attempt 1: charging"
     assert "response" not in lines

@@ -107,7 +107,6 @@ ENDS: dict[State, type[OperationEvent]] = {
 
 # How often an outage is logged while requests run unguarded; each has a decision of its own.
 LOG_EVERY_S = 10.0
-
 # 63 bits, because databases have signed integers of 64.
 NONCE_BITS = 63
 
@@ -146,8 +145,8 @@ class Attempts:
         self.tasks: list[Callable[[int], None]] = []
         self._store = store
         self._new_waiter = new_waiter
-        calls = self.reconcile_calls
-        self._ask = calls.answer if is_async else functools.partial(calls.wait, loop=None)
+        wait = functools.partial(self.reconcile_calls.wait, loop=None)
+        self._ask = self.reconcile_calls.answer if is_async else wait
         self._running_loop = running_loop
         # An async engine begins only on event loops: there the library's own function will do.
         self._loop_of_begin = asyncio.get_running_loop if is_async else running_loop
@@ -213,8 +212,8 @@ class Attempts:
         """
         Claim *request*: the operation to execute, or the answer that it has already.
 
-        *transaction*: for a policy in transaction mode. *flow*: runs in place of the lifecycle;
-        then what it returns is returned if it does not ask for the execution.
+        *transaction*: for a policy in transaction mode. *flow*: runs in place of the lifecycle; it
+        may return something else.
         """
         if flow is None:
             if self.replay_cache.knows(request.id):
@@ -423,19 +422,17 @@ class Attempts:
             for pause_s in self._poll_pauses_s(wait.id):
                 left_s = max(0.0, (wait.until_ms - self.now_ms()) / 1_000)
                 yield from Call(waiter.wait, (min(pause_s, left_s),))
-                if waiter.record is not None:
-                    self._waited(waiter.record, started_ms)
-                    return Snapshot(waiter.record, self.now_ms())
-                current = yield from self.read(wait.id)
-                if has_changed(current, wait):
-                    self._waited(current.record, started_ms)
+                if waiter.record is None:
+                    current = yield from self.read(wait.id)
+                else:
+                    current = Snapshot(waiter.record, self.now_ms())
+                if waiter.record is not None or has_changed(current, wait):
+                    waited_ms = self.now_ms() - started_ms
+                    self.telemetry.happened(Waited, current.record, waited_ms)
                     return current
         finally:
             self.waiters.leave(wait.id, waiter.wake)
         raise AssertionError  # the pauses never end
-
-    def _waited(self, record: Record, started_ms: int) -> None:
-        self.telemetry.happened(Waited, record, self.now_ms() - started_ms)
 
     def _poll_pauses_s(self, id: bytes) -> Iterator[float]:
         for pause_s in poll_pauses_s():
@@ -583,8 +580,8 @@ class Attempts:
 
     def report_refusal(self, refusal: Problem, label: str) -> None:
         """Report a request that was refused before it could be claimed."""
-        reference = refusal.reference or ""
-        self.telemetry.report(Decision("refused", reference, label, "", 0, refusal.code, 0))
+        decision = Decision("refused", refusal.reference or "", label, "", 0, refusal.code, 0)
+        self.telemetry.report(decision)
 
 
 def _written_later(
