@@ -16,7 +16,7 @@ from psycopg_pool import ConnectionPool
 from sqlalchemy import orm
 
 from coatcheck import AsyncEngine, Engine, KeyRing, Policy, current_operation
-from coatcheck.core.record import STATE_NAMES, Swap
+from coatcheck.core.record import IN_DOUBT, STATE_NAMES, Swap
 from coatcheck.errors import (
     KeyBusy,
     Misconfigured,

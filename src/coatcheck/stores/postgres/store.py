@@ -93,7 +93,7 @@ class PostgresStore:
 
     @classmethod
     def from_url(cls, url: str, *, create: bool = True) -> PostgresStore:
-        """Open `postgresql://user@host/database`; `url.py` has our options beside libpq's."""
+        """Open `postgresql://user@host/database`; `url.py` has the options beside libpq's."""
         conninfo, options = parse_url(url)
         return cls(conninfo, create=create, **options)
 
