@@ -8,6 +8,7 @@ from coatcheck.core.record import Record
 from coatcheck.core.response import Response
 from coatcheck.engine import AsyncEngine, Engine
 from coatcheck.errors import (
+    BodyNotRepeatable,
     ClaimLost,
     CoatcheckError,
     KeyBusy,
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AsyncEngine",
+    "BodyNotRepeatable",
     "ClaimLost",
     "CoatcheckError",
     "Decision",

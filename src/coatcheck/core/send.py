@@ -259,9 +259,9 @@ def _ended(answer: Answer, attempts: int, key: str | None, *, may_have_run: bool
         outcome = "done"
     elif answer.code in _OUTCOMES:
         outcome = _OUTCOMES[answer.code]
-    elif answer.status >= 500:
-        outcome = "unknown"
-    elif may_have_run and answer.status in _BEFORE_THE_KEY and not answer.is_replay:
+    elif answer.status >= 500 or (
+        may_have_run and answer.status in _BEFORE_THE_KEY and not answer.is_replay
+    ):
         outcome = "unknown"
     else:
         outcome = "refused"
