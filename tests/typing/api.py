@@ -9,11 +9,16 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, assert_type
 
+import httpx2
+import requests
 from fastapi import FastAPI
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
 import coatcheck
+import coatcheck.client.requests
+from coatcheck import client
+from coatcheck.client import httpx2 as our_httpx2
 from coatcheck.errors import CoatcheckError, KeyBusy
 from coatcheck.server import asgi, callers, fastapi, starlette, wsgi
 from coatcheck.server.fastapi import CurrentOperation, idempotent
@@ -281,3 +286,36 @@ async def charge(cents: int, operation: CurrentOperation) -> str:
 async def call_the_route(operation: coatcheck.Operation) -> None:
     """The decorated route can still be called as it is written."""
     assert_type(await charge(100, operation), str)
+
+
+# ------------------------------------------------------------------------------------- clients
+
+
+def charge_as_client() -> None:
+    """The clients are those of the libraries, and their actions know the response."""
+    budget = client.RetryBudget(10)
+    retry = client.RetryPolicy(deadline="10s", attempts_max=3, timeout=2.5, renew_expired=True)
+    with our_httpx2.Client(base_url="https://api.example", retry=retry, budget=budget) as http:
+        assert_type(http.post("/charges", json={}), httpx2.Response)
+        with http.action(reference="order-17") as action:
+            response = action.post("/charges", json={})
+            assert_type(response, httpx2.Response)
+            assert_type(action.key, str | None)
+            assert_type(action.attempts, int)
+            assert_type(action.was_replayed, bool)
+        result = client.result_of(response)
+        assert_type(result, client.Result | None)
+    our_httpx2.Client(retries=3)  # type: ignore[call-arg] # pyright: ignore[reportCallIssue]
+    plain = httpx2.Client(transport=our_httpx2.Transport(preset="stripe"))
+    assert_type(plain.post("/charges"), httpx2.Response)
+    session = coatcheck.client.requests.Session(preset=client.PRESETS["ietf"], key_version=7)
+    assert_type(session.post("https://api.example/charges"), requests.Response)
+    assert_type(session.action().post("https://api.example/charges"), requests.Response)
+
+
+async def charge_as_async_client() -> None:
+    """The same on an event loop."""
+    async with our_httpx2.AsyncClient(preset="paypal") as http:
+        assert_type(await http.post("/charges"), httpx2.Response)
+        async with http.action(key="k-1") as action:
+            assert_type(await action.post("/charges"), httpx2.Response)

@@ -209,7 +209,7 @@ class Hop(Exchange[aiohttp.ClientResponse]):
                 writer = _Writer()
                 await body.write(writer)
                 copy = writer.copy
-                content = copy.content() if copy.is_small else _CopiedPayload(copy)
+                content = copy.content() if copy.is_small else _CopiedBody(copy)
                 await self.request.update_body(content)
                 self._body = copy.content() if in_body else b""
             elif in_body:
@@ -289,7 +289,7 @@ class _Writer(abc.AbstractStreamWriter):
         """The copy has no headers."""
 
 
-class _CopiedPayload(payload.Payload):
+class _CopiedBody(payload.Payload):
     """A body that is copied to a file."""
 
     def __init__(self, copy: BodyCopy) -> None:

@@ -31,7 +31,7 @@ from coatcheck.core.send import (
 )
 from coatcheck.errors import Misconfigured
 
-# The key of `extensions` in requests and responses of httpx, and the name of the attribute elsewhere.
+# Where a response has its `Result`: in the extensions of httpx, as an attribute elsewhere.
 EXTENSION = "coatcheck"
 
 T = TypeVar("T")

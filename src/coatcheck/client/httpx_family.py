@@ -240,7 +240,7 @@ class _BaseTransport:
     def _hop(self, request: Any) -> Hop[Any]:
         # The library copies the extensions to a redirected request, which so has the same key.
         action = request.extensions.setdefault(EXTENSION, Action(self._coatcheck))
-        return Hop(self.library, action, request)
+        return Hop(self.library, action, request, of_client=False)
 
 
 class SyncTransport(_BaseTransport):
@@ -314,7 +314,10 @@ class AsyncTransport(_BaseTransport):
 class Hop(Exchange[R]):
     """All attempts of one request of the library, at one address."""
 
-    def __init__(self, library: ModuleType, action: Action[Any], request: Any) -> None:
+    def __init__(
+        self, library: ModuleType, action: Action[Any], request: Any, *, of_client: bool = True
+    ) -> None:
+        self._of_client = of_client
         name = action.settings.preset.key_header
         self._is_first = action.is_first
         self.request = request
@@ -395,7 +398,8 @@ class Hop(Exchange[R]):
 
     def _limit(self, request: Any, time_left_s: float) -> None:
         extensions = request.extensions
-        extensions[PASSED] = True
+        if self._of_client:
+            extensions[PASSED] = True
         if self._timeouts is None:  # the library sets its own
             return
         limit_s = self.timeout_s(time_left_s)
