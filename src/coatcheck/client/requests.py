@@ -124,6 +124,10 @@ class Session(requests.Session):
                 return hop.lost(error, may_have_arrived=not _is_not_sent(error))
             except requests.exceptions.ChunkedEncodingError as error:  # the response broke off
                 return hop.lost(error)
+            if hop.is_repeatable and _is_cut_off(response):
+                response.close()
+                words = "the connection ended within the headers of the response"
+                return hop.lost(requests.ConnectionError(words, response=response))
             return hop.noted(response, effect)
 
         return hop.run(attempt)
@@ -228,6 +232,21 @@ def _is_not_sent(error: BaseException) -> bool:
         return True
     reason = getattr(error.args[0] if error.args else None, "reason", None)
     return isinstance(reason, urllib3.exceptions.NewConnectionError)
+
+
+def _is_cut_off(response: requests.Response) -> bool:
+    """
+    The headers have no end that can be told from a lost connection.
+
+    urllib3 takes the headers that came before the connection was lost as all of them, with an empty
+    body. A server that really ends its body by closing the connection announces it.
+    """
+    if response.raw.version != 11 or response.status_code in {204, 304}:
+        return False
+    headers, request = response.headers, response.request
+    is_ended = any(name in headers for name in ("Content-Length", "Transfer-Encoding"))
+    is_announced = "close" in headers.get("Connection", "").lower()
+    return not is_ended and not is_announced and request.method != "HEAD"
 
 
 def _origin_of(url: str | None) -> str:
