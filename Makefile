@@ -81,8 +81,10 @@ check-spelling:
 bench: $(VENV)/.bench $(VENV)/.servers ## how fast, beside a peer and the bare floor (ARGS=--quick: within a minute)
 	$(BIN)/python -m benchmarks $(ARGS)
 
-docs: $(VENV)/.test ## write docs/reference anew from the code
+docs: $(VENV)/.test ## write docs/reference anew from the code, and build the site into build/site
 	$(BIN)/python docs/generate.py
+	$(BIN)/python -m zensical build --strict
+	cp -r examples build/site/
 
 format: $(VENV)/.test ## let ruff mend what it can
 	$(BIN)/ruff check --fix-only .

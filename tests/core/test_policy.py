@@ -40,7 +40,7 @@ DEFAULTS = {
     "replayed_header": "Idempotent-Replayed",
     "reference_header": "Idempotency-Reference",
     "status_path": "/idempotency/operations/",
-    "docs_url": "https://coatcheck.readthedocs.io/problems",
+    "docs_url": "https://coatcheck.readthedocs.io/reference/problems/",
 }
 CHANGES = {
     "default": {},

@@ -5,7 +5,7 @@ from starlette.authentication import SimpleUser, UnauthenticatedUser
 
 from coatcheck import Engine, Misconfigured
 from coatcheck.server import callers
-from coatcheck.server.guard import RequestGuard
+from coatcheck.server.guard import NoHosts, RequestGuard
 from coatcheck.server.request import Request
 
 
@@ -189,7 +189,7 @@ def test_two_certificates_are_two_callers(one, other):
 def test_the_default_caller_knows_certificates(one, other):
     """S1: by default."""
     engine = Engine("memory://")
-    guard = RequestGuard(engine, None, None, lambda: False)
+    guard = RequestGuard(engine, None, None, NoHosts())
     ids = {guard.claim_request(request(n), engine.policy, "k", None).id for n in (one, other, one)}
     assert len(ids) == 2
 
@@ -205,7 +205,7 @@ def test_without_a_certificate_nothing_changes(native):
     """S2: the default decides, and is the same caller as without TLS."""
     assert callers.client_certificate(request(native)) is None
     engine = Engine("memory://")
-    guard = RequestGuard(engine, None, None, lambda: False)
+    guard = RequestGuard(engine, None, None, NoHosts())
     ids = {guard.claim_request(request(n), engine.policy, "k", None).id for n in (native, {})}
     assert len(ids) == 1
 

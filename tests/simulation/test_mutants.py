@@ -113,7 +113,8 @@ def completes_whatever_is_stored(monkeypatch):
 def drops_pending_completions_and_says_that_they_are_written(monkeypatch):
     def forgetful(self, effect, _failure):
         if isinstance(effect, Swap) and effect.record.state != RUNNING:
-            attempts._remember(self.replay_cache, self.waiters, effect.record)
+            self.replay_cache.put(effect.record)
+            self.waiters.wake(effect.record)
 
     monkeypatch.setattr(Attempts, "_schedule", forgetful)
 
@@ -123,7 +124,8 @@ def remembers_what_was_not_written(monkeypatch):
 
     def hasty(self, swap, conflict):
         if swap.record.state != RUNNING:
-            attempts._remember(self.replay_cache, self.waiters, swap.record)
+            self.replay_cache.put(swap.record)
+            self.waiters.wake(swap.record)
         return after_write(self, swap, conflict)
 
     monkeypatch.setattr(Attempts, "after_write", hasty)

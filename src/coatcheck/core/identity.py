@@ -44,11 +44,14 @@ def operation_id(*, caller: str, route: str, key: str, secret: bytes = b"") -> b
     Args:
         caller: the full `caller_digest`, never its short form.
         route: method and path or template ("POST /orders"), or the scope of a function.
+        secret: a `digest_key`, like every secret below.
     """
     # Lengths first: without them ("ab", "c") and ("a", "bc") would be one operation. Surrogates
     # pass: a path may contain any bytes, and none of them may raise.
     text = f"{len(caller)},{len(route)};{caller}{route}{key}"
-    return digested(_ID_DOMAIN, secret, text.encode("utf-8", "surrogatepass"))
+    spelled = text.encode("utf-8", "surrogatepass")
+    # As in `digested`, without the call: this is on the path of every request.
+    return blake2b(spelled, digest_size=ID_BYTES, key=secret, person=_ID_DOMAIN).digest()
 
 
 def label_of(route: str, chars_max: int = LABEL_CHARS_MAX) -> str:
@@ -97,17 +100,18 @@ def derive(
     return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
 
+def digest_key(secret: bytes) -> bytes:
+    """*secret* as digests take it: one that is too long is hashed, not cut off."""
+    return secret if len(secret) <= blake2b.MAX_KEY_SIZE else blake2b(secret).digest()
+
+
 def digested(domain: bytes, secret: bytes, text: bytes) -> bytes:
-    """A digest of *text* for use in *domain* only, 16 bytes, keyed with *secret*."""
-    if len(secret) > blake2b.MAX_KEY_SIZE:  # hashed, not cut off
-        secret = blake2b(secret).digest()
+    """A digest of *text* for use in *domain* only, 16 bytes, keyed with a `digest_key`."""
     return blake2b(text, digest_size=ID_BYTES, key=secret, person=domain).digest()
 
 
 def digested_chunks(domain: bytes, secret: bytes, chunks: Iterable[bytes]) -> bytes:
     """The same for a text in chunks."""
-    if len(secret) > blake2b.MAX_KEY_SIZE:
-        secret = blake2b(secret).digest()
     digest = blake2b(digest_size=ID_BYTES, key=secret, person=domain)
     for chunk in chunks:
         digest.update(chunk)

@@ -109,9 +109,9 @@ class Policy:
     reference_header: str = "Idempotency-Reference"
     # The path under which clients poll for operations that answered 202.
     status_path: str = "/idempotency/operations/"
-    # The `type` of a problem is this, "#" and its code. The default is a name, not a page. Give the
-    # address of your own page with the content of docs/reference/problems.md.
-    docs_url: str = "https://coatcheck.readthedocs.io/problems"
+    # The `type` of a problem is this, "#" and its code: a page that explains each problem. You may
+    # give the address of a page of your own.
+    docs_url: str = "https://coatcheck.readthedocs.io/reference/problems/"
 
     # Computed once, because every request needs them.
     window_ms: int = field(init=False, repr=False, compare=False)

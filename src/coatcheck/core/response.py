@@ -90,7 +90,8 @@ def encode_response(response: Response) -> bytes:
         if name not in dropped:
             count += 1
             kept += _COMMON_CODES.get((name, value)) or _encoded(name, value)
-    return b"%c%c%c%b%b%b" % (_RESPONSE, status >> 8, status & 0xFF, _varint(count), kept, body)
+    counted = b"%c" % count if count < 0x80 else _varint(count)
+    return b"%c%c%c%b%b%b" % (_RESPONSE, status >> 8, status & 0xFF, counted, kept, body)
 
 
 def _encoded(name: bytes, value: bytes) -> bytes:

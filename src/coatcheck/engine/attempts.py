@@ -8,6 +8,7 @@ is left to execute. All of it is flows (`core/flow.py`): `Engine` and `AsyncEngi
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
 import logging
@@ -142,6 +143,8 @@ class Attempts:
         calls = self.reconcile_calls
         self._ask = calls.answer if is_async else functools.partial(calls.wait, loop=None)
         self._running_loop = running_loop
+        # An async engine begins only on event loops: there the library's own function will do.
+        self._loop_of_begin = asyncio.get_running_loop if is_async else running_loop
         self._renew()
         renew_after_fork(self)
 
@@ -231,7 +234,7 @@ class Attempts:
             flow=flow,
             steps=self.steps if transaction is None else None,
             transaction=transaction,
-            loop=self._running_loop(),
+            loop=self._loop_of_begin(),
         )
         if transaction is None:
             self.heartbeat.start_renewing(operation)
@@ -472,7 +475,9 @@ class Attempts:
             # For our own attempt the stored state matters; for another one, whether it lives here.
             return conflict if conflict.nonce == record.nonce else self.current(conflict)
         if record.state != RUNNING:
-            _remember(self.replay_cache, self.waiters, record)
+            self.replay_cache.put(record)
+            if self.waiters.waiting:
+                self.waiters.wake(record)
         elif 0 < swap.expected < record.created_ms:
             logger.warning(
                 "late retry: the window of %s was over, and it runs again", reference_of(record.id)
@@ -543,19 +548,12 @@ class Attempts:
         self.telemetry.report(Decision("refused", reference, label, "", 0, refusal.code, 0))
 
 
-def _remember(cache: ReplayCache, waiters: Waiters, record: Record) -> None:
-    """An attempt has ended: remember a final answer, and wake the waiters."""
-    if record.response is not None:
-        cache.put(record)
-    if waiters.waiting:
-        waiters.wake(record)
-
-
 def _written_later(
     cache: ReplayCache, waiters: Waiters, telemetry: Telemetry, record: Record
 ) -> None:
     """The heartbeat has written the end of an attempt."""
-    _remember(cache, waiters, record)
+    cache.put(record)
+    waiters.wake(record)
     telemetry.happened(ENDS[record.state], record)
 
 

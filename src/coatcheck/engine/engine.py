@@ -40,6 +40,7 @@ from coatcheck.operation import DidNotHappen, Happened, Operation, enter, leave
 from coatcheck.stores import Batcher, Store, open_lazily
 from coatcheck.stores.encryption import EncryptedStore, KeyRing
 from coatcheck.stores.lazy import LazyStore
+from coatcheck.stores.memory import MemoryStore
 from coatcheck.stores.transaction_statements import TransactionStatements
 from coatcheck.telemetry import Listener, Observer
 from coatcheck.transactions.pool import Pool
@@ -108,8 +109,11 @@ class Engine(EngineBase):
         self._must_be_checked = isinstance(opened, LazyStore) and opened.must_be_checked
         self.store = EncryptedStore(opened, keyring) if keyring or compress else opened
         self._pool: Pool | None = None
-        batcher = Batcher(self.store)
-        self._runner = Runner(batcher.swap, batcher.get)
+        if isinstance(self.store, MemoryStore):  # no call waits, so there is nothing to group
+            self._runner = Runner.for_store(self.store)
+        else:
+            batcher = Batcher(self.store)
+            self._runner = Runner(batcher.swap, batcher.get)
         self._set_up(
             self.store,
             secret=secret,

@@ -49,7 +49,9 @@ class ReplayCache:
         return record
 
     def put(self, record: Record) -> None:
-        """Remember a completed *record* without its steps, which a replay does not need."""
+        """Remember *record* without its steps, if it has a response that can be replayed."""
+        if record.response is None:
+            return
         size = _size_of(record)
         if size > RECORD_BYTES_MAX:
             return

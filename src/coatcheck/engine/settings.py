@@ -8,18 +8,19 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from coatcheck.core.callables import refuse_async
+from coatcheck.core.identity import digest_key
 from coatcheck.core.policy import Policy
 from coatcheck.errors import Misconfigured
 from coatcheck.stores.encryption import KeyRing
 
 
 def secret_of(secret: object) -> bytes:
-    """*secret* as bytes."""
+    """*secret* as the key of digests."""
     if isinstance(secret, str):
-        return secret.encode("utf-8", "surrogatepass")  # an environment variable need not be UTF-8
+        secret = secret.encode("utf-8", "surrogatepass")  # an environment variable: any bytes
     if not isinstance(secret, bytes):
         raise Misconfigured(f"secret is a {type(secret).__name__}; it is text or bytes")
-    return secret
+    return digest_key(secret)
 
 
 def check_keyring(keyring: object) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 
 from coatcheck.core.policy import SAFE_METHODS, Policy
 from coatcheck.core.problem import Problem
@@ -34,7 +33,7 @@ from coatcheck.server.asgi_request import (
 )
 from coatcheck.server.body import LargeBody, close_body
 from coatcheck.server.callers import Caller
-from coatcheck.server.guard import NaturalKey, RequestGuard
+from coatcheck.server.guard import Hosts, NaturalKey, NoHosts, RequestGuard
 from coatcheck.server.polling import POLLING_METHODS, id_of
 from coatcheck.server.request import Request, fields_of
 from coatcheck.server.responses import refused, store_unavailable
@@ -81,14 +80,14 @@ class IdempotencyMiddleware:
             self.engine = _engine_of(engine, store, policy, secret, transactions)
             self.engine.recovery.register_requests(self.engine.policy)
             register = self.engine.recovery.register_route
-            is_by_host: Callable[[], bool] = _never
+            hosts: Hosts = NoHosts()
             if routes is None:
                 starlette = StarletteRoutes(self.engine.policy, register, app)
                 self._routes: RoutePolicies = starlette
-                is_by_host = starlette.are_by_host
+                hosts = starlette
             else:
                 self._routes = routes(self.engine.policy, register)
-            self.guard = RequestGuard(self.engine, caller, key, is_by_host)
+            self.guard = RequestGuard(self.engine, caller, key, hosts)
             self._status_path = self.engine.policy.status_path
         except (Misconfigured, MissingExtra) as mistake:
             # Starlette makes its middlewares when the server sends the first message. A server
@@ -282,7 +281,3 @@ def _engine_of(
 async def _fail_startup(send: Send, mistake: CoatcheckError) -> None:
     """Have the server exit with an error that names the mistake."""
     await send({"type": "lifespan.startup.failed", "message": f"coatcheck: {mistake}"})
-
-
-def _never() -> bool:
-    return False

@@ -10,7 +10,7 @@ import hmac
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 from urllib.parse import quote
 from uuid import UUID
 
@@ -52,6 +52,21 @@ RETRY_BYTES_MAX = 2_048
 _fingerprint_of_retry = functools.lru_cache(maxsize=1_024)(fingerprint_of)
 
 
+class Hosts(Protocol):
+    """Whether an application has routes for hosts: then the host is part of the caller."""
+
+    @property
+    def matter(self) -> bool:
+        """Some routes are for a host."""
+        ...
+
+
+class NoHosts:
+    """The hosts of an application whose routes do not tell them apart."""
+
+    matter = False
+
+
 class RequestGuard:
     """Reads the keys, callers and fingerprints of one application's requests."""
 
@@ -60,7 +75,7 @@ class RequestGuard:
         engine: EngineBase,
         caller: Caller | None,
         key: NaturalKey | None,
-        is_by_host: Callable[[], bool],
+        hosts: Hosts,
     ) -> None:
         for name, function in (("caller", caller), ("key", key)):
             if function is not None:
@@ -68,8 +83,7 @@ class RequestGuard:
         self._engine = engine
         self._attempts = engine.attempts
         self._secret = engine.attempts.secret
-        # Whether the application has routes for hosts: then the host is part of the caller.
-        self._is_by_host = is_by_host
+        self._hosts = hosts
         self._caller = caller
         self._key = key
         self.has_natural_keys = key is not None
@@ -198,7 +212,7 @@ class RequestGuard:
     def _caller_of(self, request: Request) -> tuple[str, list[tuple[bytes, bytes]]]:
         """Whose key it is, and which headers must be the same for a retry."""
         if self._caller is not None and (own := _text_of(self._caller(request))) is not None:
-            tenant = ("host", request.header(b"host").lower()) if self._is_by_host() else ()
+            tenant = ("host", request.header(b"host").lower()) if self._hosts.matter else ()
             return caller_digest("own", own, *tenant, secret=self._secret), []
         fields, native = request.fields, request.native
         who = user(request) if "user" in native or "REMOTE_USER" in native else None
@@ -206,7 +220,7 @@ class RequestGuard:
         if native.get("extensions") or "SSL_CLIENT_S_DN" in native or "SSL_CLIENT_CERT" in native:
             certificate = client_certificate(request)
         credentials = tuple(map(fields.get, CREDENTIAL_NAMES))
-        host = request.header(b"host").lower() if self._is_by_host() else None
+        host = request.header(b"host").lower() if self._hosts.matter else None
         caller = _default_caller(credentials, who, certificate, host, self._secret)
         # A cookie may hold a session, or a timestamp of an analytics script. If it identified the
         # caller, a retry with a new timestamp would run again. If it were ignored, one session

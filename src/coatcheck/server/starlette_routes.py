@@ -65,11 +65,7 @@ class StarletteRoutes:
         self._known: Sequence[Any] | None = None  # the routes that were searched …
         self._count = 0  # … and how many they were
         self._has_marks = False
-        self._has_hosts = False
-
-    def are_by_host(self) -> bool:
-        """Some routes are for a host."""
-        return self._has_hosts
+        self.matter = False  # `guard.Hosts`: whether some routes are for a host
 
     def let_pass(self, asgi_scope: MutableMapping[str, Any]) -> None:
         """Note that this request is not guarded: its method is safe."""
@@ -98,7 +94,7 @@ class StarletteRoutes:
         return match.policy, match.template
 
     def _hosts(self, asgi_scope: MutableMapping[str, Any]) -> list[str]:
-        if not self._has_hosts:
+        if not self.matter:
             return []
         return [value.decode("latin-1") for n, value in asgi_scope["headers"] if n == b"host"]
 
@@ -116,7 +112,7 @@ class StarletteRoutes:
         """Search for marks: at the first request, and again when routes were added."""
         self._matches.clear()
         everything = list(_all_in(routes))
-        self._has_hosts = any(hasattr(route, "host_regex") for route in everything)
+        self.matter = any(hasattr(route, "host_regex") for route in everything)
         self._has_marks = any(
             mark_of(getattr(route, "endpoint", None)) is not None for route in everything
         )

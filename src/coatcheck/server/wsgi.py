@@ -10,7 +10,6 @@ record is safe. PEP 3333 is kept in full: `write()`, generators, late and repeat
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 
 from coatcheck.core.policy import SAFE_METHODS, Policy
@@ -75,7 +74,7 @@ class IdempotencyMiddleware:
         )
         self.engine.check_store()
         self.engine.recovery.register_requests(self.engine.policy)
-        self.guard = RequestGuard(self.engine, caller, key, functools.partial(_is_by_host, app))
+        self.guard = RequestGuard(self.engine, caller, key, FlaskHosts(app))
         new_routes = routes or OnePolicy
         self._routes = new_routes(self.engine.policy, self.engine.recovery.register_route)
 
@@ -179,8 +178,15 @@ class IdempotencyMiddleware:
         return respond(start_response, response)
 
 
-def _is_by_host(app: App) -> bool:
-    """A Flask application has routes for hosts; of others that is not known."""
-    owner = getattr(app, "__self__", app)  # whose `wsgi_app` it is
-    is_by_host = getattr(getattr(owner, "url_map", None), "host_matching", False)
-    return is_by_host is True or getattr(owner, "subdomain_matching", False) is True
+class FlaskHosts:
+    """Whether a Flask application has routes for hosts; of others that is not known."""
+
+    def __init__(self, app: App) -> None:
+        self._owner: object = getattr(app, "__self__", app)  # whose `wsgi_app` it is
+
+    @property
+    def matter(self) -> bool:
+        """Some routes are for a host or a subdomain."""
+        owner = self._owner
+        is_by_host = getattr(getattr(owner, "url_map", None), "host_matching", False)
+        return is_by_host is True or getattr(owner, "subdomain_matching", False) is True
