@@ -3,6 +3,7 @@
 Start reading at `coatcheck.core.lifecycle`; ARCHITECTURE.md is the map.
 """
 
+from coatcheck.core.plan import Plan, plan
 from coatcheck.core.policy import Policy
 from coatcheck.core.record import Record
 from coatcheck.core.response import Response
@@ -58,6 +59,7 @@ __all__ = [
     "NotResolved",
     "Operation",
     "OutcomeUnknown",
+    "Plan",
     "Policy",
     "Record",
     "Refused",
@@ -73,4 +75,5 @@ __all__ = [
     "current_operation",
     "open_async_store",
     "open_store",
+    "plan",
 ]
