@@ -351,9 +351,10 @@ def test_a_hostile_body_is_no_problem_document(body):
 
 def test_markers_and_hints_are_read_from_the_headers_of_the_preset():
     """C-19: a replay is visible."""
-    assert read(201, Idempotent_Replayed="true", Location="/x") == Answer(
-        201, is_replay=True, location="/x"
+    assert read(202, Idempotent_Replayed="true", Location="/x") == Answer(
+        202, is_replay=True, location="/x"
     )
+    assert read(201, Idempotent_Replayed="True") == Answer(201, is_replay=True)
     preset = Preset(name="own", retry_header="Should-Retry", replayed_header=None)
     assert read(500, preset=preset, Should_Retry="false", Idempotent_Replayed="true") == Answer(
         500, hint=False

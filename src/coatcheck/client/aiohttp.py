@@ -197,7 +197,12 @@ class Hop(Exchange[aiohttp.ClientResponse]):
         self._is_first = action.is_first
         self.request = request
         given = None if name is None else request.headers.get(name)
-        super().__init__(action, request.method, str(request.url.origin()), given)
+        super().__init__(action, request.method, request.url, given)
+
+    @staticmethod
+    def origin_of(url: URL) -> str:
+        """The scheme, host and port of *url*."""
+        return str(url.origin())
 
     async def freeze(self) -> None:
         """Copy a body that can be read only once, and put the key in its place."""

@@ -34,6 +34,9 @@ from coatcheck.errors import Misconfigured
 # Where a response has its `Result`: in the extensions of httpx, as an attribute elsewhere.
 EXTENSION = "coatcheck"
 
+# Where a URL names none.
+PORTS = {"http": 80, "https": 443}
+
 T = TypeVar("T")
 
 
@@ -65,7 +68,7 @@ class Action(Generic[T]):
         self._sender = sender
         self._sends_key = send_key
         self._target: tuple[str, str] | None = None
-        self._origin: str | None = None
+        self._first_url: Any = None
         if reference is not None:
             self.key = key_of_reference(reference)
         elif sender is not None and send_key and key is None:
@@ -86,7 +89,7 @@ class Action(Generic[T]):
                 f"{' '.join(target)}"
             )
         self._target = target
-        self._origin = None
+        self._first_url = None
         assert self._sender is not None
         return self._sender(self, method, url, **options)
 
@@ -135,13 +138,15 @@ class Action(Generic[T]):
     @property
     def is_first(self) -> bool:
         """Whether the next request is the first, and not one after a redirect."""
-        return self._origin is None
+        return self._first_url is None
 
-    def key_for(self, method: str, origin: str, given: str | None) -> str | None:
+    def key_for(
+        self, method: str, url: Any, given: str | None, origin_of: Callable[[Any], str]
+    ) -> str | None:
         """The key of the next request; *given* is the header that the application has set."""
-        if self._origin is None:
-            self._origin = origin
-        elif origin != self._origin:
+        if self._first_url is None:
+            self._first_url = url
+        elif origin_of(url) != origin_of(self._first_url):
             return None
         if given is not None and self.key is None:
             self.key = key_in_header(given)
@@ -158,14 +163,19 @@ class Action(Generic[T]):
 class Exchange(Generic[T]):
     """All attempts of one request at one address; *response* or *error* is the last result."""
 
-    def __init__(self, action: Action[Any], method: str, origin: str, given: str | None) -> None:
+    def __init__(self, action: Action[Any], method: str, url: Any, given: str | None) -> None:
         self.action = action
         self.settings = action.settings
-        self.key = action.key_for(method, origin, given)
+        self.key = action.key_for(method, url, given, self.origin_of)
         self.is_own_key = given is not None and key_in_header(given) == self.key
         self.order = Order(method, self.key, action.policy, self.settings.preset)
         self.response: T | None = None
         self.error: BaseException | None = None
+
+    @staticmethod
+    def origin_of(url: Any) -> str:
+        """The scheme, host and port of a URL of the library."""
+        raise NotImplementedError
 
     def use_key(self, key: str) -> None:
         """Use *key*, which the application has put into the body, instead of a new one."""

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, Generic, Literal, TypedDict, TypeVar, Unpack, cast
 
 from coatcheck.client.body import BodyCopy, CopiedStream, copied, copied_async
-from coatcheck.client.call import EXTENSION, Action, Exchange
+from coatcheck.client.call import EXTENSION, PORTS, Action, Exchange
 from coatcheck.client.keys import key_in_body
 from coatcheck.client.settings import Clock, Settings, settings_of
 from coatcheck.core.retry_policy import Preset, RetryBudget, RetryPolicy
@@ -324,8 +324,13 @@ class Hop(Exchange[R]):
         self._library = library
         self._key_name = name or ""
         self._timeouts: dict[str, float | None] | None = request.extensions.get("timeout")
-        given = None if name is None else request.headers.get(name)
-        super().__init__(action, request.method, origin_of(request.url), given)
+        given = None if name is None else _value_of(request.headers, name)
+        super().__init__(action, request.method, request.url, given)
+
+    @staticmethod
+    def origin_of(url: Any) -> str:
+        """The scheme, host and port of *url*."""
+        return f"{url.scheme}://{url.host}:{url.port or PORTS.get(url.scheme)}"
 
     @property
     def needs_copy(self) -> bool:
@@ -387,7 +392,7 @@ class Hop(Exchange[R]):
     def _poll(self, effect: Send) -> Any:
         """The request that asks the address of an accepted operation."""
         url = self.request.url.join(effect.poll)
-        is_same = origin_of(url) == origin_of(self.request.url)
+        is_same = self.origin_of(url) == self.origin_of(self.request.url)
         headers = self.request.headers.copy()
         of_body = [name for name in headers if name.startswith(("content-", "transfer-"))]
         for name in (*of_body, self._key_name or "host", "host"):
@@ -428,9 +433,12 @@ class Hop(Exchange[R]):
     def noted(self, response: Any, effect: Send) -> Answer:
         """Note *response*, and reduce it to what decides about a retry."""
         status, headers, body = response.status_code, response.headers, b""
-        if is_body_read(status, headers.get("Content-Type"), is_poll=effect.poll is not None):
+        is_poll = effect.poll is not None
+        if (status >= 400 or is_poll) and is_body_read(
+            status, headers.get("Content-Type"), is_poll=is_poll
+        ):
             body = self._content(response)
-        return self.answered(response, status, headers.get, body)
+        return self.answered(response, status, functools.partial(_value_of, headers), body)
 
     def _content(self, response: Any) -> bytes:
         if not isinstance(response.stream, self._library.ByteStream):
@@ -452,15 +460,12 @@ class Hop(Exchange[R]):
         return self.lost(error, may_have_arrived=not isinstance(error, not_sent))
 
 
+def _value_of(headers: Any, name: str) -> str | None:
+    """The header *name*; its `get` raises and catches an error where there is none, which costs."""
+    return headers[name] if name in headers else None  # noqa: SIM401 - see above
+
+
 @functools.cache
 def _copied_stream(library: ModuleType) -> Any:
     bases = (CopiedStream, library.SyncByteStream, library.AsyncByteStream)
     return type("CopiedStream", bases, {})
-
-
-_PORTS = {"http": 80, "https": 443}
-
-
-def origin_of(url: Any) -> str:
-    """The scheme, host and port of *url*."""
-    return f"{url.scheme}://{url.host}:{url.port or _PORTS.get(url.scheme)}"

@@ -42,23 +42,23 @@ def checked_key(key: str, preset: Preset) -> str:
             f"the key has {len(key)} characters; the preset {preset.name!r} allows "
             f"{preset.key_chars_max}"
         )
-    header_value(key, preset)
-    return key
-
-
-def header_value(key: str, preset: Preset) -> str:
-    """*key* as the header that is sent."""
     if preset.is_quoted:
         try:
-            return format_key(key)
+            format_key(key)
         except ValueError as error:
             raise Misconfigured(f"the key {error}") from error
+        return key
     parsed = parse_key([key.encode("utf-8", "surrogatepass")])
     if isinstance(parsed, Malformed):
         raise Misconfigured(f"the key cannot be sent: {parsed.reason}")
     if parsed != key:  # it has quotes or spaces around it
         raise Misconfigured("the key cannot be sent: leave out the quotes and spaces around it")
     return key
+
+
+def header_value(key: str, preset: Preset) -> str:
+    """*key*, which is checked, as the header that is sent."""
+    return format_key(key) if preset.is_quoted else key
 
 
 def key_in_header(value: str) -> str:

@@ -16,7 +16,7 @@ except ImportError as error:
     raise MissingExtra("requests", "requests") from error
 
 from coatcheck.client.body import BodyCopy, BodyReader, copied
-from coatcheck.client.call import Action, Exchange
+from coatcheck.client.call import PORTS, Action, Exchange
 from coatcheck.client.keys import key_in_body
 from coatcheck.client.settings import Clock, settings_of
 from coatcheck.core.retry_policy import Preset, RetryBudget, RetryPolicy
@@ -144,7 +144,13 @@ class Hop(Exchange[requests.Response]):
         self._copy: BodyCopy | None = None
         given: Any = None if name is None else request.headers.get(name)
         given = given.decode("latin-1") if isinstance(given, bytes) else given
-        super().__init__(action, request.method or "", _origin_of(request.url), given)
+        super().__init__(action, request.method or "", request.url or "", given)
+
+    @staticmethod
+    def origin_of(url: str) -> str:
+        """The scheme, host and port of *url*."""
+        parts = urlsplit(url)
+        return f"{parts.scheme}://{parts.hostname}:{parts.port or PORTS.get(parts.scheme)}"
 
     def freeze(self) -> None:
         """Copy a body that can be read only once, and put the key in its place."""
@@ -197,7 +203,7 @@ class Hop(Exchange[requests.Response]):
         url = urljoin(self.request.url or "", location)
         request = self.request.copy()
         request.method, request.url, request.body = "GET", url, None
-        is_same = _origin_of(url) == _origin_of(self.request.url)
+        is_same = self.origin_of(url) == self.origin_of(self.request.url or "")
         hidden = ("content-", "transfer-", (self.settings.preset.key_header or "host").lower())
         for name in list(request.headers):
             if not is_same or name.lower().startswith(hidden):
@@ -247,9 +253,3 @@ def _is_cut_off(response: requests.Response) -> bool:
     is_ended = any(name in headers for name in ("Content-Length", "Transfer-Encoding"))
     is_announced = "close" in headers.get("Connection", "").lower()
     return not is_ended and not is_announced and request.method != "HEAD"
-
-
-def _origin_of(url: str | None) -> str:
-    parts = urlsplit(url or "")
-    port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
-    return f"{parts.scheme}://{parts.hostname}:{port}"

@@ -299,22 +299,22 @@ def answer_of(
     """
     marker = preset.replayed_header
     is_replay = marker is not None and (header(marker) or "").strip().lower() == "true"
-    if status < 300 and not body:
-        return Answer(
-            status, None, None, None, _retry_after_s(header, wall_s), is_replay, header("Location")
-        )
+    if status < 400 and status != 202 and not body:
+        return Answer(status, is_replay=is_replay)  # nothing else of it decides
     code, advice = _problem_of(header("Content-Type"), body)
-    hint = (
-        None
-        if preset.retry_header is None
-        else _HINTS.get((header(preset.retry_header) or "").strip().lower())
-    )
+    hint = preset.retry_header and (header(preset.retry_header) or "").strip().lower()
     return Answer(
-        status, code, advice, hint, _retry_after_s(header, wall_s), is_replay, header("Location")
+        status,
+        code,
+        advice,
+        _HINTS.get(hint),
+        _retry_after_s(header, wall_s),
+        is_replay,
+        header("Location"),
     )
 
 
-_HINTS = {"true": True, "false": False}
+_HINTS: dict[str | None, bool] = {"true": True, "false": False}
 
 
 def is_body_read(status: int, content_type: str | None, *, is_poll: bool = False) -> bool:
