@@ -34,6 +34,12 @@ MODULES: dict[str, tuple[str, ...] | None] = {
             "client_address",
         ),
     ),
+    "coatcheck.client": (
+        *("RetryPolicy", "RetryBudget", "Preset", "Action", "Result", "Clock", "result_of"),
+    ),
+    "coatcheck.client.httpx2": ("Client", "AsyncClient", "Transport", "AsyncTransport"),
+    "coatcheck.client.requests": ("Session",),
+    "coatcheck.client.aiohttp": ("ClientSession", "Middleware"),
     "coatcheck.stores": None,
     "coatcheck.telemetry": (
         *("Decision", "Observer", "log_decision", "Listener", "OperationEvent", "Claimed"),

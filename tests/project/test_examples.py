@@ -12,6 +12,7 @@ PAGES = (
     "recovery.md",
     *(f"howto/{name}.md" for name in ("steps", "crash", "in-doubt", "polling", "own-store")),
     "howto/routes.md",
+    "howto/client.md",
 )
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
@@ -47,6 +48,15 @@ order 42
 400 key-missing 0 charged
 201 {'charge': 1, 'order': 42} 1 charged
 201 {'charge': 1, 'order': 42} 1 charged
+""",
+    "client": """\
+{'charge': 1} done after 2 attempts
+{'charge': 2} replayed
+charged 2 times for 2 actions
+""",
+    "client_libraries": """\
+{'charge': 1} {'charge': 2} {'charge': 3}
+charged 3 times for 3 actions
 """,
     "crash": """\
 the process ended with -9

@@ -242,7 +242,7 @@ def _is_not_sent(error: BaseException) -> bool:
 
 def _is_cut_off(response: requests.Response) -> bool:
     """
-    The headers have no end that can be told from a lost connection.
+    The headers may have been cut off by a lost connection.
 
     urllib3 takes the headers that came before the connection was lost as all of them, with an empty
     body. A server that really ends its body by closing the connection announces it.

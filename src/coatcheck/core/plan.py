@@ -146,8 +146,8 @@ def plan_text(plan: Plan) -> str:
         f"new keys              {plan.rate:,.6g} a second",
         f"keys stored           {plan.keys:,}",
         (
-            f"storage               {_size(plan.bytes)} in {plan.store}: {plan.bytes_per_key} bytes "
-            f"for a key and {plan.response_bytes} for its response"
+            f"storage               {_size(plan.bytes)} in {plan.store}: {plan.bytes_per_key} "
+            f"bytes for a key and {plan.response_bytes} for its response"
         ),
     ]
     verdict = [f"warning: {warning}" for warning in plan.warnings]
