@@ -40,6 +40,10 @@ MODULES: dict[str, tuple[str, ...] | None] = {
     "coatcheck.client.httpx2": ("Client", "AsyncClient", "Transport", "AsyncTransport"),
     "coatcheck.client.requests": ("Session",),
     "coatcheck.client.aiohttp": ("ClientSession", "Middleware"),
+    "coatcheck.client.outbox": (
+        *("Outbox", "Ticket", "AsyncOutbox", "AsyncTicket"),
+        *("Done", "Refused", "Pending", "Unknown"),
+    ),
     "coatcheck.stores": None,
     "coatcheck.telemetry": (
         *("Decision", "Observer", "log_decision", "Listener", "OperationEvent", "Claimed"),

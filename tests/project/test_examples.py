@@ -58,6 +58,10 @@ charged 2 times for 2 actions
 {'charge': 1} {'charge': 2} {'charge': 3}
 charged 3 times for 3 actions
 """,
+    "outbox": """\
+b'{"charge": 1}'
+charged 1 time
+""",
     "crash": """\
 the process ended with -9
 the retry returned: done

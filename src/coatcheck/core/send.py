@@ -235,7 +235,7 @@ def _pause_s(answer: Answer | Lost, policy: RetryPolicy, retry: int, jitter: flo
 
 
 # Given before the server looks for the key: after a lost attempt they say nothing about it.
-_BEFORE_THE_KEY = frozenset({401, 403, 407, 413, 415, 425, 429})
+BEFORE_THE_KEY = frozenset({401, 403, 407, 413, 415, 425, 429})
 # Problems that say what is known of the operation.
 _OUTCOMES: dict[str | None, Outcome] = {
     "result-unavailable": "done",
@@ -260,7 +260,7 @@ def _ended(answer: Answer, attempts: int, key: str | None, *, may_have_run: bool
     elif answer.code in _OUTCOMES:
         outcome = _OUTCOMES[answer.code]
     elif answer.status >= 500 or (
-        may_have_run and answer.status in _BEFORE_THE_KEY and not answer.is_replay
+        may_have_run and answer.status in BEFORE_THE_KEY and not answer.is_replay
     ):
         outcome = "unknown"
     else:
