@@ -141,3 +141,11 @@ def test_an_interrupted_operation_is_sent_again_with_its_key(driver):
         got = driver.post(f"{server.url}/reports", json={}, retry=RetryPolicy(follow_accepted=True))
     assert (got.status, got.result.was_replayed, len(server.effects)) == (201, True, 1)
     assert server.keys == [got.result.key, None, got.result.key]
+
+
+def test_the_retries_of_the_library_itself_do_not_multiply_ours(driver):
+    """C-15: aiohttp repeats a GET by itself; only its bare middleware cannot prevent that."""
+    with FaultyServer(*["lose"] * 20) as server:
+        got = driver.call("GET", server.url, retry=RetryPolicy(attempts_max=3))
+    assert isinstance(got.error, driver.errors)
+    assert len(server.seen) == (6 if driver.name == "aiohttp-middleware" else 3)

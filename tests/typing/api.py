@@ -19,6 +19,7 @@ import coatcheck
 import coatcheck.client.requests
 from coatcheck import client
 from coatcheck.client import httpx2 as our_httpx2
+from coatcheck.client.outbox import AsyncOutbox, Done, Outbox, Pending, Refused, Unknown
 from coatcheck.errors import CoatcheckError, KeyBusy
 from coatcheck.server import asgi, callers, fastapi, starlette, wsgi
 from coatcheck.server.fastapi import CurrentOperation, idempotent
@@ -319,3 +320,17 @@ async def charge_as_async_client() -> None:
         assert_type(await http.post("/charges"), httpx2.Response)
         async with http.action(key="k-1") as action:
             assert_type(await action.post("/charges"), httpx2.Response)
+
+
+async def submit_actions() -> None:
+    """An outbox, and what its tickets know."""
+    outbox = Outbox("sqlite:///outbox.db", client=our_httpx2.Client(), server_window="24h")
+    ticket = outbox.submit("POST", "/charges", json={"amount": 30}, lane="order-17")
+    assert_type(ticket.key, str)
+    assert_type(ticket.result(timeout=10), Done | Refused | Pending | Unknown)
+    async_outbox = AsyncOutbox("sqlite:///outbox.db", client=our_httpx2.AsyncClient())
+    async_ticket = await async_outbox.submit("POST", "/charges", content=b"")
+    assert_type(await async_ticket.result(), Done | Refused | Pending | Unknown)
+
+
+assert_type(coatcheck.plan(coatcheck.Policy(), "48h", rate=50, store="redis"), coatcheck.Plan)

@@ -133,7 +133,8 @@ class Middleware:
     """
     Safe retries for a session of the application's own: `middlewares=(Middleware(),)`.
 
-    Each redirect to follow gets a key of its own; `ClientSession` uses one key for all.
+    Each redirect to follow gets a key of its own, and aiohttp repeats a failed GET once more by
+    itself. `ClientSession` has neither limit.
     """
 
     def __init__(
@@ -167,10 +168,13 @@ class _Call:
 
     def __init__(self, action: Action[Any]) -> None:
         self._action = action
+        self._error: BaseException | None = None
 
     async def __call__(
         self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
     ) -> aiohttp.ClientResponse:
+        if self._error is not None:  # aiohttp sends a GET again by itself; this call has ended
+            raise self._error
         hop = Hop(self._action, request)
         await hop.freeze()
 
@@ -186,7 +190,10 @@ class _Call:
                 not_sent = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
                 return hop.lost(e, may_have_arrived=not isinstance(e, not_sent))
 
-        return await hop.run_async(attempt)
+        try:
+            return await hop.run_async(attempt)
+        finally:
+            self._error = hop.error
 
 
 class Hop(Exchange[aiohttp.ClientResponse]):
