@@ -28,6 +28,16 @@ MODULES: dict[str, tuple[str, ...] | None] = {
         *("Caller", "AsyncCaller", "Refused", "credential", "api_key", "cookie", "jwt", "user"),
         *("client_certificate", "client_address"),
     ),
+    "coatcheck.client": (
+        *("RetryPolicy", "RetryBudget", "Preset", "Action", "Result", "Clock", "result_of"),
+    ),
+    "coatcheck.client.httpx2": ("Client", "AsyncClient", "Transport", "AsyncTransport"),
+    "coatcheck.client.requests": ("Session",),
+    "coatcheck.client.aiohttp": ("ClientSession", "Middleware"),
+    "coatcheck.client.outbox": (
+        *("Outbox", "Ticket", "AsyncOutbox", "AsyncTicket"),
+        *("Done", "Refused", "Pending", "Unknown"),
+    ),
     "coatcheck.stores": None,
     "coatcheck.telemetry": (
         *("Decision", "Observer", "log_decision", "Listener", "OperationEvent", "Claimed"),

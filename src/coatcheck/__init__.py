@@ -3,6 +3,7 @@
 Start reading at `coatcheck.core.lifecycle`; ARCHITECTURE.md is the map.
 """
 
+from coatcheck.core.plan import Plan, plan
 from coatcheck.core.policy import Policy
 from coatcheck.core.record import Record
 from coatcheck.core.response import Response
@@ -10,6 +11,7 @@ from coatcheck.core.values import Codec, codec_for
 from coatcheck.engine import AsyncEngine, Engine
 from coatcheck.engine.resolution import Erased
 from coatcheck.errors import (
+    BodyNotRepeatable,
     ClaimLost,
     CoatcheckError,
     KeyBusy,
@@ -50,6 +52,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AsyncEngine",
     "AsyncOperation",
+    "BodyNotRepeatable",
     "ClaimLost",
     "CoatcheckError",
     "Codec",
@@ -71,6 +74,7 @@ __all__ = [
     "NotResolved",
     "Operation",
     "OutcomeUnknown",
+    "Plan",
     "Policy",
     "Record",
     "Refused",
@@ -88,4 +92,5 @@ __all__ = [
     "current_operation",
     "open_async_store",
     "open_store",
+    "plan",
 ]

@@ -19,6 +19,7 @@ CoatcheckError                        never raised itself
 ├── Uncertain                         raised by a handler: it does not know what it did
 ├── StoreUnavailable       503        the store is unreachable; the driver's error is __cause__
 ├── Unreadable                        a stored response cannot be decrypted with these keys
+├── BodyNotRepeatable                 a client cannot keep a request body for its retries
 ├── Misconfigured                     found at set-up, not during a request
 └── MissingExtra (ImportError)        names the exact `pip install coatcheck[...]`
 
@@ -190,6 +191,10 @@ class Uncertain(CoatcheckError):
     For example, a call to another service has timed out. The operation is in doubt under every
     recovery policy.
     """
+
+
+class BodyNotRepeatable(CoatcheckError):
+    """A client cannot keep a body for its retries: it is too large, or the disk is full."""
 
 
 class Misconfigured(CoatcheckError):

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = (
     "recovery.md",
     *(f"howto/{name}.md" for name in ("steps", "crash", "in-doubt", "polling", "own-store")),
-    *("howto/routes.md", "howto/security.md", "howto/rollout.md"),
+    *("howto/routes.md", "howto/security.md", "howto/rollout.md", "howto/client.md"),
 )
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
@@ -75,6 +75,19 @@ Flask 201 {'for': 'ada'}
 201 POST /charges executed
 201 POST /charges replayed
 201 2 charges
+""",
+    "client": """\
+{'charge': 1} done after 2 attempts
+{'charge': 2} replayed
+charged 2 times for 2 actions
+""",
+    "client_libraries": """\
+{'charge': 1} {'charge': 2} {'charge': 3}
+charged 3 times for 3 actions
+""",
+    "outbox": """\
+b'{"charge": 1}'
+charged 1 time
 """,
     "crash": """\
 the process ended with -9

@@ -9,11 +9,17 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, assert_type
 
+import httpx2
+import requests
 from fastapi import FastAPI
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
 import coatcheck
+import coatcheck.client.requests
+from coatcheck import client
+from coatcheck.client import httpx2 as our_httpx2
+from coatcheck.client.outbox import AsyncOutbox, Done, Outbox, Pending, Refused, Unknown
 from coatcheck.errors import CoatcheckError, KeyBusy
 from coatcheck.server import asgi, callers, fastapi, starlette, wsgi
 from coatcheck.server.fastapi import (
@@ -364,3 +370,50 @@ def store_results(engine: coatcheck.Engine) -> None:
     assert_type(coatcheck.codec_for(list[Order]), coatcheck.Codec[list[Order]])
     engine.attempt("order-42", scope="orders", codec=coatcheck.codec_for(Order))
     engine.guard(key=str, codec=OrderCodec())(find_order)
+
+
+# ------------------------------------------------------------------------------------- clients
+
+
+def charge_as_client() -> None:
+    """The clients are those of the libraries, and their actions know the response."""
+    budget = client.RetryBudget(10)
+    retry = client.RetryPolicy(deadline="10s", attempts_max=3, timeout=2.5, renew_expired=True)
+    with our_httpx2.Client(base_url="https://api.example", retry=retry, budget=budget) as http:
+        assert_type(http.post("/charges", json={}), httpx2.Response)
+        with http.action(reference="order-17") as action:
+            response = action.post("/charges", json={})
+            assert_type(response, httpx2.Response)
+            assert_type(action.key, str | None)
+            assert_type(action.attempts, int)
+            assert_type(action.was_replayed, bool)
+        result = client.result_of(response)
+        assert_type(result, client.Result | None)
+    our_httpx2.Client(retries=3)  # type: ignore[call-arg] # pyright: ignore[reportCallIssue]
+    plain = httpx2.Client(transport=our_httpx2.Transport(preset="stripe"))
+    assert_type(plain.post("/charges"), httpx2.Response)
+    session = coatcheck.client.requests.Session(preset=client.PRESETS["ietf"], key_version=7)
+    assert_type(session.post("https://api.example/charges"), requests.Response)
+    assert_type(session.action().post("https://api.example/charges"), requests.Response)
+
+
+async def charge_as_async_client() -> None:
+    """The same on an event loop."""
+    async with our_httpx2.AsyncClient(preset="paypal") as http:
+        assert_type(await http.post("/charges"), httpx2.Response)
+        async with http.action(key="k-1") as action:
+            assert_type(await action.post("/charges"), httpx2.Response)
+
+
+async def submit_actions() -> None:
+    """An outbox, and what its tickets know."""
+    outbox = Outbox("sqlite:///outbox.db", client=our_httpx2.Client(), server_window="24h")
+    ticket = outbox.submit("POST", "/charges", json={"amount": 30}, lane="order-17")
+    assert_type(ticket.key, str)
+    assert_type(ticket.result(timeout=10), Done | Refused | Pending | Unknown)
+    async_outbox = AsyncOutbox("sqlite:///outbox.db", client=our_httpx2.AsyncClient())
+    async_ticket = await async_outbox.submit("POST", "/charges", content=b"")
+    assert_type(await async_ticket.result(), Done | Refused | Pending | Unknown)
+
+
+assert_type(coatcheck.plan(coatcheck.Policy(), "48h", rate=50, store="redis"), coatcheck.Plan)

@@ -1,0 +1,21 @@
+"""HTTP clients that retry safely: one key for each action, sent until the answer is definite.
+
+`httpx2`, `httpx`, `requests` and `aiohttp` have a client for the library of that name.
+"""
+
+from coatcheck.client.call import Action, result_of
+from coatcheck.client.presets import PRESETS
+from coatcheck.client.settings import Clock
+from coatcheck.core.retry_policy import Preset, RetryBudget, RetryPolicy
+from coatcheck.core.send import Result
+
+__all__ = [
+    "PRESETS",
+    "Action",
+    "Clock",
+    "Preset",
+    "Result",
+    "RetryBudget",
+    "RetryPolicy",
+    "result_of",
+]

@@ -1,0 +1,357 @@
+"""The outbox: what is submitted survives a kill, is sent in order, and happens once."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import coatcheck.client.aiohttp
+import coatcheck.client.httpx
+import coatcheck.client.httpx2
+import coatcheck.client.requests
+from coatcheck.client import Clock, RetryPolicy
+from coatcheck.client.outbox import AsyncOutbox, Done, Outbox, Pending, Refused, Unknown
+from coatcheck.errors import Misconfigured
+from tests.support.faulty_server import FaultyServer
+from tests.support.times import WAIT_S_MAX, eventually
+
+ROOT = Path(__file__).resolve().parents[2]
+CLIENTS = {
+    "httpx2": coatcheck.client.httpx2.Client,
+    "httpx": coatcheck.client.httpx.Client,
+    "requests": coatcheck.client.requests.Session,
+}
+ASYNC_CLIENTS = {
+    "httpx2": coatcheck.client.httpx2.AsyncClient,
+    "aiohttp": coatcheck.client.aiohttp.ClientSession,
+}
+
+
+class WallTime:
+    """A clock that only pauses and tests move."""
+
+    def __init__(self):
+        self.now_s = 1_700_000_000.0
+        self.clock = Clock(
+            lambda: self.now_s, lambda: self.now_s, lambda: 1.0, self.advance, self.async_sleep
+        )
+
+    def advance(self, seconds):
+        self.now_s += seconds
+
+    async def async_sleep(self, seconds):
+        self.now_s += seconds
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+def time():
+    return WallTime()
+
+
+@pytest.fixture
+def url(tmp_path):
+    return f"sqlite:///{tmp_path}/outbox.db"
+
+
+@pytest.fixture
+def make(url, time):
+    """Makes an outbox of the file, with a client of one library."""
+    opened = []
+
+    def made(kind="httpx2", *, retry=None, **options):
+        retry = retry or RetryPolicy(attempts_max=2)
+        client = CLIENTS[kind](clock=time.clock, retry=retry)
+        opened.append(client)
+        return Outbox(url, client=client, **options)
+
+    yield made
+    for client in opened:
+        client.close()
+
+
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_an_action_is_on_disk_before_submit_returns_and_is_sent_once(make, kind):
+    """C3, C-06: another outbox of the same file, as after a restart, sends it with its key."""
+    with FaultyServer("lose", "lose", "lose") as server:
+        ticket = make(kind).submit("POST", f"{server.url}/charges", json={"amount": 5})
+        assert ticket.result() == Pending()
+        assert server.seen == []
+        again = make(kind)
+        assert again.drain() == 1
+        assert ticket.result() == Pending()  # both attempts of this call were lost
+        assert again.drain() == 0  # it is not due yet
+        ticket.result(timeout=5)  # time passes
+        assert again.drain() == 1
+    outcome = ticket.result()
+    assert isinstance(outcome, Done)
+    assert (outcome.response.status, outcome.response.body) == (201, b'{"charge": 1}')
+    assert (b"idempotent-replayed", b"true") in outcome.response.headers
+    assert server.keys == [ticket.key] * 4
+    assert len(server.effects) == 1
+    assert {seen.headers["Content-Type"] for seen in server.seen} == {"application/json"}
+
+
+@pytest.mark.parametrize("kind", ASYNC_CLIENTS)
+def test_an_outbox_on_an_event_loop_sends_the_same(kind, url, time):
+    """C3: the same file and the same keys."""
+
+    async def work(api):
+        async with ASYNC_CLIENTS[kind](clock=time.clock, retry=RetryPolicy(attempts_max=2)) as http:
+            outbox = AsyncOutbox(url, client=http)
+            async with outbox.running():
+                tickets = [
+                    await outbox.submit("POST", f"{api}/charges", json={"n": n}, lane="a")
+                    for n in range(5)
+                ]
+                for ticket in tickets:
+                    while isinstance(await ticket.result(timeout=1), Pending):
+                        await outbox.drain()
+            refused = await outbox.submit("POST", f"{api}/charges", content=b"x")
+            await outbox.drain()
+            return [await ticket.result() for ticket in (*tickets, refused)]
+
+    with FaultyServer("lose", "lose", "lose") as server:
+        outcomes = asyncio.run(work(server.url))
+    assert [type(outcome) for outcome in outcomes] == [Done] * 6
+    assert [json.loads(body) for body in server.effects[:5]] == [{"n": n} for n in range(5)]
+
+
+def test_the_actions_of_a_lane_are_sent_in_their_order(make, time):
+    """C3: each after the one before it has ended, also if that takes several calls."""
+    with FaultyServer(*["reset"] * 9) as server:  # before the effect: others could overtake
+        outbox = make(workers=4)
+        tickets = [
+            outbox.submit("POST", f"{server.url}/charges", json={"lane": lane, "n": n}, lane=lane)
+            for n in range(6)
+            for lane in ("a", "b", "c")
+        ]
+        while any(isinstance(ticket.result(), Pending) for ticket in tickets):
+            outbox.drain()
+            time.advance(1)
+    done = [json.loads(body) for body in server.effects]
+    assert len(done) == 18
+    for lane in ("a", "b", "c"):
+        assert [one["n"] for one in done if one["lane"] == lane] == list(range(6))
+
+
+def test_lanes_are_sent_at_the_same_time(make):
+    both = threading.Barrier(2, timeout=WAIT_S_MAX)
+
+    def sign(method, url, body):
+        both.wait()  # breaks unless two are being sent
+        return {}
+
+    with FaultyServer() as server:
+        outbox = make(workers=2, sign=sign)
+        tickets = [outbox.submit("POST", server.url, lane=lane) for lane in ("a", "b")]
+        outbox.drain()
+        assert [type(ticket.result()) for ticket in tickets] == [Done] * 2
+
+
+def test_credentials_are_signed_when_sending_and_never_stored(make, tmp_path):
+    tokens = iter(["old", "new"])
+
+    def sign(method, url, body):
+        return {"Authorization": f"Bearer {next(tokens)} {method} {len(body)}"}
+
+    with FaultyServer("lose", "lose") as server:
+        outbox = make(sign=sign)
+        ticket = outbox.submit("POST", server.url, content=b"abc")
+        outbox.drain()
+        ticket.result(timeout=5)
+        outbox.drain()
+    seen = [one.headers["Authorization"] for one in server.seen]
+    assert seen == ["Bearer old POST 3"] * 2 + ["Bearer new POST 3"]
+    stored = b"".join(path.read_bytes() for path in tmp_path.iterdir())
+    assert ticket.key.encode() in stored
+    assert b"Bearer" not in stored
+
+
+def test_a_sign_function_that_fails_keeps_the_action(make):
+    outbox = make(sign=lambda *_: 1 / 0)
+    with FaultyServer() as server:
+        ticket = outbox.submit("POST", server.url)
+        assert outbox.drain() == 1
+    assert ticket.result() == Pending()
+    assert outbox._file.get(ticket.key).reason == "ZeroDivisionError: division by zero"
+
+
+def test_a_refused_action_is_a_dead_letter_and_its_lane_continues(make):
+    with FaultyServer((422, {}, {"code": "sold-out"})) as server:
+        outbox = make()
+        first = outbox.submit("POST", server.url, lane="a")
+        second = outbox.submit("POST", server.url, lane="a")
+        outbox.drain()
+    assert isinstance(first.result(), Refused)
+    assert isinstance(second.result(), Done)
+    assert [(dead.key, dead.state) for dead in outbox.dead_letters()] == [(first.key, "refused")]
+
+
+def test_an_unknown_action_holds_its_lane_until_an_operator_decides(make):
+    unknown = (409, {}, {"code": "outcome-unknown", "retry": "never"})
+    with FaultyServer(unknown, unknown) as server:
+        outbox = make()
+        first = outbox.submit("POST", server.url, lane="a")
+        second = outbox.submit("POST", server.url, lane="a")
+        outbox.drain()
+        outcome = first.result()
+        assert isinstance(outcome, Unknown)
+        assert (outcome.reason, outcome.response.status) == ("outcome-unknown", 409)
+        assert second.result() == Pending()
+        assert outbox.retry(first.key)
+        outbox.drain()
+        assert isinstance(first.result(), Unknown)
+        assert outbox.discard(first.key)
+        assert not outbox.discard(first.key)
+        assert not outbox.retry(first.key)
+        outbox.drain()
+    assert isinstance(second.result(), Done)
+    assert server.keys == [first.key, first.key, second.key]
+    with pytest.raises(Misconfigured, match="no action with this key"):
+        first.result()
+
+
+def test_an_action_older_than_the_window_of_the_server_is_unknown(make, time):
+    """C-17: the server may have forgotten the key, so it is not sent again."""
+    with FaultyServer("lose", "lose") as server:
+        outbox = make(server_window="2h")
+        ticket = outbox.submit("POST", server.url)
+        new = outbox.submit("POST", "http://127.0.0.1:9/")  # nobody listens there: never sent
+        outbox.drain()
+        time.advance(2 * 3_600)
+        outbox.drain()
+        assert len(server.seen) == 2
+    outcome = ticket.result()
+    assert isinstance(outcome, Unknown)
+    assert "before the window of the server" in outcome.reason
+    assert outbox.retry(ticket.key)
+    outbox.drain()
+    assert isinstance(ticket.result(), Unknown)
+    assert new.result() == Pending()
+
+
+def test_the_same_reference_is_submitted_once(make):
+    with FaultyServer() as server:
+        outbox = make()
+        tickets = [outbox.submit("POST", server.url, reference="order-17") for _ in range(2)]
+        outbox.drain()
+        assert outbox.submit("POST", server.url, reference="order-17").result() == (
+            tickets[0].result()
+        )
+        outbox.drain()
+    assert tickets[0].key == tickets[1].key
+    assert len(server.seen) == 1
+
+
+def test_a_background_sender_sends_while_the_block_runs(make):
+    with FaultyServer() as server:
+        outbox = make()
+        with outbox.running():
+            ticket = outbox.submit("POST", server.url)
+            eventually(lambda: isinstance(ticket.result(), Done))
+
+
+def test_done_actions_are_forgotten_when_they_are_old(make, time):
+    with FaultyServer() as server:
+        outbox = make()
+        ticket = outbox.submit("POST", server.url)
+        outbox.drain()
+    assert outbox.forget("1d") == 0
+    time.advance(2 * 86_400)
+    assert outbox.forget("1d") == 1
+    with pytest.raises(Misconfigured):
+        ticket.result()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"server_window": "30s"}, "not longer than the deadline"),
+        ({"workers": 0}, "workers is 0"),
+        ({"client": object()}, "must be a client of coatcheck.client"),
+        ({"url": "postgresql://h/d"}, "an outbox is a file"),
+        ({"url": "sqlite://"}, "an outbox is a file"),
+    ],
+)
+def test_a_wrong_setting_of_an_outbox_stops_at_once(options, words, tmp_path):
+    client = coatcheck.client.httpx2.Client()
+    given = {"client": client, "url": f"sqlite:///{tmp_path}/o.db", **options}
+    with pytest.raises(Misconfigured, match=words):
+        Outbox(given.pop("url"), **given)
+
+
+@pytest.mark.parametrize(
+    "options", [{"json": {}, "content": b""}, {"key": "k", "reference": "r"}, {"key": "two words"}]
+)
+def test_a_wrong_action_is_refused_before_it_is_stored(options, make):
+    outbox = make()
+    with pytest.raises(Misconfigured):
+        outbox.submit("POST", "http://h/", **options)
+    assert outbox.drain() == 0
+
+
+# ------------------------------------------------------------------------------ several processes
+
+SENDER = """
+import sys
+from coatcheck.client import RetryPolicy
+from coatcheck.client.httpx2 import Client
+from coatcheck.client import outbox
+outbox.LEASE_MARGIN_S = -0.8
+url, api, name = sys.argv[1:]
+retry = RetryPolicy(attempts_max=3, deadline="1s", timeout="300ms", backoff_base="5ms")
+box = outbox.Outbox(url, client=Client(base_url=api, retry=retry), workers=3)
+print("ready", flush=True)
+for n in range(10):
+    ticket = box.submit("POST", "/charges", json={"by": name, "n": n}, lane=f"{name}-{n % 2}")
+    print(ticket.key, flush=True)
+    box.drain()
+while True:
+    box.drain()
+"""
+
+
+def test_processes_that_are_killed_lose_nothing_and_charge_once(url):
+    """C3: kill -9 at any point; whatever submit returned happens exactly once."""
+    draws = random.Random(7)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    faults = [draws.choice(["lose", "half", "ok", "ok", "reset"]) for _ in range(200)]
+    keys = []
+    with FaultyServer(*faults) as server:
+
+        def run_and_kill(name):
+            command = [sys.executable, "-c", SENDER, url, server.url, name]
+            with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as run:
+                assert run.stdout.readline() == "ready\n"
+                count = draws.randint(1, 10)
+                keys.extend(run.stdout.readline().strip() for _ in range(count))
+                os.kill(run.pid, signal.SIGKILL)
+                keys.extend(line.strip() for line in run.stdout if line.endswith("\n"))
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(run_and_kill, "abcdef"))
+        with coatcheck.client.httpx2.Client(base_url=server.url) as client:
+            last = Outbox(url, client=client)
+
+            def are_done():
+                last.drain()
+                return all(isinstance(last.outcome(key), Done) for key in keys)
+
+            eventually(are_done)
+    assert len(keys) >= 6
+    assert set(keys) <= {seen.key for seen in server.seen}
+    bodies = [json.loads(body) for body in server.effects]
+    assert len(bodies) == len({(body["by"], body["n"]) for body in bodies})
+    for name in "abcdef":
+        for lane in (0, 1):
+            order = [one["n"] for one in bodies if one["by"] == name and one["n"] % 2 == lane]
+            assert order == sorted(order)
