@@ -18,8 +18,8 @@ from coatcheck.stores.transaction_statements import Dialect, Statement
 from coatcheck.transactions.errors import is_savepoint_gone
 
 # Set after the claim. To undo what the handler has written, the end rolls back to it: the claim
-# stays written, and its row locked. If the handler commits or rolls back by itself, the savepoint is
-# gone. To notice that, it is always set on SQLite and MySQL, and released at the end. PostgreSQL
+# stays written, and its row locked. If the handler commits or rolls back by itself, the savepoint
+# is gone. To notice that, it is always set on SQLite and MySQL, and released at the end. PostgreSQL
 # needs none for that: there, the end finds a row only if the current transaction has written it.
 _SET_SAVEPOINT = Statement("savepoint coatcheck_handler", ())
 _RELEASE_SAVEPOINT = Statement("release savepoint coatcheck_handler", ())
