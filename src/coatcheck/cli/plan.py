@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from coatcheck.core.plan import Plan, plan, plan_text
+from coatcheck.core.client.plan import Plan, plan, plan_text
 from coatcheck.core.policy import Duration, Policy
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from coatcheck.core.outbox import Entry, State, Verdict
+from coatcheck.core.client.outbox import Entry, State, Verdict
 from coatcheck.core.response import Response
 from coatcheck.errors import Misconfigured
 

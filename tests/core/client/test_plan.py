@@ -7,11 +7,11 @@ import pytest
 
 import coatcheck
 from coatcheck.cli.plan import plan_document, plan_report
-from coatcheck.core.plan import BYTES_PER_KEY, duration, plan_text
-from coatcheck.core.retry_policy import RetryPolicy
+from coatcheck.core.client.plan import BYTES_PER_KEY, duration, plan_text
+from coatcheck.core.client.retry_policy import RetryPolicy
 from coatcheck.errors import Misconfigured
 
-STORES = Path(__file__).parents[2] / "docs" / "stores.md"
+STORES = Path(__file__).parents[3] / "docs" / "stores.md"
 
 
 def test_the_defaults_of_server_and_client_fit():
