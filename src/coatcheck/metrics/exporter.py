@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self, TypeAlias
 
 from coatcheck.engine.base import EngineBase
 from coatcheck.errors import Misconfigured
@@ -36,6 +36,18 @@ STORE_ERROR = "store-unavailable"
 _RUNNING_MAX = 10_000
 
 
+class HasEngine(Protocol):
+    """Such as a middleware."""
+
+    @property
+    def engine(self) -> EngineBase:
+        """The engine of its requests."""
+        ...
+
+
+Instrumented: TypeAlias = EngineBase | HasEngine
+
+
 class Instruments(NamedTuple):
     """What is changed by events; each function takes an amount, except the last two."""
 
@@ -59,7 +71,7 @@ class Exporter:
         instruments.in_flight(0)
         instruments.last_sweep_s(time.time())  # a process that has just begun is not late
 
-    def instrument(self, *engines: object) -> Self:
+    def instrument(self, *engines: Instrumented) -> Self:
         """Count what these engines do from now on; a middleware stands for its engine."""
         for telemetry in [_telemetry_of(engine) for engine in engines]:
             if self.observe not in telemetry.observers:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from coatcheck.errors import MissingExtra
-from coatcheck.metrics.exporter import BUCKETS_S, STORE_ERROR, Exporter, Instruments
+from coatcheck.metrics.exporter import BUCKETS_S, STORE_ERROR, Exporter, Instrumented, Instruments
 from coatcheck.metrics.labels import LABELS_MAX, Labels
 from coatcheck.telemetry import Decision
 
@@ -97,7 +97,7 @@ class Telemetry(Exporter):
 
 
 def instrument(
-    *engines: object,
+    *engines: Instrumented,
     tracer_provider: TracerProvider | None = None,
     meter_provider: MeterProvider | None = None,
 ) -> Telemetry:

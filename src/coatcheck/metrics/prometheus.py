@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from coatcheck.errors import Misconfigured, MissingExtra
-from coatcheck.metrics.exporter import BUCKETS_S, STORE_ERROR, Exporter, Instruments
+from coatcheck.metrics.exporter import BUCKETS_S, STORE_ERROR, Exporter, Instrumented, Instruments
 from coatcheck.metrics.labels import LABELS_MAX, Labels
 from coatcheck.telemetry import Decision
 
@@ -88,7 +88,7 @@ class Metrics(Exporter):
             self._store_errors.inc()
 
 
-def instrument(*engines: object, registry: CollectorRegistry = REGISTRY) -> Metrics:
+def instrument(*engines: Instrumented, registry: CollectorRegistry = REGISTRY) -> Metrics:
     """Count what *engines* do, in *registry*; a middleware stands for its engine."""
     return Metrics(registry).instrument(*engines)
 
