@@ -63,16 +63,17 @@ def test_running_attempts_renewals_and_waits_are_measured(guards, engine, readin
     calls = [guards.beside(engine, "k", handler)]
     wait_for(handler.is_running)
     assert readings.value("coatcheck.in_flight") == 1
-    calls.append(guards.beside(engine, "k", handler))
-    eventually(lambda: engine.attempts.waiters.count(store.record.id) == 1)
     clock.advance(LEASE_S / 2)
     engine.attempts.heartbeat.tick()
+    calls.append(guards.beside(engine, "k", handler))
+    eventually(lambda: engine.attempts.waiters.count(store.record.id) == 1)
+    clock.advance(1.5)
     handler.may_end.set()
     assert [call.result() for call in calls] == ["done", "done"]
     assert readings.value("coatcheck.in_flight") == 0
     assert readings.value("coatcheck.leases.renewed") == 1
-    assert readings.value("coatcheck.wait") == (1, LEASE_S / 2)
-    assert readings.value("coatcheck.duration", outcome="executed") == (1, LEASE_S / 2)
+    assert readings.value("coatcheck.wait") == (1, 1.5)
+    assert readings.value("coatcheck.duration", outcome="executed") == (1, LEASE_S / 2 + 1.5)
 
 
 def test_a_lost_lease_is_counted_and_its_attempt_no_longer_runs(

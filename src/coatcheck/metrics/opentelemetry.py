@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from coatcheck.errors import MissingExtra
 from coatcheck.metrics.exporter import BUCKETS_S, STORE_ERROR, Exporter, Instrumented, Instruments
@@ -16,7 +16,7 @@ from coatcheck.metrics.labels import LABELS_MAX, Labels
 from coatcheck.telemetry import Decision
 
 try:
-    from opentelemetry.metrics import Meter, MeterProvider, get_meter
+    from opentelemetry.metrics import CallbackOptions, Meter, MeterProvider, Observation, get_meter
     from opentelemetry.trace import Status, StatusCode, TracerProvider, get_tracer
 except ImportError as error:
     raise MissingExtra("otel", "opentelemetry-api") from error
@@ -139,6 +139,13 @@ def _instruments(meter: Meter) -> Instruments:
         "coatcheck.recovered",
         description="Abandoned operations that the background settled, by outcome.",
     )
+    last_sweep = _LastSweep()
+    meter.create_observable_gauge(
+        "coatcheck.last_sweep",
+        callbacks=[last_sweep.observe],
+        unit="s",
+        description="When the last sweep ended; the start of the process if there was none.",
+    )
     return Instruments(
         in_flight=meter.create_up_down_counter(
             "coatcheck.in_flight", description="Attempts that run now."
@@ -153,10 +160,19 @@ def _instruments(meter: Meter) -> Instruments:
         lost=lost,
         in_doubt=in_doubt,
         swept=swept,
-        last_sweep_s=meter.create_gauge(
-            "coatcheck.last_sweep",
-            unit="s",
-            description="When the last sweep ended; the start of the process if there was none.",
-        ).set,
+        last_sweep_s=last_sweep.set,
         recovered=lambda outcome: recovered.add(1, {"coatcheck.outcome": outcome}),
     )
+
+
+class _LastSweep:
+    """Its value is asked for: older SDKs export a gauge only once after it was set."""
+
+    def __init__(self) -> None:
+        self._at_s = 0.0
+
+    def set(self, at_s: float) -> None:
+        self._at_s = at_s
+
+    def observe(self, _options: CallbackOptions) -> Sequence[Observation]:
+        return [Observation(self._at_s)]
