@@ -194,10 +194,10 @@ def decision_of(request: ClaimRequest, answer: Answer | None, now_ms: int) -> De
 
 def log_decision(decision: Decision) -> None:
     """Log what happened, to which operation, and how long it took."""
-    level = logging.WARNING if decision.outcome == "unguarded" else logging.INFO
-    if logger.isEnabledFor(level):
-        logger.log(
-            level,
+    is_unguarded = decision.outcome == "unguarded"
+    if logger.isEnabledFor(logging.WARNING if is_unguarded else logging.INFO):
+        log = logger.warning if is_unguarded else logger.info
+        log(
             "coatcheck: operation %s (%s) %s",
             decision.reference or "without a reference",
             decision.label,
