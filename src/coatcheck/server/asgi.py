@@ -228,7 +228,7 @@ class IdempotencyMiddleware:
             await self.engine.ensure_started()
         except OUTAGES as error:
             logger.error(  # noqa: TRY400 - its trace says nothing more
-                "coatcheck: the store is unavailable: %s; guarded requests get 503 meanwhile",
+                "coatcheck: the server starts without its store, which is unavailable: %s",
                 error,
             )
             self.engine.recovery.start(asyncio.get_running_loop())
