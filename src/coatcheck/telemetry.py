@@ -194,26 +194,26 @@ def decision_of(request: ClaimRequest, answer: Answer | None, now_ms: int) -> De
 
 def log_decision(decision: Decision) -> None:
     """Log what happened, to which operation, and how long it took."""
-    level = logging.WARNING if decision.outcome == "unguarded" else logging.INFO
-    if logger.isEnabledFor(level):
-        logger.log(
-            level,
-            "coatcheck: operation %s (%s) %s in %d ms",
+    is_unguarded = decision.outcome == "unguarded"
+    if logger.isEnabledFor(logging.WARNING if is_unguarded else logging.INFO):
+        log = logger.warning if is_unguarded else logger.info
+        log(
+            "coatcheck: operation %s (%s) %s",
             decision.reference or "without a reference",
             decision.label,
             _WORDS[decision.outcome].format(decision),
-            decision.duration_ms,
             extra=decision._asdict(),
         )
 
 
 _WORDS: dict[DecisionOutcome, str] = {
-    "executed": "was executed as attempt {0.attempt}",
-    "replayed": "was replayed",
-    "refused": "was refused with {0.code}",
-    "failed": "failed",
-    "unguarded": "ran unguarded, because the store is unavailable",
-    "would_replay": "ran; its route is only observed, and it would have been replayed",
-    "would_wait": "ran; its route is only observed, and it would have waited",
-    "would_refuse": "ran; its route is only observed, and it would have been refused with {0.code}",
+    "executed": "was executed as attempt {0.attempt} in {0.duration_ms} ms",
+    "replayed": "was replayed in {0.duration_ms} ms",
+    "refused": "was refused with {0.code} in {0.duration_ms} ms",
+    "failed": "failed in {0.duration_ms} ms",
+    "unguarded": "ran without protection in {0.duration_ms} ms: the store is unavailable",
+    # Observe mode, in which it ran.
+    "would_replay": "was run, and would have been replayed",
+    "would_wait": "was run, and would have waited for the first request",
+    "would_refuse": "was run, and would have been refused with {0.code}",
 }

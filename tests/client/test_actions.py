@@ -147,6 +147,8 @@ def test_a_wrong_key_is_refused_before_anything_is_sent(options, words):
     [
         ({"preset": "strype"}, "there is no preset 'strype'"),
         ({"key_version": 5}, "key_version is 5"),
+        ({"retry": 3}, "retry is a int; it is a RetryPolicy"),
+        ({"budget": 3}, "budget is a int; it is a RetryBudget"),
         (
             {"preset": "stripe", "retry": RetryPolicy(deadline="25h", server_window="26h")},
             "longer than the 24h for which stripe remembers",

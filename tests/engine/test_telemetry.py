@@ -2,6 +2,7 @@
 
 import logging
 from contextlib import suppress
+from typing import get_args
 
 import pytest
 
@@ -21,6 +22,7 @@ from coatcheck.core.key import reference_of
 from coatcheck.telemetry import (
     Claimed,
     Completed,
+    DecisionOutcome,
     InDoubt,
     Lost,
     Recovered,
@@ -147,6 +149,18 @@ def test_a_log_line_names_the_outcome_and_the_operation(caplog):
     caplog.set_level(logging.ERROR, "coatcheck")
     log_decision(DECISION)
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("outcome", get_args(DecisionOutcome))
+def test_every_outcome_is_a_log_line(outcome, caplog):
+    """O1: also those of observe mode, and of an outage that requests run through."""
+    caplog.set_level(logging.INFO, "coatcheck")
+    log_decision(Decision(outcome, "7D3F-92AB-1C4E", "POST /orders", "", 1, "key-reused", 12))
+    (line,) = caplog.records
+    assert line.getMessage().startswith("coatcheck: operation 7D3F-92AB-1C4E (POST /orders) ")
+    assert ("without protection" in line.getMessage()) is (outcome == "unguarded")
+    assert ("key-reused" in line.getMessage()) is (outcome in ("refused", "would_refuse"))
+    assert line.levelname == ("WARNING" if outcome == "unguarded" else "INFO")
 
 
 def test_each_decision_is_one_log_line_with_and_without_observers(guards, store, caplog):
@@ -301,7 +315,7 @@ def test_an_operation_that_becomes_in_doubt_is_one_warning(
     handler.calls = 0
     with pytest.raises((ZeroDivisionError, SystemExit)):
         guards.run(heard, "k", handler, scope="charges", policy=policy)
-    clock.advance(max(LEASE_S, ROUND_S) + 1)
+    clock.advance(ROUND_S if by == "round" else LEASE_S + 1)
     if by == "retry":
         with pytest.raises(OutcomeUnknown):
             guards.run(heard, "k", Handler(), scope="charges", policy=policy)

@@ -8,6 +8,7 @@ from contextlib import closing
 
 import pytest
 from starlette.applications import Starlette
+from starlette.testclient import TestClient
 
 from coatcheck import AsyncEngine, Engine, Misconfigured, MissingExtra, StoreUnavailable
 from coatcheck.server import asgi, wsgi
@@ -87,6 +88,7 @@ def test_uvicorn_does_not_start_with_a_mistake_in_the_settings(mistake, tmp_path
     assert "coatcheck: " in written
     assert words in written
     assert "Application startup failed" in written
+    assert "Traceback" not in written
 
 
 def test_uvicorn_does_not_start_on_a_redis_that_may_evict_records(tmp_path):
@@ -128,6 +130,14 @@ def test_a_schema_that_is_missing_and_may_not_be_created_stops_the_server(tmp_pa
     assert "coatcheck migrate" in written
     with pytest.raises(Misconfigured, match="coatcheck migrate"):
         wsgi.IdempotencyMiddleware(None, store=url)
+
+
+def test_a_mistake_is_raised_by_starlettes_test_client():
+    """D2: and not by each request, while the client waits for ever at its end."""
+    app = Starlette()
+    app.add_middleware(asgi.IdempotencyMiddleware, store="mongodb://localhost/orders")
+    with pytest.raises(Misconfigured, match="mongodb"), TestClient(app):
+        pytest.fail("the application has started")
 
 
 def test_a_mistake_in_starlettes_settings_is_raised_by_requests_without_a_lifespan():

@@ -61,6 +61,27 @@ def test_a_marked_route_is_observed_and_refusals_before_its_handler_free_the_key
     asyncio.run(engine.close())
 
 
+def test_a_request_that_would_be_refused_still_has_an_operation(caplog):
+    """R1: a handler that asks for its operation runs, and the log has a sentence about it."""
+    caplog.set_level("INFO", "coatcheck")
+    app = FastAPI()
+    app.add_middleware(IdempotencyMiddleware, store="memory://", policy=OBSERVE)
+
+    @app.post("/charges")
+    @idempotent(required=True)
+    async def charge(operation: CurrentOperation) -> str:
+        return operation.derive("charge")
+
+    bodies = {post(app, key).body for key in (None, None, "not a key \x7f")}
+    assert len(bodies) == 3
+    assert [line.split("(POST /charges) ")[1] for line in caplog.messages] == [
+        "was run, and would have been refused with key-missing",
+        "was run, and would have been refused with key-missing",
+        "was run, and would have been refused with key-invalid",
+    ]
+    assert post(app, None).status == 200
+
+
 def test_the_application_receives_every_message_of_the_server():
     """R1: also a client that leaves in the middle of its body, which record mode would not run."""
     incoming = [

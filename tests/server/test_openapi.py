@@ -251,6 +251,13 @@ def test_a_key_that_is_found_in_the_request_makes_the_header_optional(app: FastA
     assert header["required"] is False
 
 
+def test_routes_that_are_only_observed_stay_as_they_are(app: FastAPI):
+    """R1, V3: nothing is refused there, and no header is required."""
+    before = copy.deepcopy(app.openapi())
+    app.add_middleware(IdempotencyMiddleware, store="memory://", policy=Policy(mode="observe"))
+    assert document_of(app) == before
+
+
 def test_a_middleware_around_the_application_does_the_same(app: FastAPI):
     """V3: also around another middleware, and with a second one."""
 

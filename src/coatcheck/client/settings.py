@@ -61,6 +61,10 @@ def settings_of(
             so that a response that breaks off is a reason to send it again.
     """
     retry = RetryPolicy() if retry is None else retry
+    budget = RetryBudget() if budget is None else budget
+    for name, given, kind in (("retry", retry, RetryPolicy), ("budget", budget, RetryBudget)):
+        if not isinstance(given, kind):
+            raise Misconfigured(f"{name} is a {type(given).__name__}; it is a {kind.__name__}")
     preset = preset_of(preset)
     if key_version not in (4, 7):
         raise Misconfigured(f"key_version is {key_version!r}; choose 4 or 7")
@@ -72,7 +76,7 @@ def settings_of(
     return Settings(
         retry=retry,
         preset=preset,
-        budget=RetryBudget() if budget is None else budget,
+        budget=budget,
         clock=Clock() if clock is None else clock,
         new_key=new_uuid7 if key_version == 7 else new_uuid4,
         buffer=buffer,

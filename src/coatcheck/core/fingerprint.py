@@ -89,7 +89,7 @@ def fingerprint_of(
     16 bytes that are equal for equal requests.
 
     Args:
-        path: as it was sent, or the template of the route.
+        path: as it was sent.
         ignore: members of a JSON body that may change between retries.
         headers: those that the policy includes and the request has, in the policy's order.
         secret: the deployment's, as a `digest_key`. Without one, short bodies can be guessed from

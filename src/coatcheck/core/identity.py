@@ -43,7 +43,7 @@ def operation_id(*, caller: str, route: str, key: str, secret: bytes = b"") -> b
 
     Args:
         caller: the full `caller_digest`, never its short form.
-        route: method and path or template ("POST /orders"), or the scope of a function.
+        route: method and path ("POST /orders"), or the scope of a function.
         secret: a `digest_key`, like every secret below.
     """
     # Lengths first: without them ("ab", "c") and ("a", "bc") would be one operation. Surrogates

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from typing import NoReturn
 
 from coatcheck.core.policy import SAFE_METHODS, Policy
 from coatcheck.core.problem import Problem
@@ -227,14 +228,13 @@ class IdempotencyMiddleware:
             await self.engine.ensure_started()
         except OUTAGES as error:
             logger.error(  # noqa: TRY400 - its trace says nothing more
-                "coatcheck: the store is unavailable: %s; guarded requests get 503 meanwhile",
+                "coatcheck: the server starts without its store, which is unavailable: %s",
                 error,
             )
             self.engine.recovery.start(asyncio.get_running_loop())
         except (Misconfigured, MissingExtra) as mistake:
             self._mistake = mistake
             await _fail_startup(send, mistake)
-            return
         await self.app(asgi_scope, finishing(self, receive, startup), send)
 
     async def _refuse_to_start(self, asgi_scope: AsgiScope, receive: Receive, send: Send) -> None:
@@ -335,6 +335,7 @@ def _engine_of(
     )
 
 
-async def _fail_startup(send: Send, mistake: CoatcheckError) -> None:
-    """Have the server exit with an error that names the mistake."""
+async def _fail_startup(send: Send, mistake: CoatcheckError) -> NoReturn:
+    """Have the server exit with an error that names the mistake; raises it for test clients."""
     await send({"type": "lifespan.startup.failed", "message": f"coatcheck: {mistake}"})
+    raise mistake

@@ -372,8 +372,13 @@ class Exchange(BufferedReceive):
         self._accepting = None
 
     async def _accept(self) -> None:
-        """Answer 202, and go on without the client; does nothing if its answer is under way."""
-        if self._is_ended or self._is_accepted:
+        """
+        Answer 202, and go on without the client.
+
+        Does nothing if its answer is under way, or has no record (`on_outage="execute"`): there
+        would be nothing to poll for.
+        """
+        if self._is_ended or self._is_accepted or not self._operation.claim.version:
             return
         accepted = self._accepted()
         self._is_accepted = True

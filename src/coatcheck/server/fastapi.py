@@ -12,7 +12,7 @@ from typing import Annotated
 from coatcheck.errors import Misconfigured, MissingExtra
 from coatcheck.operation import AsyncOperation, Operation, current_operation
 from coatcheck.server.asgi import IdempotencyMiddleware
-from coatcheck.server.routes import disabled_operation, idempotent
+from coatcheck.server.routes import idempotent, unclaimed_operation_of_request
 from coatcheck.server.starlette_routes import extend_openapi
 
 try:
@@ -31,7 +31,7 @@ __all__ = [
 
 
 async def _operation() -> Operation:
-    operation = current_operation() or disabled_operation()
+    operation = current_operation() or unclaimed_operation_of_request()
     if operation is None:
         raise Misconfigured(
             "this route asks for its operation, but the request is not guarded: add the "

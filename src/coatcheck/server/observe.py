@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
-from coatcheck.core.identity import LABEL_CHARS_MAX, label_of, operation_id
+from coatcheck.core.identity import ID_BYTES, LABEL_CHARS_MAX, label_of, operation_id
 from coatcheck.core.keep import Outcome, OutcomeKind
 from coatcheck.core.key import reference_of
 from coatcheck.core.lifecycle import (
@@ -41,7 +42,8 @@ from coatcheck.server.body import MEMORY_BYTES_MAX, body_too_large
 from coatcheck.server.guard import RequestGuard
 from coatcheck.server.refusals import response_of_refusal
 from coatcheck.server.request import Request, fields_of
-from coatcheck.server.routes import is_refused_early
+from coatcheck.server.routes import Unclaimed, is_refused_early
+from coatcheck.server.routes import found as note_found
 from coatcheck.server.wsgi_request import Environ, bytes_of
 from coatcheck.server.wsgi_request import request_of as request_of_wsgi
 from coatcheck.stores.batching import Batcher
@@ -68,6 +70,13 @@ def unguarded_operation(attempts: Attempts, request: ClaimRequest, policy: Polic
     claim = without_record(first_attempt(request, policy, GONE, request.now_ms))
     steps = attempts.unrecorded_steps
     return Operation(claim, policy, attempts.secret, request=request, steps=steps)
+
+
+def unclaimed_operation(attempts: Attempts, label: str, policy: Policy) -> Operation:
+    """The operation of a handler whose request is not claimed; another one for each request."""
+    id, fingerprint = os.urandom(ID_BYTES), os.urandom(ID_BYTES)
+    request = attempts.new_request(id, fingerprint, key="", caller="", label=label)
+    return unguarded_operation(attempts, request, policy)
 
 
 class ObservedRequest:
@@ -99,7 +108,7 @@ class Observations:
 
     def __init__(self, attempts: Attempts, store: Store, guard: RequestGuard) -> None:
         self.guard = guard
-        self._attempts = attempts
+        self.attempts = attempts
         attempts.clock.guess()  # a request is not delayed for the store's own time
         batcher = Batcher(store)
         self._runner = Runner(batcher.swap, batcher.get)
@@ -135,7 +144,7 @@ class Observations:
             id=operation_id(caller="observe", route=guarded.id.hex(), key=""),
             label=label_of(guarded.label, room) + _SUFFIX,
         )
-        operation = unguarded_operation(self._attempts, guarded, policy)
+        operation = unguarded_operation(self.attempts, guarded, policy)
         observed = ObservedRequest(claim, policy, operation)
         with self._mutex:
             is_full = self._pending >= PENDING_MAX
@@ -152,7 +161,7 @@ class Observations:
         """Write in the background how *observed* has ended."""
         if observed.claimed is not None:
             outcome = observed.outcome(error, is_marked=is_marked)
-            took_ms = self._attempts.now_ms() - observed.request.now_ms
+            took_ms = self.attempts.now_ms() - observed.request.now_ms
             is_failed = error is not None or not observed.status
             self._threads.submit(self._end, observed, outcome, took_ms, is_failed=is_failed)
 
@@ -190,12 +199,12 @@ class Observations:
             self._report_request(observed, found.outcome, found.code)
         else:
             observed.lease = Lease(found.claim, observed.policy.lease_ms)
-            self._attempts.heartbeat.start_renewing(observed.lease)
+            self.attempts.heartbeat.start_renewing(observed.lease)
         return found
 
     def _observe(self, observed: ObservedRequest) -> Observation:
         self._leave_alone_if_down()
-        self._attempts.clock.look()
+        self.attempts.clock.look()
         found = self._runner.run(observe(observed.request, observed.policy))
         self._failure = ""
         return found
@@ -213,7 +222,7 @@ class Observations:
         lease = observed.lease
         if found is None or lease is None:
             return
-        self._attempts.heartbeat.stop_renewing(lease)
+        self.attempts.heartbeat.stop_renewing(lease)
         try:
             if outcome is not None:
                 self._leave_alone_if_down()
@@ -262,7 +271,7 @@ class Observations:
         attempt: int = 0,
         took_ms: int = 0,
     ) -> None:
-        telemetry = self._attempts.telemetry
+        telemetry = self.attempts.telemetry
         telemetry.report(Decision(outcome, reference, label, scope, attempt, code, took_ms))
         telemetry.emit(Observed(reference, label, scope, attempt, outcome, code))
 
@@ -296,6 +305,11 @@ async def serve_asgi(
         return received.pop(0) if received else await receive()
 
     if observed is None:
+        if "coatcheck.operation" not in asgi_scope:
+            attempts, policy = middleware.observations.attempts, found[0]
+            label = f"{asgi_scope['method']} {found[1] or asgi_scope['path']}"
+            # Its handler may ask for an operation, and must not fail then.
+            note_found(Unclaimed(lambda: unclaimed_operation(attempts, label, policy)))
         await middleware.app(asgi_scope, receive_again, send)
         return
 

@@ -46,9 +46,9 @@ _FOUND: ContextVar[object] = ContextVar("coatcheck.mark", default=None)
 _UNGUARDED = object()
 
 
-class Disabled:
+class Unclaimed:
     """
-    The kill switch lets the present request pass.
+    The present request passes without a claim: by the kill switch, or in observe mode.
 
     *operation* is for an endpoint that asks for one; nothing guards it, and it has no record.
     """
@@ -149,7 +149,7 @@ def _checked(endpoint: Callable[P, T], mark: Mark) -> Callable[P, T]:
 
     def check() -> None:
         found = _FOUND.get()
-        if found is not mark and found is not _UNGUARDED and not isinstance(found, Disabled):
+        if found is not mark and found is not _UNGUARDED and not isinstance(found, Unclaimed):
             raise Misconfigured(
                 f"{endpoint.__qualname__} is marked @idempotent, but no IdempotencyMiddleware "
                 "guards it: app.add_middleware(IdempotencyMiddleware, store=...)"
@@ -193,15 +193,15 @@ def policy_of_mark(policy: Policy, method: str, mark: Mapping[str, Any]) -> Poli
     return changed(policy, changes)
 
 
-def found(mark: Mark | Disabled | None) -> None:
+def found(mark: Mark | Unclaimed | None) -> None:
     """Note the mark that was found for the present request."""
     _FOUND.set(mark)
 
 
-def disabled_operation() -> Operation | None:
-    """An operation that nothing guards, if the kill switch lets the present request pass."""
+def unclaimed_operation_of_request() -> Operation | None:
+    """An operation that nothing guards, if the present request passes without a claim."""
     found = _FOUND.get()
-    return found.operation() if isinstance(found, Disabled) else None
+    return found.operation() if isinstance(found, Unclaimed) else None
 
 
 def is_refused_early(response: Response, operation: Operation) -> bool:

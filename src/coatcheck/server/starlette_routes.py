@@ -164,6 +164,8 @@ def extend_openapi(
         """The document, with the operations that are guarded now."""
         guarded: dict[tuple[str, str], Policy] = {}
         for found in _guarded(fastapi.routes, own):
+            if found.policy.mode == "observe":
+                continue
             place = found.template, found.method
             guarded.setdefault(place, changed(found.policy, changes))  # the first route answers
         return annotate(original(), guarded)

@@ -16,14 +16,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from coatcheck.core.callables import check_function
-from coatcheck.core.identity import ID_BYTES
 from coatcheck.core.policy import Policy
 from coatcheck.engine.attempts import Attempts
 from coatcheck.engine.periodic import AtMostEvery
 from coatcheck.errors import Misconfigured
-from coatcheck.operation import Operation
-from coatcheck.server.observe import unguarded_operation
-from coatcheck.server.routes import Disabled, RoutePolicies
+from coatcheck.server.observe import unclaimed_operation
+from coatcheck.server.routes import RoutePolicies, Unclaimed
 from coatcheck.server.routes import found as note_found
 
 logger = logging.getLogger("coatcheck")
@@ -91,18 +89,12 @@ class _SwitchedRoutes:
         label = f"{method} {_path_of(native) if template is None else template}"
         if not self._is_disabled(label):
             return policy, template
-        note_found(Disabled(lambda: self._operation(label, policy)))
+        note_found(Unclaimed(lambda: unclaimed_operation(self._attempts, label, policy)))
         return None, None
 
     def let_pass(self, native: MutableMapping[str, Any]) -> None:
         """As `RoutePolicies.let_pass`."""
         self._routes.let_pass(native)
-
-    def _operation(self, label: str, policy: Policy) -> Operation:
-        """For an endpoint that asks for its operation; another one for each request."""
-        id, fingerprint = os.urandom(ID_BYTES), os.urandom(ID_BYTES)
-        request = self._attempts.new_request(id, fingerprint, key="", caller="", label=label)
-        return unguarded_operation(self._attempts, request, policy)
 
 
 def _path_of(native: MutableMapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ import pytest
 from coatcheck import Decision, Engine, Misconfigured, Policy
 from coatcheck.core.record import COMPLETED, RUNNING
 from coatcheck.telemetry import Observed
+from tests.support.engines import LEASE_S
 from tests.support.failing_stores import Faulty
 from tests.support.http import ORDER
 from tests.support.times import WAIT_S_MAX, eventually
@@ -130,9 +131,9 @@ def test_the_claim_of_a_long_request_is_renewed(open_api: OpenApi, watcher: Watc
     first = api.start_post()
     gate.wait_until_entered()
     eventually(lambda: api.engine.attempts.heartbeat.leases)
-    clock.advance(15)
+    clock.advance(LEASE_S - 1)
     api.engine.attempts.heartbeat.tick()
-    clock.advance(15)
+    clock.advance(LEASE_S - 1)
     api.post()
     assert watcher.outcomes(1) == [("would_wait", "in-progress")]
     gate.open()

@@ -11,7 +11,7 @@ from coatcheck.errors import StoreUnavailable
 from tests.support.failing_stores import Faulty, LosesOne, unavailable
 from tests.support.times import eventually
 
-from .api import Api, OpenApi
+from .api import Api, AsgiApi, OpenApi
 from .shop import Call, Said, in_turn, raises, says
 
 
@@ -203,6 +203,18 @@ def test_a_store_that_was_never_there_is_no_obstacle_either(open_api, store: Fau
     store.is_down = False
     assert not api.post().is_replay
     assert api.post().is_replay
+
+
+def test_an_unguarded_request_gets_its_response_and_not_the_address_of_none(
+    open_api: OpenApi, store: Faulty
+):
+    """D2, L10: no record would ever have it, so the client waits for the handler."""
+    api = open_api(store=store, patience=0, on_outage="execute", in_flight="202")
+    store.is_down = True
+    assert api.post(headers=[("Prefer", "respond-async")]).status == 201
+    if isinstance(api, AsgiApi):
+        api.shop.answers["/orders"] = lambda call: call.operation.accept() or Said()
+        assert api.post().status == 201
 
 
 def test_an_unguarded_handler_may_use_its_operation(lax: Api, store: Faulty):
