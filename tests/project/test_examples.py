@@ -89,6 +89,10 @@ charged 3 times for 3 actions
 b'{"charge": 1}'
 charged 1 time
 """,
+    "optimistic": """\
+at once: tea milk sugar
+settled: tea sugar
+""",
     "crash": """\
 the process ended with -9
 the retry returned: done

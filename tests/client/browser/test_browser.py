@@ -1,8 +1,11 @@
 """The browser module, in Chromium: what the page submits happens once, and the page shows it."""
 
 import re
+import textwrap
 import time
 from email.utils import formatdate
+from importlib.resources import files
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +15,7 @@ from tests.support.lossy_relay import LossyRelay
 from tests.support.servers.chromium import chromium, crash
 from tests.support.times import eventually
 
+ROOT = Path(__file__).resolve().parents[3]
 # What `call` begins with: short pauses, so that a test takes no longer than it must.
 CLIENT = """
 const { createClient } = await import("/coatcheck.js");
@@ -279,9 +283,17 @@ def test_what_cannot_be_repeated_is_refused_before_anything_is_sent(context, sho
     assert shop.keys == []
 
 
-def test_the_module_is_in_the_package_with_types_for_every_export():
-    from importlib.resources import files
+def test_every_block_of_the_page_is_a_part_of_the_example():
+    page = (ROOT / "docs/howto/browser.md").read_text()
+    sources = {"js": "shop.js", "python": "app.py"}
+    blocks = re.findall(r"```(\w+)\n(.*?)```", page, re.DOTALL)
+    assert {language for language, _ in blocks} == {"js", "python"}
+    for language, block in blocks:
+        source = (ROOT / "examples/browser_shop" / sources[language]).read_text()
+        assert block in textwrap.dedent(source) or textwrap.indent(block, "    ") in source
 
+
+def test_the_module_is_in_the_package_with_types_for_every_export():
     folder = files("coatcheck.client").joinpath("browser")
     source, types = (folder.joinpath(f"coatcheck.{end}").read_text() for end in ("js", "d.ts"))
     exports = re.findall(r"^export (?:const|class|function) (\w+)", source, re.MULTILINE)
