@@ -50,7 +50,7 @@ def main() -> int:
             "coatcheck client": ours.post,
             "coatcheck transport": over.post,
         }
-        for clock in (time.perf_counter, time.process_time):
+        for clock in (time.process_time, time.perf_counter):
             slots = {name: calls(post, clock) for name, post in contenders.items()}
             taken = interleave(slots, ROUNDS)
             print(clock.__name__)
@@ -58,7 +58,7 @@ def main() -> int:
                 ratio = samples.over(taken["httpx2"]).median
                 print(f"  {name:20} {samples.median:6.1f} µs a call   {ratio:.3f} × httpx2")
         is_met = taken["coatcheck client"].over(taken["httpx2"]).median <= RATIO_MAX
-    print(f"target: {RATIO_MAX} of processor time:", "pass" if is_met else "MISS")
+    print(f"target: {RATIO_MAX} × httpx2 in wall time:", "pass" if is_met else "MISS")
     return 0 if is_met else 1
 
 

@@ -165,6 +165,9 @@ def cli() -> str:
                 else command.get_help(context)
             )
             lines += [f"## coatcheck {name}\n", f"```\n{help}\n```\n"]
+            for part, inner in getattr(command, "commands", {}).items():
+                within = click.Context(inner, context, info_name=part, **_SETTINGS)
+                lines += [f"```\n{inner.get_help(within)}\n```\n"]
     return "\n".join(lines)
 
 

@@ -3,7 +3,7 @@
 Start reading at `coatcheck.core.lifecycle`; ARCHITECTURE.md is the map.
 """
 
-from coatcheck.core.plan import Plan, plan
+from coatcheck.core.client.plan import Plan, plan
 from coatcheck.core.policy import Policy
 from coatcheck.core.record import Record
 from coatcheck.core.response import Response

@@ -194,8 +194,10 @@ def decision_of(request: ClaimRequest, answer: Answer | None, now_ms: int) -> De
 
 def log_decision(decision: Decision) -> None:
     """Log what happened, to which operation, and how long it took."""
-    if logger.isEnabledFor(logging.INFO):
-        logger.info(
+    level = logging.WARNING if decision.outcome == "unguarded" else logging.INFO
+    if logger.isEnabledFor(level):
+        logger.log(
+            level,
             "coatcheck: operation %s (%s) %s in %d ms",
             decision.reference or "without a reference",
             decision.label,
@@ -205,9 +207,13 @@ def log_decision(decision: Decision) -> None:
         )
 
 
-_WORDS = {
+_WORDS: dict[DecisionOutcome, str] = {
     "executed": "was executed as attempt {0.attempt}",
     "replayed": "was replayed",
     "refused": "was refused with {0.code}",
     "failed": "failed",
+    "unguarded": "ran unguarded, because the store is unavailable",
+    "would_replay": "ran; its route is only observed, and it would have been replayed",
+    "would_wait": "ran; its route is only observed, and it would have waited",
+    "would_refuse": "ran; its route is only observed, and it would have been refused with {0.code}",
 }

@@ -16,7 +16,20 @@ import coatcheck
 from coatcheck.cli import commands, main
 from coatcheck.core.record import FAILED, IN_DOUBT
 
-COMMANDS = ("demo", "lookup", "list", "resolve", "erase", "stats", "sweep", "migrate", "doctor")
+COMMANDS = (
+    "demo",
+    "lookup",
+    "list",
+    "resolve",
+    "erase",
+    "stats",
+    "sweep",
+    "migrate",
+    "doctor",
+    "plan",
+)
+# Commands with commands of their own.
+GROUPS = ("outbox",)
 BY_ADA = ("--by", "ada", "--why", "asked the bank")
 URL = "postgresql://shop:hunt@er's@db/shop"
 
@@ -123,7 +136,7 @@ def test_every_command_has_help_an_example_and_json(command, capsys):
 
 def test_without_a_command_the_help_is_printed(capsys):
     """O1."""
-    assert tuple(commands.commands) == COMMANDS
+    assert tuple(commands.commands) == (*COMMANDS, *GROUPS)
     assert main([]) == 2
     err = capsys.readouterr().err
     assert all(f"\n  {command} " in err for command in COMMANDS)

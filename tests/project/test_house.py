@@ -290,7 +290,7 @@ def test_every_log_line_begins_with_our_name():
     for path in modules(SOURCE):
         for node in nodes(path):
             if isinstance(node, ast.Call) and name_of(node) in LOG_CALLS:
-                message = node.args[0]
+                message = node.args[name_of(node) == "logger.log"]  # the level comes first
                 text = message.value if isinstance(message, ast.Constant) else ""
                 if not (text or texts.get(ast.unparse(message), "")).startswith("coatcheck: "):
                     offences.append(at(path, node, ast.unparse(message)))

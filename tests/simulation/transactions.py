@@ -62,8 +62,9 @@ class SimulatedConnection:
         self._store = served.process.setting.store
         self.transaction = Transaction(served, served.process)
 
-    def begin(self, claim: Iterable[Statement]) -> Flow[bool]:
+    def begin(self, claim: Iterable[Statement], *, can_undo: bool) -> Flow[bool]:
         """Begin, and make the claim."""
+        assert not can_undo  # its requests have no caller, like those of functions
         (statement,) = claim
         return (yield from Call(self._begin, tuple(statement.values)))
 
@@ -82,8 +83,9 @@ class SimulatedConnection:
             raise RowLocked
         return kind is None
 
-    def end(self, completion: Statement) -> Flow[None]:
+    def end(self, completion: Statement, *, undo: bool) -> Flow[None]:
         """Complete the claim, and commit."""
+        assert not undo
         yield from Call(self._end, tuple(completion.values))
 
     def _end(self, swap: Swap) -> Doing[None]:

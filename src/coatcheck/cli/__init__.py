@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import click
 
 from coatcheck import __version__
+from coatcheck.cli.client import outbox, plan_command
 from coatcheck.cli.maintenance import doctor, erase, migrate, stats, sweep
 from coatcheck.cli.operations import list_, lookup
 from coatcheck.cli.options import STORE_DEFAULT, STORE_VARIABLE
@@ -34,7 +35,8 @@ the store:
 exit codes:
   0  success
   1  not found, not resolved, something was listed with --fail-if-any,
-     a migration is due, or the doctor or the demo found an error
+     a migration is due, the window is too short for the plan,
+     or the doctor or the demo found an error
   2  wrong usage, or the store cannot be opened
 
 \b
@@ -75,7 +77,9 @@ def demo(options: tuple[str, ...]) -> int:
     return run(options)
 
 
-for _command in (lookup, list_, resolve_command, erase, stats, sweep, migrate, doctor):
+_OPERATIONS = (lookup, list_, resolve_command, erase)
+_MAINTENANCE = (stats, sweep, migrate, doctor)
+for _command in (*_OPERATIONS, *_MAINTENANCE, plan_command, outbox):
     commands.add_command(_command)
 
 

@@ -6,8 +6,8 @@
 from coatcheck.client.call import Action, result_of
 from coatcheck.client.presets import PRESETS
 from coatcheck.client.settings import Clock
-from coatcheck.core.retry_policy import Preset, RetryBudget, RetryPolicy
-from coatcheck.core.send import Result
+from coatcheck.core.client.retry_policy import Preset, RetryBudget, RetryPolicy
+from coatcheck.core.client.send import Result
 
 __all__ = [
     "PRESETS",

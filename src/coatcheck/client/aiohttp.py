@@ -22,8 +22,8 @@ from coatcheck.client.body import BodyCopy
 from coatcheck.client.call import Action, Exchange
 from coatcheck.client.keys import key_in_body
 from coatcheck.client.settings import Clock, Settings, settings_of
-from coatcheck.core.retry_policy import Preset, RetryBudget, RetryPolicy
-from coatcheck.core.send import Answer, Lost, Send, is_body_read
+from coatcheck.core.client.retry_policy import Preset, RetryBudget, RetryPolicy
+from coatcheck.core.client.send import Answer, Lost, Send, is_body_read
 
 
 class ClientSession:

@@ -14,11 +14,8 @@ from typing import Any, Generic, TypeVar
 
 from coatcheck.client.keys import checked_key, header_value, key_in_header, key_of_reference
 from coatcheck.client.settings import Settings
-from coatcheck.core.flow import Effect, run, run_async
-from coatcheck.core.key import redacted
-from coatcheck.core.policy import SAFE_METHODS
-from coatcheck.core.retry_policy import RetryPolicy
-from coatcheck.core.send import (
+from coatcheck.core.client.retry_policy import RetryPolicy
+from coatcheck.core.client.send import (
     Answer,
     Lost,
     Order,
@@ -29,6 +26,9 @@ from coatcheck.core.send import (
     answer_of,
     send,
 )
+from coatcheck.core.flow import Effect, run, run_async
+from coatcheck.core.key import redacted
+from coatcheck.core.policy import SAFE_METHODS
 from coatcheck.errors import Misconfigured
 
 # Where a response has its `Result`: in the extensions of httpx, as an attribute elsewhere.

@@ -15,8 +15,8 @@ from coatcheck.client.body import BodyCopy, CopiedStream, copied, copied_async
 from coatcheck.client.call import EXTENSION, PORTS, Action, Exchange
 from coatcheck.client.keys import key_in_body
 from coatcheck.client.settings import Clock, Settings, settings_of
-from coatcheck.core.retry_policy import Preset, RetryBudget, RetryPolicy
-from coatcheck.core.send import Answer, Lost, Send, is_body_read
+from coatcheck.core.client.retry_policy import Preset, RetryBudget, RetryPolicy
+from coatcheck.core.client.send import Answer, Lost, Send, is_body_read
 
 R = TypeVar("R")  # the response of the library
 

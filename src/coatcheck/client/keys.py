@@ -8,8 +8,8 @@ import time
 import uuid
 from typing import Any
 
+from coatcheck.core.client.retry_policy import Preset
 from coatcheck.core.key import Malformed, format_key, parse_key
-from coatcheck.core.retry_policy import Preset
 from coatcheck.errors import Misconfigured
 
 # Derived keys must be the same in every release: a change would execute retries again.

@@ -20,11 +20,11 @@ from coatcheck.client.call import Action, result_of
 from coatcheck.client.keys import checked_key, key_of_reference
 from coatcheck.client.outbox_file import OutboxFile, Stored
 from coatcheck.client.settings import Settings
-from coatcheck.core.outbox import TOO_LATE, Entry, Verdict, is_too_late, pause_ms, verdict_of
+from coatcheck.core.client.outbox import TOO_LATE, Entry, Verdict, is_too_late, pause_ms, verdict_of
+from coatcheck.core.client.retry_policy import seconds
+from coatcheck.core.client.send import Result
 from coatcheck.core.policy import Duration
 from coatcheck.core.response import Response
-from coatcheck.core.retry_policy import seconds
-from coatcheck.core.send import Result
 from coatcheck.errors import Misconfigured
 
 

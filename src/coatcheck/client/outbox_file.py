@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from coatcheck.core.outbox import Entry, State, Verdict
+from coatcheck.core.client.outbox import Entry, State, Verdict
 from coatcheck.core.response import Response
 from coatcheck.errors import Misconfigured
 
@@ -79,13 +79,19 @@ class OutboxFile:
     """The actions in the file that *url* names: `sqlite:///outbox.db`."""
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        self.path = unquote(parts.path.removeprefix("/"))
-        if parts.scheme != "sqlite" or parts.netloc or parts.query or not self.path:
-            raise Misconfigured(f"an outbox is a file: write sqlite:///outbox.db, not {url!r}")
+        self.path = self.path_of(url)
         with self._connection() as connection:
             connection.execute("pragma journal_mode = wal")
             connection.executescript(_SCHEMA)
+
+    @staticmethod
+    def path_of(url: str) -> str:
+        """The path of the file; nothing is opened."""
+        parts = urlsplit(url)
+        path = unquote(parts.path.removeprefix("/"))
+        if parts.scheme != "sqlite" or parts.netloc or parts.query or not path:
+            raise Misconfigured(f"an outbox is a file: write sqlite:///outbox.db, not {url!r}")
+        return path
 
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
@@ -162,6 +168,11 @@ class OutboxFile:
         where = "where state in ('refused', 'unknown') order by id"
         with self._connection() as connection:
             return [_stored(row) for row in connection.execute(f"{_STORED} {where}")]
+
+    def all(self) -> list[Stored]:
+        """All actions, the oldest first."""
+        with self._connection() as connection:
+            return [_stored(row) for row in connection.execute(f"{_STORED} order by id")]
 
     def again(self, key: str, now_ms: int) -> bool:
         """Send a dead action again, with its key; False if there is none."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from coatcheck.core.retry_policy import RETRY_STATUSES, Preset
+from coatcheck.core.client.retry_policy import RETRY_STATUSES, Preset
 from coatcheck.errors import Misconfigured
 
 _PRESETS = (

@@ -19,8 +19,8 @@ from coatcheck.client.body import BodyCopy, BodyReader, copied
 from coatcheck.client.call import PORTS, Action, Exchange
 from coatcheck.client.keys import key_in_body
 from coatcheck.client.settings import Clock, settings_of
-from coatcheck.core.retry_policy import Preset, RetryBudget, RetryPolicy
-from coatcheck.core.send import Answer, Lost, Send, is_body_read
+from coatcheck.core.client.retry_policy import Preset, RetryBudget, RetryPolicy
+from coatcheck.core.client.send import Answer, Lost, Send, is_body_read
 
 # The options of `Session.request` that belong to the sending and not to the request.
 _OF_SENDING = ("proxies", "stream", "verify", "cert", "timeout", "allow_redirects")

@@ -11,7 +11,7 @@ from typing import Literal
 
 from coatcheck.client.keys import new_uuid4, new_uuid7
 from coatcheck.client.presets import preset_of
-from coatcheck.core.retry_policy import Preset, RetryBudget, RetryPolicy, seconds
+from coatcheck.core.client.retry_policy import Preset, RetryBudget, RetryPolicy, seconds
 from coatcheck.errors import Misconfigured
 
 

@@ -177,7 +177,8 @@ def _result_of(function: Any) -> Any:  # noqa: ANN401 - a function or a class
         if annotation is Any:
             return Any
         # Only this one is read: the names of parameters may exist for type checkers alone.
-        names = getattr(inspect.unwrap(function), "__globals__", {})
+        # A decorator copies the annotations of what it wraps, unless that has none.
+        names = getattr(inspect.unwrap(function), "__globals__", function.__globals__)
         annotated = FunctionType(_result_of.__code__, names)
         annotated.__annotations__ = {"return": annotation}
         hint = typing.get_type_hints(annotated)["return"]

@@ -130,9 +130,9 @@ def test_the_claim_of_a_long_request_is_renewed(open_api: OpenApi, watcher: Watc
     first = api.start_post()
     gate.wait_until_entered()
     eventually(lambda: api.engine.attempts.heartbeat.leases)
-    clock.advance(50)
+    clock.advance(15)
     api.engine.attempts.heartbeat.tick()
-    clock.advance(50)
+    clock.advance(15)
     api.post()
     assert watcher.outcomes(1) == [("would_wait", "in-progress")]
     gate.open()

@@ -5,7 +5,7 @@
  * the request in IndexedDB first, so that a closed tab, a reload or a crash loses nothing, and a
  * lock across tabs lets one tab at a time send an action.
  *
- * The rules for retries are those of the Python client (core/send.py and core/outbox.py).
+ * The rules for retries are those of the Python client (core/client/send.py and core/client/outbox.py).
  * It needs a secure context: https, or localhost.
  */
 
@@ -254,11 +254,16 @@ function retryAfterMs(headers) {
   const value = headers.get("Retry-After")?.trim();
   if (!value) return null;
   if (/^\d+$/.test(value)) return Number(value.slice(0, 12)) * 1_000;
-  const until = Date.parse(value);
+  const until = dateMs(value);
   if (Number.isNaN(until)) return null;
   // The server's own clock, where it sends it: the two may differ by hours.
-  const sent = Date.parse(headers.get("Date") ?? "");
+  const sent = dateMs(headers.get("Date") ?? "");
   return Math.max(0, until - (Number.isNaN(sent) ? Date.now() : sent));
+}
+
+/** An HTTP date, which begins with the day of the week; browsers read more than that as a date. */
+function dateMs(value) {
+  return /^[A-Z][a-z]{2}/.test(value) ? Date.parse(value) : Number.NaN;
 }
 
 function isRetried(answer) {

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from coatcheck.core.client.retry_policy import RetryPolicy, seconds
 from coatcheck.core.policy import Duration, Policy
-from coatcheck.core.retry_policy import RetryPolicy, seconds
 from coatcheck.errors import Misconfigured
 
 

@@ -11,9 +11,9 @@
 The flow decides; a client library performs `Send`, `Sleep` and `NewKey`. Times and random numbers
 are results of these effects.
 
-Invariants, checked by `tests/core/test_send.py` over every sequence of answers: all attempts have
-the same key, unless the application allowed a new one for an expired key; a definite answer ends
-the flow; no attempt begins after the deadline; a POST without a key is sent once.
+Invariants, checked by `tests/core/client/test_send.py` over every sequence of answers: all attempts
+have the same key, unless the application allowed a new one for an expired key; a definite answer
+ends the flow; no attempt begins after the deadline; a POST without a key is sent once.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from coatcheck.core.client.retry_policy import Preset, RetryBudget, RetryPolicy
 from coatcheck.core.flow import Effect, Flow
 from coatcheck.core.problem import Retry
-from coatcheck.core.retry_policy import Preset, RetryBudget, RetryPolicy
 
 Outcome: TypeAlias = Literal["done", "refused", "unknown"]
 # Why the client stopped before it had a definite answer; "": it had one.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, TypeAlias
 
-from coatcheck.core.send import BEFORE_THE_KEY, Result
+from coatcheck.core.client.send import BEFORE_THE_KEY, Result
 
 State: TypeAlias = Literal["pending", "done", "refused", "unknown"]
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from coatcheck.core.outbox import Entry, is_too_late, pause_ms, verdict_of
-from coatcheck.core.send import Result
+from coatcheck.core.client.outbox import Entry, is_too_late, pause_ms, verdict_of
+from coatcheck.core.client.send import Result
 
 NEW = Entry(1, "k", "lane", "POST", "/charges", (), b"", None, 1)
 SENT = NEW._replace(first_sent_ms=1_000, calls=2)

@@ -1,7 +1,7 @@
 """Retry policies of clients: how often, how long and with which pauses a client sends again.
 
-`core/send.py` decides with them. `RetryPolicy` has the settings of the application, `Preset` what
-an API expects of its clients, and `RetryBudget` limits the retries of all calls of one client.
+`send.py` decides with them. `RetryPolicy` has the settings of the application, `Preset` what an API
+expects of its clients, and `RetryBudget` limits the retries of all calls of one client.
 """
 
 from __future__ import annotations

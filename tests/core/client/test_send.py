@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coatcheck.core.flow import run
-from coatcheck.core.retry_policy import Preset, RetryBudget, RetryPolicy
-from coatcheck.core.send import (
+from coatcheck.core.client.retry_policy import Preset, RetryBudget, RetryPolicy
+from coatcheck.core.client.send import (
     Answer,
     Lost,
     NewKey,
@@ -22,6 +21,7 @@ from coatcheck.core.send import (
     is_retried,
     send,
 )
+from coatcheck.core.flow import run
 
 DEFAULT = Preset(name="default")
 LOST, NOT_SENT, DONE = Lost(), Lost(may_have_arrived=False), Answer(201)

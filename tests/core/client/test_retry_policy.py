@@ -2,7 +2,7 @@
 
 import pytest
 
-from coatcheck.core.retry_policy import Preset, RetryBudget, RetryPolicy
+from coatcheck.core.client.retry_policy import Preset, RetryBudget, RetryPolicy
 from coatcheck.errors import Misconfigured
 
 

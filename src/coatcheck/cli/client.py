@@ -1,0 +1,137 @@
+"""`coatcheck plan` and `coatcheck outbox`: for those who run clients."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from coatcheck.cli.options import confirm, example, json_option, yes_option
+from coatcheck.cli.printing import print_error, print_json, print_table
+from coatcheck.client.outbox_file import OutboxFile, Stored
+from coatcheck.core.client.plan import BYTES_PER_KEY, plan, plan_text
+from coatcheck.core.policy import Policy
+from coatcheck.errors import Misconfigured
+
+OUTBOX_VARIABLE = "COATCHECK_OUTBOX"
+OUTBOX_DEFAULT = "sqlite:///outbox.db"
+
+outbox_option = click.option(
+    "--outbox",
+    "url",
+    metavar="URL",
+    envvar=OUTBOX_VARIABLE,
+    default=OUTBOX_DEFAULT,
+    help=f"URL of the outbox (or {OUTBOX_VARIABLE}; default: {OUTBOX_DEFAULT})",
+)
+
+
+@click.command(
+    "plan", epilog=example("coatcheck plan --rate 50 --store postgresql --retries-for 1h")
+)
+@click.option("--window", metavar="TIME", default="24h", show_default=True, help="of the server")
+@click.option("--margin", metavar="TIME", default="1h", show_default=True, help="of the server")
+@click.option(
+    "--retries-for",
+    "horizon",
+    metavar="TIME",
+    default="60s",
+    show_default=True,
+    help="how long clients retry: the deadline of their policy",
+)
+@click.option("--rate", metavar="N", type=float, default=0.0, help="new keys a second")
+@click.option("--store", type=click.Choice(tuple(BYTES_PER_KEY)), default="sqlite")
+@click.option("--response-bytes", metavar="N", type=int, default=0, help="of an average response")
+@click.option("--compact", is_flag=True, help="the URL of the store has compact=1")
+@json_option
+def plan_command(
+    window: str, margin: str, horizon: str, *, compact: bool, as_json: bool, **sizes: Any
+) -> int:
+    """
+    Compare the window of a server with the retries of its clients, and compute the storage.
+
+    The exit code is 1 if a late retry would be executed again.
+    """
+    made = plan(Policy(window=window, margin=margin), horizon, compact=compact, **sizes)
+    if as_json:
+        print_json({**dataclasses.asdict(made), "is_safe": made.is_safe})
+    else:
+        print(plan_text(made))
+    return 0 if made.is_safe else 1
+
+
+@click.group()
+def outbox() -> None:
+    """Look at the actions of an outbox, send them again or discard them."""
+
+
+@outbox.command("list", epilog=example("coatcheck outbox list --outbox sqlite:///outbox.db"))
+@click.option("--all", "with_all", is_flag=True, help="also those that are pending or done")
+@outbox_option
+@json_option
+def list_actions(url: str, *, with_all: bool, as_json: bool) -> int:
+    """List the actions that were refused, or whose outcome is unknown; the oldest first."""
+    file = _opened(url)
+    actions = file.all() if with_all else file.dead()
+    if as_json:
+        print_json([_facts(action) for action in actions])
+    elif actions:
+        columns = ("key", "state", ">status", "request", "lane", "reason")
+        print_table(columns, [_row(action) for action in actions])
+    else:
+        print_error("no actions found")
+    return 0
+
+
+@outbox.command("retry", epilog=example("coatcheck outbox retry 0b9d7c1e-5f5e-4a8e-9f6c"))
+@click.argument("key")
+@outbox_option
+def retry_action(key: str, url: str) -> int:
+    """Send a refused or unknown action again, with its key."""
+    if not _opened(url).again(key, time.time_ns() // 1_000_000):
+        print_error(f"no refused or unknown action has the key {key!r}")
+        return 1
+    print("the next sender sends it again")
+    return 0
+
+
+@outbox.command("discard", epilog=example("coatcheck outbox discard 0b9d7c1e-5f5e-4a8e-9f6c"))
+@click.argument("key")
+@yes_option
+@outbox_option
+def discard_action(key: str, url: str, *, yes: bool) -> int:
+    """Delete a refused or unknown action, so that its lane continues."""
+    file = _opened(url)
+    found = file.get(key)
+    if found is None or found.state not in ("refused", "unknown"):
+        print_error(f"no refused or unknown action has the key {key!r}")
+        return 1
+    if not confirm(f"Delete {found.method} {found.url} ({found.state})?", yes=yes):
+        print_error("nothing was changed")
+        return 1
+    file.discard(key)
+    print("discarded")
+    return 0
+
+
+def _opened(url: str) -> OutboxFile:
+    """Return the outbox at *url*; a command that looks creates none."""
+    path = OutboxFile.path_of(url)
+    if not Path(path).is_file():
+        raise Misconfigured(f"there is no outbox {path}")
+    return OutboxFile(url)
+
+
+def _facts(action: Stored) -> dict[str, Any]:
+    """Return what to print of *action*; bodies are not printed."""
+    status = None if action.answer is None else action.answer.status
+    return {**action._asdict(), "answer": status}
+
+
+def _row(action: Stored) -> tuple[str, ...]:
+    status = "" if action.answer is None else str(action.answer.status)
+    request = f"{action.method} {action.url}"
+    return action.key, action.state, status, request, action.lane, action.reason

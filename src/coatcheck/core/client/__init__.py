@@ -1,0 +1,1 @@
+"""Decisions of a client: which requests it sends again, when, and for how long."""
