@@ -19,8 +19,10 @@ const order = client.optimistic({
   },
 });
 
-for (const button of document.querySelectorAll("[data-item]"))
-  button.addEventListener("click", () => order.submit("POST", "/orders", { item: button.dataset.item }));
+for (const button of document.querySelectorAll("[data-item]")) {
+  const { item } = button.dataset;
+  button.addEventListener("click", () => order.submit("POST", "/orders", { item }));
+}
 
 const losing = document.querySelector("#losing");
 losing.addEventListener("change", () => client.put("/network", { losing: losing.checked }));

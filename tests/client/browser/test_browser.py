@@ -264,6 +264,59 @@ def test_a_lane_is_in_order_and_what_follows_a_refused_action_is_applied_again(c
     assert shop.items == ["a", "c"]
 
 
+PEOPLE = """
+const { outbox } = client;
+await outbox.start();
+const ask = (item, lane) => outbox.submit("POST", "/orders", { item }, { lane });
+const first = await ask("a", "one");
+const unknown = await first.result();
+const second = await ask("b", "one");
+const states = [unknown.state, unknown.reason, (await outbox.get(second.key)).state];
+states.push(await outbox.discard(second.key), await outbox.retry(first.key));
+states.push((await first.result()).state, (await second.result()).state);
+await outbox.forget(-1);
+states.push((await outbox.list()).length);
+return states;
+"""
+
+
+def test_an_unknown_action_holds_its_lane_until_a_person_decides(context, shop):
+    """C3: it is a dead letter with its reason; a retry has the same key."""
+    page = context.new_page()
+    page.goto(f"{shop.url}/coatcheck.js")
+    shop.script += [(409, {}, {"code": "outcome-unknown", "retry": "never"})]
+    states = call(page, PEOPLE)
+    decided = ["unknown", "outcome-unknown", "pending", False, True, "done", "done", 0]
+    assert states == decided
+    assert shop.keys[0] == shop.keys[1] != shop.keys[2]
+    assert shop.items == ["a", "b"]
+
+
+LATE = """
+let signed = 0;
+const strict = createClient({
+  database: "late",
+  retry: { attemptsMax: 1, deadlineMs: 400, serverWindowMs: 401 },
+  sign() { signed += 1; if (signed === 1) throw new Error("signed out"); return {}; },
+});
+await strict.outbox.start();
+const ticket = await strict.outbox.submit("POST", "/orders", { item: "a" });
+const { state, reason, calls } = await ticket.result();
+return { state, reason, calls, signed };
+"""
+
+
+def test_an_action_is_not_sent_again_when_the_server_may_have_forgotten_its_key(context, shop):
+    """C3, T4: a call that could not be signed was not sent, and does not count."""
+    page = context.new_page()
+    page.goto(f"{shop.url}/coatcheck.js")
+    shop.script += ["half"]
+    late = call(page, LATE)
+    assert late.pop("reason").startswith("it was first sent before the window of the server")
+    assert late == {"state": "unknown", "calls": 2, "signed": 2}
+    assert len(shop.keys) == 1
+
+
 def test_what_cannot_be_repeated_is_refused_before_anything_is_sent(context, shop):
     """Wrong arguments are errors, and change nothing."""
     page = context.new_page()

@@ -5,7 +5,7 @@
  * the request in IndexedDB first, so that a closed tab, a reload or a crash loses nothing, and a
  * lock across tabs lets one tab at a time send an action.
  *
- * The rules for retries are those of the Python client (core/client/send.py and core/client/outbox.py).
+ * The rules for retries are those of the Python client: core/client/send.py, core/client/outbox.py.
  * It needs a secure context: https, or localhost.
  */
 
@@ -52,21 +52,24 @@ export function createClient(options = {}) {
   return new Client(options);
 }
 
+const OPTIONS = ["baseUrl", "retry", "budget", "sign", "database"];
+
 class Client {
-  constructor({ baseUrl = location.origin, retry = {}, budget, sign, database = "coatcheck", ...rest }) {
+  constructor(options) {
+    const { baseUrl = location.origin, retry = {}, database = "coatcheck" } = options;
     const unknown = [
-      ...Object.keys(rest),
+      ...Object.keys(options).filter((name) => !OPTIONS.includes(name)),
       ...Object.keys(retry).filter((name) => !(name in RETRY)),
     ];
     if (unknown.length > 0) throw new Misconfigured(`unknown option: ${unknown.join(", ")}`);
     this.baseUrl = new URL(baseUrl, location.href).href;
     this.retry = checkedRetry({ ...RETRY, ...retry });
-    this.budget = budget ?? new RetryBudget();
-    this.sign = sign ?? (() => ({}));
+    this.budget = options.budget ?? new RetryBudget();
+    this.sign = options.sign ?? (() => ({}));
     this.outbox = new Outbox(this, database);
   }
 
-  /** Send a request until the answer is definite; resolves with a result, also without an answer. */
+  /** Send a request until the answer is definite; without one, the result says so. */
   async request(method, path, { body, headers = {}, key, reference } = {}) {
     const request = frozen(this.baseUrl, method, path, body, headers);
     return await send(this, request, await keyOf(request.method, key, reference));
@@ -117,7 +120,7 @@ function frozen(baseUrl, method, path, body, headers) {
   const all = new Headers(headers);
   let content = body ?? null;
   if (body instanceof FormData || body instanceof ReadableStream)
-    throw new Misconfigured("the body must be JSON, text, a Blob or bytes, so that it can be repeated");
+    throw new Misconfigured("the body must be JSON, text, a Blob or bytes: it may be repeated");
   if (body instanceof URLSearchParams) {
     content = body.toString();
     if (!all.has("Content-Type")) all.set("Content-Type", "application/x-www-form-urlencoded");
@@ -165,7 +168,7 @@ async function send(client, request, givenKey) {
   let mayHaveRun = false;
   for (let attempts = 1; ; attempts += 1) {
     const answer = await attempt(client, request, key, until - performance.now());
-    mayHaveRun ||= answer.status === 0 || answer.status >= 500 || [408, 409].includes(answer.status);
+    mayHaveRun ||= [0, 408, 409].includes(answer.status) || answer.status >= 500;
     const renews = retry.renewExpired && key === givenKey && answer.code === "key-expired";
     const result = {
       attempts,
@@ -379,8 +382,8 @@ class Outbox extends EventTarget {
         const action = await this.#actions.get(key);
         if (action?.state === "pending") return;
         this.removeEventListener("change", look);
-        if (action === undefined) reject(new Misconfigured("the outbox has no action with this key"));
-        else resolve(action);
+        if (action !== undefined) resolve(action);
+        else reject(new Misconfigured("the outbox has no action with this key"));
       };
       this.addEventListener("change", look);
       look();
@@ -547,9 +550,12 @@ async function verdictOf(action, { outcome, gaveUp, wasReplayed, code, response 
   const ended = { answer, endedMs: Date.now() };
   // An earlier call may have been executed, and this answer does not say.
   const saysNothing = action.wasSentBefore && BEFORE_THE_KEY.includes(status) && !wasReplayed;
-  if (outcome === "refused" && saysNothing)
-    return { ...ended, state: "unknown", reason: `status ${status} after a call without an answer` };
-  return { ...ended, state: outcome, reason: outcome === "done" ? "" : (code ?? `status ${status}`) };
+  if (outcome === "refused" && saysNothing) {
+    const reason = `status ${status} after a call without an answer`;
+    return { ...ended, state: "unknown", reason };
+  }
+  const reason = outcome === "done" ? "" : (code ?? `status ${status}`);
+  return { ...ended, state: outcome, reason };
 }
 
 /**
@@ -565,14 +571,15 @@ class Optimistic {
   #functions;
 
   constructor(outbox, { name, apply, revert, confirm = () => {} }) {
-    if (typeof name !== "string" || !name || typeof apply !== "function" || typeof revert !== "function")
-      throw new Misconfigured("an optimistic action needs a name, and the functions apply and revert");
+    const areFunctions = [apply, revert, confirm].every((given) => typeof given === "function");
+    if (typeof name !== "string" || !name || !areFunctions)
+      throw new Misconfigured("an optimistic action needs a name, apply and revert");
     this.#outbox = outbox;
     this.name = name;
     this.#functions = { apply, revert, confirm };
   }
 
-  /** Store an action and apply it; *input* is what `apply` and `revert` need, by default the body. */
+  /** Store an action and apply it; *input*, by default the body, is given to the functions. */
   submit(method, path, body, { input = body, ...options } = {}) {
     return this.#outbox.submit(method, path, body, {
       ...options,
@@ -603,7 +610,8 @@ class Actions {
     this.#opening = new Promise((resolve, reject) => {
       const opening = indexedDB.open(`coatcheck-${name}`, 1);
       opening.onupgradeneeded = () => {
-        const store = opening.result.createObjectStore("actions", { keyPath: "id", autoIncrement: true });
+        const ids = { keyPath: "id", autoIncrement: true };
+        const store = opening.result.createObjectStore("actions", ids);
         store.createIndex("key", "key", { unique: true });
         store.createIndex("lane", "lane");
       };
@@ -653,15 +661,16 @@ class Actions {
         const open = ({ state }) => state === "pending" || state === "unknown";
         const head = target.result.find(open);
         const now = Date.now();
+        const sentMs = head?.firstSentMs ?? now;
         if (head === undefined || head.state === "unknown") done(null);
         else if (head.dueMs > now && !isForced) done({ pauseMs: head.dueMs - now });
-        else if (head.firstSentMs !== null && now + deadlineMs > head.firstSentMs + serverWindowMs) {
+        else if (now + deadlineMs > sentMs + serverWindowMs) {
           // The server may have forgotten the key, and would execute the action again.
           const late = { ...head, state: "unknown", reason: TOO_LATE };
           store.put(late);
           done(late);
         } else {
-          const sent = { ...head, firstSentMs: head.firstSentMs ?? now, calls: head.calls + 1 };
+          const sent = { ...head, firstSentMs: sentMs, calls: head.calls + 1 };
           store.put(sent);
           done({ ...sent, wasSentBefore: head.firstSentMs !== null });
         }
