@@ -179,6 +179,18 @@ def test_a_reload_in_mid_flight_shows_and_finishes_the_order(context, shop):
     assert shop.items == ["Blue teapot"]
 
 
+def test_the_switch_of_the_page_loses_two_answers_and_the_order_is_placed_once(context, shop):
+    """C1: as a visitor of the example sees it."""
+    page = opened(context, shop)
+    with page.expect_response("**/network"):
+        page.click(".switch")
+    order(page)
+    shown(page, "confirmed")
+    assert len(shop.keys) == 3
+    assert len(set(shop.keys)) == 1
+    assert shop.items == ["Blue teapot"]
+
+
 def test_a_browser_that_crashes_in_mid_flight_continues_when_it_is_back(driver, shop, tmp_path):
     """C3: the profile on disk has the key and the request."""
     context = driver.launch_profile(tmp_path)
