@@ -13,7 +13,7 @@ from benchmarks.report import Table
 # The tables of `sweeping` take longer to fill than to measure, so they are filled meanwhile.
 TIMED = (
     *("memory", "sqlite", "postgres", "mysql", "redis", "latency"),
-    *("transactions", "replays", "powertools", "http", "waiting"),
+    *("transactions", "replays", "powertools", "http", "waiting", "telemetry"),
 )
 UNTIMED = ("memory_growth", "size")
 SET_UP = "sweeping"

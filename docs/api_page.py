@@ -44,6 +44,8 @@ MODULES: dict[str, tuple[str, ...] | None] = {
         *("Decision", "Observer", "log_decision", "Listener", "OperationEvent", "Claimed"),
         *("Waited", "Renewed", "Lost", "Completed", "Released", "InDoubt", "Recovered", "Swept"),
     ),
+    "coatcheck.metrics.prometheus": ("Metrics", "instrument"),
+    "coatcheck.metrics.opentelemetry": ("Telemetry", "instrument"),
     "coatcheck.core.record": ("Swap",),
     "coatcheck.core.progress": ("Note",),
     "coatcheck.core.describe": ("facts_of",),
@@ -53,7 +55,7 @@ MODULES: dict[str, tuple[str, ...] | None] = {
 # Documented on a page of its own.
 ELSEWHERE = {"Policy": "policy.md"}
 # The inherited methods that users call.
-INHERITED = {"close"}
+INHERITED = {"close", "instrument", "listen"}
 # Used by other packages of the library, not by users.
 OURS = {"AsyncOperation.__init__", "Operation.__init__", "Operation.check_steps"}
 

@@ -117,7 +117,7 @@ class Observed(OperationEvent):
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """Expired records were deleted."""
+    """A sweep ended; it deleted this many expired records, or none."""
 
     records: int
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import coatcheck
 from coatcheck.cli import operations
 from coatcheck.core.describe import iso
 from coatcheck.core.identity import scope_of_caller
@@ -49,6 +50,16 @@ def test_an_operation_is_found_as_people_name_it(shared):
         assert facts["response"] == f"status 201, {len(BODY)} bytes"
         assert facts["next"] == "retries get the stored response"
     assert shared.json("lookup", key)[0]["response"] == {"status": 201, "bytes": len(BODY)}
+
+
+def test_the_error_of_a_failed_attempt_is_shown_without_its_text(records):
+    """O1, O3: it may have what the client has sent."""
+    with coatcheck.Engine(records.url) as engine, pytest.raises(LookupError):
+        engine.run("order-1", {}.__getitem__, SECRET, scope="orders")
+    code, out, _err = records.run("lookup", "order-1")
+    assert (code, facts_in(out)["state"]) == (0, "failed")
+    assert facts_in(out)["failure"] == "attempt 1 raised KeyError"
+    assert SECRET not in out
 
 
 def test_one_key_of_two_callers_is_two_operations(records):

@@ -8,7 +8,15 @@ from coatcheck.core.describe import advice_of, age_of, facts_of, lines_of, state
 from coatcheck.core.key import reference_of
 from coatcheck.core.lifecycle import ClaimRequest, first_attempt, next_attempt
 from coatcheck.core.policy import Policy
-from coatcheck.core.progress import NOTHING, Note, Report, Resolution, Step, encoded
+from coatcheck.core.progress import (
+    NOTHING,
+    Note,
+    Report,
+    Resolution,
+    Step,
+    encoded,
+    with_failure,
+)
 from coatcheck.core.record import GONE, completed, failed, in_doubt, renewed
 from coatcheck.core.response import SEALED, Response, encode_response, encode_value
 
@@ -206,3 +214,11 @@ def test_a_person_gets_the_command_to_type_next(record, words, options):
     pairs = zip(advice.commands, options, strict=True)
     assert all(command.startswith(f"{begin} {option}") for command, option in pairs)
     assert facts_of(record, NOW)["next"] == advice._asdict()
+
+
+def test_the_failure_of_the_last_attempt_is_described():
+    """O1, O3: by the class of the error, because its text may have what a client has sent."""
+    failed_once = with_failure(failed(CLAIM), "raised TimeoutError")
+    assert list(story_of(failed_once)) == [("failure", "attempt 1 raised TimeoutError")]
+    assert facts_of(failed_once, NOW)["failure"] == "attempt 1 raised TimeoutError"
+    assert facts_of(CLAIM, NOW)["failure"] is None

@@ -17,9 +17,9 @@ from coatcheck.server.asgi import IdempotencyMiddleware
 
 SOURCE = str(Path(coatcheck.__file__).parent)
 
-NEW_KEY_MAX = 52
+NEW_KEY_MAX = 51
 # The first replay also computes the fingerprint and decodes the response; both are remembered.
-FIRST_REPLAY_MAX = 31
+FIRST_REPLAY_MAX = 30
 REPLAY_MAX = 20
 RUN_MAX = 47
 

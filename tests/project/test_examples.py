@@ -12,6 +12,7 @@ PAGES = (
     "recovery.md",
     *(f"howto/{name}.md" for name in ("steps", "crash", "in-doubt", "polling", "own-store")),
     *("howto/routes.md", "howto/security.md", "howto/rollout.md", "howto/client.md"),
+    "howto/observability.md",
 )
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
@@ -92,6 +93,24 @@ charged 1 time
     "optimistic": """\
 at once: tea milk sugar
 settled: tea sugar
+""",
+    "prometheus_metrics": """\
+coatcheck_decisions_total{code="",label="POST /orders/{id}",outcome="executed"} 2.0
+coatcheck_decisions_total{code="",label="POST /orders/{id}",outcome="replayed"} 1.0
+coatcheck_decisions_total{code="key-reused",label="POST /orders/{id}",outcome="refused"} 1.0
+coatcheck_in_flight 0.0
+""",
+    "opentelemetry_spans": """\
+coatcheck charges: executed, attempt 1
+coatcheck charges: replayed, attempt 1
+""",
+    "json_logs": """\
+{"level": "INFO", "message": "coatcheck: operation … (orders) was executed as attempt 1 in 0 ms", \
+"outcome": "executed", "reference": "…", "label": "orders", "scope": "", "attempt": 1, \
+"code": "", "duration_ms": 0}
+{"event": "coatcheck: operation … (orders) was replayed in 0 ms", "level": "info", \
+"outcome": "replayed", "reference": "…", "label": "orders", "scope": "", "attempt": 1, \
+"code": "", "duration_ms": 0}
 """,
     "crash": """\
 the process ended with -9

@@ -52,6 +52,8 @@ THIRD_PARTY = {
     "client/httpx.py": {"httpx"},
     "client/httpx2.py": {"httpx2"},
     "client/requests.py": {"requests", "urllib3"},
+    "metrics/opentelemetry.py": {"opentelemetry"},
+    "metrics/prometheus.py": {"prometheus_client"},
     "server/cookies.py": {"itsdangerous"},
     "server/fastapi.py": {"fastapi"},
     "server/tokens.py": {"jwt"},

@@ -22,6 +22,7 @@ from coatcheck.client import httpx2 as our_httpx2
 from coatcheck.client.optimistic import OptimisticQueue
 from coatcheck.client.outbox import AsyncOutbox, Done, Outbox, Pending, Refused, Ticket, Unknown
 from coatcheck.errors import CoatcheckError, KeyBusy
+from coatcheck.metrics import opentelemetry, prometheus
 from coatcheck.server import asgi, callers, fastapi, starlette, wsgi
 from coatcheck.server.fastapi import (
     CurrentOperation,
@@ -421,3 +422,18 @@ async def submit_actions() -> None:
 
 
 assert_type(coatcheck.plan(coatcheck.Policy(), "48h", rate=50, store="redis"), coatcheck.Plan)
+
+
+# ------------------------------------------------------------------------------------- metrics
+
+metrics = prometheus.Metrics(labels_max=50, label=lambda label: label.lower())
+coatcheck.AsyncEngine("memory://", observers=[metrics.observe], listeners=[metrics.listen])
+assert_type(metrics.instrument(coatcheck.Engine("memory://")), prometheus.Metrics)
+
+
+def instruments(
+    guarded: asgi.IdempotencyMiddleware, also: wsgi.IdempotencyMiddleware
+) -> prometheus.Metrics:
+    """A middleware stands for its engine."""
+    opentelemetry.instrument(guarded, also, guarded.engine)
+    return prometheus.instrument(guarded, also)

@@ -56,9 +56,10 @@ def _response_facts(blob: bytes | None) -> dict[str, Any] | None:
 def _progress_facts(progress: Progress | None) -> dict[str, Any]:
     """*progress* as JSON; every member is None if it cannot be read."""
     if progress is None:
-        return dict.fromkeys(("steps", "notes", "progress", "resolutions"))
+        return dict.fromkeys(("failure", "steps", "notes", "progress", "resolutions"))
     report = progress.report
     return {
+        "failure": progress.failure or None,
         "steps": [
             {"name": step.name, "attempt": step.attempt, "is_done": step.value is not None}
             for step in progress.steps
@@ -109,11 +110,13 @@ def _outline(blob: bytes | None) -> str:
 
 
 def story_of(record: Record) -> Iterator[tuple[str, str]]:
-    """The progress of *record* in lines, each with its kind: "step", "note" or "resolution"."""
+    """The progress of *record* in lines, each with its kind, such as "step" or "note"."""
     progress = readable_progress_of(record)
     if progress is None:
         yield "notes", "encrypted" if is_sealed(record) else "damaged"
         return
+    if progress.failure:
+        yield "failure", progress.failure
     for step in progress.steps:
         end = "done" if step.value is not None else "begun"
         not_kept = ", its result was not stored" if step.value == NOT_KEPT else ""

@@ -36,6 +36,7 @@ class Outcome(NamedTuple):
     kind: OutcomeKind
     response: bytes | None = None
     status: int = 200  # of the response; a function's result counts as a success
+    failure: str = ""  # for operators, if there is no final answer: "raised TimeoutError"
 
 
 # "Not now": the same request may succeed later, so the answer must not be replayed for a day.

@@ -30,7 +30,7 @@ from coatcheck.core.flow import Effect, Flow
 from coatcheck.core.keep import COMPLETE, Outcome, OutcomeKind
 from coatcheck.core.policy import Policy
 from coatcheck.core.problem import Code, Problem, problem
-from coatcheck.core.progress import progress_of
+from coatcheck.core.progress import progress_of, with_failure
 from coatcheck.core.record import (
     COMPLETED,
     GONE,
@@ -423,13 +423,18 @@ def ended(claim: Record, outcome: Outcome, *, is_fresh: bool = False) -> Record:
     """The record that ends *claim* with *outcome*; *is_fresh*: see `write_outcome`."""
     if outcome.kind is COMPLETE:
         return completed(claim, outcome.response)
-    if outcome.kind is OutcomeKind.IN_DOUBT:
-        return in_doubt(claim)
+    if outcome.kind is OutcomeKind.REJECT:
+        return _rejected(claim, is_fresh=is_fresh)
+    record = in_doubt(claim) if outcome.kind is OutcomeKind.IN_DOUBT else failed(claim)
+    return with_failure(record, outcome.failure) if outcome.failure else record
+
+
+def _rejected(claim: Record, *, is_fresh: bool) -> Record:
     released = failed(claim)
     # The key is free for another request only if nothing ran before and nothing was noted now:
     # either may have had an effect, which belongs to the request that asked for it.
-    is_rejected = outcome.kind is OutcomeKind.REJECT and is_fresh and claim.progress is None
-    return released._replace(fingerprint=b"") if is_rejected else released
+    is_free = is_fresh and claim.progress is None
+    return released._replace(fingerprint=b"") if is_free else released
 
 
 def release_of_claim(claim: Claim) -> Swap:

@@ -74,6 +74,8 @@ class Progress(NamedTuple):
     handed: tuple[str, ...] | None = None
     # The encoded input of a registered function, with which any process can run it again.
     input: bytes | None = None
+    # How the last attempt without a final answer ended, for operators.
+    failure: str = ""
 
     def step(self, name: str) -> Step | None:
         """The step called *name*, done or begun."""
@@ -135,6 +137,7 @@ def _decoded(text: bytes) -> Progress:
         tuple(Resolution(*resolution) for resolution in members.get("resolutions", ())),
         tuple(members["handed"]) if "handed" in members else None,
         base64.b85decode(members["input"]) if "input" in members else None,
+        members.get("failure", ""),
     )
 
 
@@ -156,7 +159,15 @@ def encoded(progress: Progress) -> bytes:
         members["handed"] = progress.handed
     if progress.input is not None:
         members["input"] = base64.b85encode(progress.input).decode()
+    if progress.failure:
+        members["failure"] = progress.failure
     return json.dumps(members, separators=(",", ":")).encode()
+
+
+def with_failure(record: Record, failure: str) -> Record:
+    """*record*, the end of an attempt, with how it ended: "raised TimeoutError"."""
+    words = f"attempt {record.attempt} {failure}"
+    return record._replace(progress=encoded(progress_of(record)._replace(failure=words)))
 
 
 def noted(claim: Record, progress: Progress) -> Record:

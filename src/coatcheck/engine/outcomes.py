@@ -40,7 +40,7 @@ def outcome_of_response(response: Response, policy: Policy) -> Outcome:
         )
         kind = COMPLETE if policy.reruns else _final_or_in_doubt(response)
     if kind is not COMPLETE:
-        return Outcome(kind)
+        return Outcome(kind, failure=f"answered with status {response.status}")
     blob = encode_response(response, with_cookies=policy.replay_cookies)
     return Outcome(COMPLETE, blob, response.status)
 
@@ -122,8 +122,10 @@ def stored_result(result: object, codec: Codec[Any] | None) -> bytes:
 
 def outcome_of_error(operation: Operation, error: BaseException) -> Outcome:
     """What the *error* of a handler means for its claim."""
-    operation.failure = f"attempt {operation.attempt} raised {type(error).__name__}"
-    return with_step_problems(operation, Outcome(outcome_kind_of_error(error, operation.policy)))
+    failure = f"raised {type(error).__name__}"  # its text may have what a client has sent
+    operation.failure = f"attempt {operation.attempt} {failure}"
+    outcome = Outcome(outcome_kind_of_error(error, operation.policy), failure=failure)
+    return with_step_problems(operation, outcome)
 
 
 def with_step_problems(operation: Operation, outcome: Outcome, *, status: int = 200) -> Outcome:
@@ -133,9 +135,9 @@ def with_step_problems(operation: Operation, outcome: Outcome, *, status: int = 
         if problem is not None:
             operation.failure = str(problem)
     if operation.is_in_doubt:
-        return Outcome(OutcomeKind.IN_DOUBT)
+        return Outcome(OutcomeKind.IN_DOUBT, failure=outcome.failure)
     if operation.is_resumable and outcome.kind is OutcomeKind.IN_DOUBT:
-        return Outcome(OutcomeKind.RELEASE)
+        return Outcome(OutcomeKind.RELEASE, failure=outcome.failure)
     return outcome
 
 

@@ -98,7 +98,7 @@ def _sweep_or_log(
     except Exception as error:  # noqa: BLE001 - the rest is for the next sweep
         logger.warning("coatcheck: a sweep failed and is repeated: %s", error)
     else:
-        if telemetry is not None and count:
+        if telemetry is not None:
             telemetry.emit(Swept(count))
 
 

@@ -1,0 +1,170 @@
+"""How much does telemetry add to a guarded request?
+
+The middleware runs in this process on the memory store, without a server. Each contender has an
+engine of its own. Requests alternate between contenders in small groups, and the ratio is computed
+within each round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
+from prometheus_client import CollectorRegistry
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from benchmarks.measuring import Samples
+from benchmarks.report import TIMES, Figures, Table, Target
+from coatcheck import AsyncEngine
+from coatcheck.metrics import opentelemetry, prometheus
+from coatcheck.server.asgi import IdempotencyMiddleware
+
+ROUNDS, ROUNDS_QUICK = 60, 20
+# Short rounds: a disturbance of the machine then affects both parts of a ratio, or few ratios.
+REQUESTS = 200
+TELEMETRY_MAX = 1.05  # of a request without telemetry, for TARGETED
+TARGETED = "Prometheus"
+
+BODY = b'{"item": 1, "amount": 20}'
+OF = f"{TIMES} without telemetry"
+
+
+def measure(*, quick: bool) -> Table:
+    """Measure, and return the table."""
+    rounds = ROUNDS_QUICK if quick else ROUNDS
+    new, replayed = asyncio.run(_measure(rounds))
+    rows = []
+    for what, found in (("a new key", new), ("a replay", replayed)):
+        bare = found["without"]
+        for name in list(found)[1:]:
+            ratio = found[name].over(bare)
+            target = Target(measured=ratio, bound="≤", limit=TELEMETRY_MAX, unit=OF)
+            rows.append(
+                Figures(
+                    what=f"{what}, {name}",
+                    columns={"without, µs": bare, "with, µs": found[name], OF: ratio},
+                    targets=[target] if name == TARGETED else (),
+                )
+            )
+    return Table(
+        name="telemetry",
+        question="processor time of a guarded request in process, on the memory store",
+        rows=rows,
+        head=("", "without, µs", "with, µs", OF),
+        notes=[
+            "a Starlette application with one route, called without a server",
+            "OpenTelemetry: with its SDK, which keeps one of a hundred traces",
+        ],
+    )
+
+
+async def _measure(rounds: int) -> tuple[dict[str, Samples], dict[str, Samples]]:
+    apps = {name: _app(instrument) for name, instrument in CONTENDERS.items()}
+    names = list(apps)
+    new: dict[str, list[float]] = {name: [] for name in names}
+    replayed: dict[str, list[float]] = {name: [] for name in names}
+    numbers = itertools.count()
+    for app in apps.values():
+        await _send(app, itertools.islice(numbers, REQUESTS))
+    for number in range(rounds):
+        first = number % len(names)
+        keys = list(itertools.islice(numbers, REQUESTS))
+        for found in (new, replayed):  # the same keys: the second time they are replays
+            for name in names[first:] + names[:first]:
+                found[name].append(await _send(apps[name], iter(keys)))
+    return _samples(new), _samples(replayed)
+
+
+def _samples(found: dict[str, list[float]]) -> dict[str, Samples]:
+    return {name: Samples(tuple(values)) for name, values in found.items()}
+
+
+def _app(instrument: Callable[[AsyncEngine], object]) -> IdempotencyMiddleware:
+    shop = Starlette(routes=[Route("/orders", _create, methods=["POST"])])
+    guarded = IdempotencyMiddleware(shop, engine=AsyncEngine("memory://"))
+    instrument(guarded.engine)
+    return guarded
+
+
+async def _create(request: Request) -> Response:
+    order = await request.json()
+    return JSONResponse({"id": 1, "amount": order["amount"], "state": "placed"}, status_code=201)
+
+
+async def _send(app: IdempotencyMiddleware, keys: Iterator[int]) -> float:
+    """Send a request for each of *keys*; µs of processor time for each."""
+    scopes = [_scope(key) for key in keys]
+    started_s = time.process_time()
+    for scope in scopes:
+        await app(scope, _receive, _drop)
+    return (time.process_time() - started_s) / len(scopes) * 1e6
+
+
+def _scope(key: int) -> dict[str, Any]:
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(BODY)),
+        (b"idempotency-key", b"order-%d" % key),
+    ]
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": "/orders",
+        "raw_path": b"/orders",
+        "root_path": "",
+        "query_string": b"",
+        "headers": headers,
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 80),
+    }
+
+
+async def _receive() -> dict[str, Any]:
+    return {"type": "http.request", "body": BODY, "more_body": False}
+
+
+async def _drop(_message: dict[str, Any]) -> None:
+    pass
+
+
+def _without(_engine: AsyncEngine) -> None:
+    pass
+
+
+def _nothing(engine: AsyncEngine) -> None:
+    telemetry = engine.attempts.telemetry
+    telemetry.observers = telemetry.listeners = (lambda _: None,)
+
+
+def _prometheus(engine: AsyncEngine) -> None:
+    prometheus.instrument(engine, registry=CollectorRegistry())
+
+
+def _otel(engine: AsyncEngine) -> None:
+    # One of a hundred traces is kept, as services with many requests do.
+    opentelemetry.instrument(
+        engine,
+        tracer_provider=TracerProvider(TraceIdRatioBased(0.01), shutdown_on_exit=False),
+        meter_provider=MeterProvider([InMemoryMetricReader()], shutdown_on_exit=False),
+    )
+
+
+CONTENDERS = {
+    "without": _without,
+    "an observer and a listener that do nothing": _nothing,
+    "Prometheus": _prometheus,
+    "OpenTelemetry": _otel,
+}
