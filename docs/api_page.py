@@ -38,6 +38,7 @@ MODULES: dict[str, tuple[str, ...] | None] = {
         *("Outbox", "Ticket", "AsyncOutbox", "AsyncTicket"),
         *("Done", "Refused", "Pending", "Unknown"),
     ),
+    "coatcheck.client.optimistic": ("OptimisticQueue",),
     "coatcheck.stores": None,
     "coatcheck.telemetry": (
         *("Decision", "Observer", "log_decision", "Listener", "OperationEvent", "Claimed"),

@@ -90,6 +90,10 @@ charged 3 times for 3 actions
 b'{"charge": 1}'
 charged 1 time
 """,
+    "optimistic": """\
+at once: tea milk sugar
+settled: tea sugar
+""",
     "prometheus_metrics": """\
 coatcheck_decisions_total{code="",label="POST /orders/{id}",outcome="executed"} 2.0
 coatcheck_decisions_total{code="",label="POST /orders/{id}",outcome="replayed"} 1.0

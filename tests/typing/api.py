@@ -19,7 +19,8 @@ import coatcheck
 import coatcheck.client.requests
 from coatcheck import client
 from coatcheck.client import httpx2 as our_httpx2
-from coatcheck.client.outbox import AsyncOutbox, Done, Outbox, Pending, Refused, Unknown
+from coatcheck.client.optimistic import OptimisticQueue
+from coatcheck.client.outbox import AsyncOutbox, Done, Outbox, Pending, Refused, Ticket, Unknown
 from coatcheck.errors import CoatcheckError, KeyBusy
 from coatcheck.metrics import opentelemetry, prometheus
 from coatcheck.server import asgi, callers, fastapi, starlette, wsgi
@@ -412,6 +413,9 @@ async def submit_actions() -> None:
     ticket = outbox.submit("POST", "/charges", json={"amount": 30}, lane="order-17")
     assert_type(ticket.key, str)
     assert_type(ticket.result(timeout=10), Done | Refused | Pending | Unknown)
+    queue = OptimisticQueue(outbox)
+    queue.register("put", apply=print, revert=print)
+    assert_type(queue.submit("put", "POST", "/charges", json=1), Ticket)
     async_outbox = AsyncOutbox("sqlite:///outbox.db", client=our_httpx2.AsyncClient())
     async_ticket = await async_outbox.submit("POST", "/charges", content=b"")
     assert_type(await async_ticket.result(), Done | Refused | Pending | Unknown)
