@@ -54,6 +54,7 @@ THIRD_PARTY = {
     "client/requests.py": {"requests", "urllib3"},
     "server/cookies.py": {"itsdangerous"},
     "server/fastapi.py": {"fastapi"},
+    "server/flask.py": {"click", "flask", "flask_login", "werkzeug"},
     "server/tokens.py": {"jwt"},
     "stores/encryption.py": {"cryptography"},
     "stores/sqlite": {"aiosqlite"},

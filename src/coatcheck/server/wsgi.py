@@ -228,7 +228,10 @@ class FlaskHosts:
     """Whether a Flask application has routes for hosts; of others that is not known."""
 
     def __init__(self, app: App) -> None:
-        self._owner: object = getattr(app, "__self__", app)  # whose `wsgi_app` it is
+        inner: object = app
+        while hasattr(inner, "app"):  # other middlewares, such as `ProxyFix`
+            inner = inner.app
+        self._owner: object = getattr(inner, "__self__", inner)  # whose `wsgi_app` it is
 
     @property
     def matter(self) -> bool:
