@@ -11,7 +11,13 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = (
     "recovery.md",
     *(f"howto/{name}.md" for name in ("steps", "crash", "in-doubt", "polling", "own-store")),
-    *("howto/routes.md", "howto/security.md", "howto/rollout.md", "howto/client.md"),
+    *(
+        "howto/flask.md",
+        "howto/routes.md",
+        "howto/security.md",
+        "howto/rollout.md",
+        "howto/client.md",
+    ),
 )
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
