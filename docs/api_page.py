@@ -18,6 +18,7 @@ MODULES: dict[str, tuple[str, ...] | None] = {
     "coatcheck.server.wsgi": ("IdempotencyMiddleware",),
     "coatcheck.server.fastapi": None,
     "coatcheck.server.starlette": None,
+    "coatcheck.server.flask": ("Coatcheck", "idempotent"),
     "coatcheck.server.routes": (
         *("RoutePolicies", "NewRoutes", "idempotent", "mark_of", "policy_of_mark"),
         *("found", "found_unguarded"),

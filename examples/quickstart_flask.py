@@ -1,9 +1,9 @@
 from flask import Flask, request
 
-from coatcheck.server.wsgi import IdempotencyMiddleware
+from coatcheck.server.flask import Coatcheck
 
 app = Flask(__name__)
-app.wsgi_app = IdempotencyMiddleware(app.wsgi_app, store="sqlite:///orders.db")
+Coatcheck(app, store="sqlite:///orders.db")
 orders = []
 
 

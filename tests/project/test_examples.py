@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = (
     "recovery.md",
     *(f"howto/{name}.md" for name in ("steps", "crash", "in-doubt", "polling", "own-store")),
-    *("howto/routes.md", "howto/security.md", "howto/rollout.md", "howto/client.md"),
-    "howto/observability.md",
+    *("howto/flask.md", "howto/routes.md", "howto/security.md", "howto/rollout.md"),
+    *("howto/client.md", "howto/observability.md"),
 )
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 

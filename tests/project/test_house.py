@@ -56,6 +56,7 @@ THIRD_PARTY = {
     "metrics/prometheus.py": {"prometheus_client"},
     "server/cookies.py": {"itsdangerous"},
     "server/fastapi.py": {"fastapi"},
+    "server/flask.py": {"click", "flask", "flask_login", "werkzeug"},
     "server/tokens.py": {"jwt"},
     "stores/encryption.py": {"cryptography"},
     "stores/sqlite": {"aiosqlite"},

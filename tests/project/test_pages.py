@@ -141,7 +141,7 @@ def test_the_function_of_the_quickstart_runs_once(tmp_path):
         assert ran.stdout == output
 
 
-@pytest.mark.parametrize("name", ["testing.py"])
+@pytest.mark.parametrize("name", ["testing.py", "flask_app.py"])
 def test_the_tests_of_an_example_pass(name):
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", ROOT / "examples" / name],

@@ -28,14 +28,15 @@ print(time.process_time() - started)
 print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
 """
 
-WITHOUT_FASTAPI = """
-import sys
-sys.modules["fastapi"] = sys.modules["starlette"] = None
+WITHOUT_FRAMEWORKS = """
+import importlib, sys
+sys.modules["fastapi"] = sys.modules["starlette"] = sys.modules["flask"] = None
 import coatcheck.server.asgi, coatcheck.server.wsgi, coatcheck.server.starlette
-try:
-    import coatcheck.server.fastapi
-except coatcheck.MissingExtra as error:
-    print(error)
+for name in ("fastapi", "flask"):
+    try:
+        importlib.import_module(f"coatcheck.server.{name}")
+    except coatcheck.MissingExtra as error:
+        print(error)
 """
 
 
@@ -75,7 +76,9 @@ def test_a_bare_import_is_quick():
 
 
 def test_a_module_without_its_package_names_the_extra():
-    assert "pip install 'coatcheck[fastapi]'" in output_of(WITHOUT_FASTAPI)
+    output = output_of(WITHOUT_FRAMEWORKS)
+    for extra in ("fastapi", "flask"):
+        assert f"pip install 'coatcheck[{extra}]'" in output
 
 
 def project() -> dict[str, Any]:

@@ -12,7 +12,14 @@ import pytest
 
 from coatcheck import Policy, open_store
 from coatcheck.stores import Store
-from tests.server.laws.api import ADAPTERS, Api, OpenApi, Workers
+from tests.server.laws.api import (
+    ADAPTERS,
+    FRAMEWORKS,
+    LAWS_OF_FRAMEWORKS,
+    Api,
+    OpenApi,
+    Workers,
+)
 from tests.server.laws.shop import Shop
 from tests.support.times import Clock
 from tests.support.web_servers import KINDS, Server
@@ -21,8 +28,15 @@ MIDDLEWARE_SETTINGS = ("caller", "key", "disabled_by", "session_cookies", "sessi
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a law in memory, and on SQLite if its promise depends on what a store keeps."""
+    """
+    Run a law over ASGI and WSGI, and some of them in frameworks; in memory, and on SQLite if its
+    promise depends on what a store keeps.
+    """
     chosen = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    if "open_api" in metafunc.fixturenames and "open_api" not in chosen:
+        is_enough = metafunc.module.__name__.endswith(LAWS_OF_FRAMEWORKS)
+        adapters = [*ADAPTERS, *(FRAMEWORKS if is_enough else ())]
+        metafunc.parametrize("open_api", adapters, indirect=True)
     if "new_store" in metafunc.fixturenames and "new_store" not in chosen:
         persists = metafunc.definition.get_closest_marker("persists") is not None
         stores = ("memory", "sqlite") if persists else ("memory",)
@@ -64,7 +78,7 @@ def new_store(request: pytest.FixtureRequest) -> Iterator[NewStore]:
     shutil.rmtree(directory)
 
 
-@pytest.fixture(params=ADAPTERS)
+@pytest.fixture
 def open_api(
     request: pytest.FixtureRequest,
     new_store: NewStore,
@@ -88,7 +102,7 @@ def open_api(
     ) -> Api:
         middleware = {name: fields.pop(name) for name in MIDDLEWARE_SETTINGS if name in fields}
         chosen = policy if policy is not None else Policy(**fields)
-        api = ADAPTERS[request.param](
+        api = {**ADAPTERS, **FRAMEWORKS}[request.param](
             store or new_store(),
             shop or Shop(),
             clock,

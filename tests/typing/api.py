@@ -12,6 +12,7 @@ from typing import Any, assert_type
 import httpx2
 import requests
 from fastapi import FastAPI
+from flask import Flask
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
@@ -30,6 +31,7 @@ from coatcheck.server.fastapi import (
     OptionalOperation,
     idempotent,
 )
+from coatcheck.server.flask import Coatcheck, current_operation
 from coatcheck.server.request import Request
 from coatcheck.verify import crash
 
@@ -302,6 +304,17 @@ wsgi.IdempotencyMiddleware(
 app = FastAPI()
 app.add_middleware(fastapi.IdempotencyMiddleware, store="sqlite:///orders.db", policy="payments")
 Starlette(middleware=[Middleware(starlette.IdempotencyMiddleware, store="memory://")])
+flask_app = Flask("shop")
+Coatcheck(flask_app, store="memory://", policy="payments", caller=callers.user)
+Coatcheck(secret="s", disabled_by="/etc/disabled").init_app(flask_app)
+
+
+@flask_app.post("/refunds")
+@idempotent(required=True)
+def refund_in_flask() -> str:
+    """The proxy is an operation, and may be called."""
+    assert_type(current_operation(), coatcheck.Operation | None)
+    return current_operation.derive("refund")
 
 
 @app.post("/charges", status_code=201)

@@ -54,7 +54,7 @@ class Unclaimed:
     """
 
     def __init__(self, operation: Callable[[], Operation]) -> None:
-        self.operation = operation
+        self.operation = functools.cache(operation)  # one for each request
 
 
 class RoutePolicies(Protocol):
@@ -152,7 +152,8 @@ def _checked(endpoint: Callable[P, T], mark: Mark) -> Callable[P, T]:
         if found is not mark and found is not _UNGUARDED and not isinstance(found, Unclaimed):
             raise Misconfigured(
                 f"{endpoint.__qualname__} is marked @idempotent, but no IdempotencyMiddleware "
-                "guards it: app.add_middleware(IdempotencyMiddleware, store=...)"
+                "guards it: app.add_middleware(IdempotencyMiddleware, store=...), or in Flask "
+                "Coatcheck(app, store=...)"
             )
         operation = current_operation()
         if operation is not None:

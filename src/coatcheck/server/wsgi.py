@@ -11,6 +11,7 @@ record is safe. PEP 3333 is kept in full: `write()`, generators, late and repeat
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from coatcheck.core.policy import SAFE_METHODS, Policy
 from coatcheck.core.problem import Problem
@@ -228,7 +229,10 @@ class FlaskHosts:
     """Whether a Flask application has routes for hosts; of others that is not known."""
 
     def __init__(self, app: App) -> None:
-        self._owner: object = getattr(app, "__self__", app)  # whose `wsgi_app` it is
+        inner: Any = app
+        while hasattr(inner, "app"):  # other middlewares, such as `ProxyFix`
+            inner = inner.app
+        self._owner: object = getattr(inner, "__self__", inner)  # whose `wsgi_app` it is
 
     @property
     def matter(self) -> bool:

@@ -1,7 +1,7 @@
 """The guarded shop as its clients see it: requests sent through a middleware, as a server sends them.
 
-`AsgiApi` and `WsgiApi` differ in how they call the middleware, and in nothing a law could see.
-Both hold the application and the middleware to their protocols while they do.
+`AsgiApi`, `WsgiApi` and `FlaskApi` differ in how they call the middleware, and in nothing a law
+could see. The first two hold the application and the middleware to their protocols while they do.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from wsgiref.validate import validator
 
+import flask
+from flask import Flask
+
 from coatcheck import AsyncEngine, Engine
 from coatcheck.core.key import parse_reference, prefix_of
 from coatcheck.core.lifecycle import ClaimRequest
 from coatcheck.core.record import Record
 from coatcheck.operation import Operation
 from coatcheck.server.asgi import IdempotencyMiddleware as AsgiMiddleware
+from coatcheck.server.flask import Coatcheck, current_operation
 from coatcheck.server.request import Request
 from coatcheck.server.wsgi import IdempotencyMiddleware as WsgiMiddleware
 from coatcheck.stores import Query, Store, ThreadedStore
@@ -36,7 +40,7 @@ from tests.support.http import (
 )
 from tests.support.times import WAIT_S_MAX, Clock, eventually
 
-from .shop import Shop
+from .shop import Call, Shop
 
 # Handlers of one law that run at the same time, with room to spare.
 THREADS = 64
@@ -257,6 +261,45 @@ class WsgiApi(Api):
         self.engine.close()
 
 
+class FlaskApi(WsgiApi):
+    """Through the Flask extension and Flask's own test client; one view serves every path."""
+
+    def _open(self, settings: dict[str, Any], middleware: dict[str, Any]) -> None:
+        self.engine = Engine(self.store, **settings)
+        app = Flask("shop")
+        app.config["PROPAGATE_EXCEPTIONS"] = True
+        methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+        for rule in ("/", "/<path:path>"):
+            app.add_url_rule(rule, view_func=self._view, methods=methods)
+        Coatcheck(app, engine=self.engine, **middleware)
+        self.middleware = app.extensions["coatcheck"]
+        self._client = app.test_client
+        self._app = app.wsgi_app
+
+    def _view(self, path: str = "") -> flask.Response:
+        call = flask.request
+        headers = {name.lower(): value for name, value in call.headers}
+        operation = current_operation()
+        said = self.shop.handle(Call(call.method, call.path, call.get_data(), headers, operation))
+        return flask.Response(said.chunks, said.status, list(said.headers))
+
+    def start(
+        self, method: str, target: str, headers: Headers = (), body: bytes = b""
+    ) -> Future[Response]:
+        return self.workers.submit(self._exchange, method, target, headers, body)
+
+    def _exchange(self, method: str, target: str, headers: Headers, body: bytes) -> Response:
+        client = self._client(use_cookies=False)
+        try:
+            said = client.open(
+                target, method=method, headers=list(headers), data=body, buffered=True
+            )
+        except Exception as error:  # noqa: BLE001 - as `exchange_wsgi`
+            return Response(500, [], b"", error)
+        lines = [(name.lower(), value) for name, value in said.headers]
+        return Response(said.status_code, lines, said.data)
+
+
 async def claimed(engine: AsyncEngine, request: ClaimRequest) -> Record:
     """The claim of *request*, by a process that dies before it executes anything."""
     operation = await engine.begin(request, engine.policy)
@@ -266,4 +309,7 @@ async def claimed(engine: AsyncEngine, request: ClaimRequest) -> Record:
 
 
 ADAPTERS: dict[str, type[AsgiApi | WsgiApi]] = {"asgi": AsgiApi, "wsgi": WsgiApi}
+# A framework stands on one of them, so that the laws of some files are enough for it.
+FRAMEWORKS: dict[str, type[WsgiApi]] = {"flask": FlaskApi}
+LAWS_OF_FRAMEWORKS = ("test_once", "test_keys", "test_decisions", "test_sessions", "test_outcomes")
 OpenApi = Callable[..., Api]
