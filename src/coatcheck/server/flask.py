@@ -30,11 +30,11 @@ from coatcheck.server.guard import NaturalKey
 from coatcheck.server.request import Request
 from coatcheck.server.routes import (
     Mark,
-    disabled_operation,
     found_unguarded,
     idempotent,
     mark_of,
     policy_of_mark,
+    unclaimed_operation_of_request,
 )
 from coatcheck.server.routes import found as note_found
 from coatcheck.server.starlette_routes import MATCHED_CHARS_MAX, MATCHES_MAX
@@ -307,7 +307,7 @@ def _lent_in_context(app: Flask, scoped: object) -> Callable[[], Any]:
 
 
 def _operation() -> Operation | None:
-    return guarded_operation() or disabled_operation()
+    return guarded_operation() or unclaimed_operation_of_request()
 
 
 def _required_operation() -> Operation:
