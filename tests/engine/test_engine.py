@@ -679,6 +679,19 @@ def test_a_generator_is_refused_because_nothing_of_it_has_run():
         engine.run("k", charge, scope="s")
 
 
+def test_a_coroutine_that_a_sync_engine_refuses_leaves_nothing_in_doubt():
+    """L6: it has not run, so that it may run under every recovery policy."""
+
+    async def charge() -> str:
+        return "charged"
+
+    policy = Policy(recovery="manual")
+    with Engine("memory://", policy) as engine:
+        with pytest.raises(Misconfigured, match="has not run yet"):
+            engine.run("k", charge, scope="s")
+        assert engine.run("k", lambda: "charged", scope="s") == "charged"
+
+
 def test_an_async_engine_takes_a_plain_function():
     """L1: what it returned is its result."""
 

@@ -23,7 +23,7 @@ from coatcheck.core.response import decode_value, encode_value
 from coatcheck.core.values import Codec
 from coatcheck.engine.attempts import Attempts
 from coatcheck.engine.outcomes import outcome_of_result, stored_result
-from coatcheck.errors import Misconfigured
+from coatcheck.errors import Misconfigured, Resumable
 from coatcheck.operation import Happened, Operation
 
 
@@ -144,12 +144,16 @@ def key_of_call(found: object) -> str:
 _UNSTARTED = (CoroutineType, GeneratorType, AsyncGeneratorType)
 
 
+class _NotStarted(Misconfigured, Resumable):
+    """Nothing has run, so that nothing is in doubt under any recovery policy."""
+
+
 def refuse_unstarted(result: object) -> None:
     """Refuse a coroutine or generator as a result: it must not use up the key."""
     if isinstance(result, _UNSTARTED):
         if not isinstance(result, AsyncGeneratorType):
             result.close()  # or Python warns that it was never awaited
-        raise Misconfigured(
+        raise _NotStarted(
             f"the guarded function returned a {type(result).__name__}, which has not run yet: "
             "guard async functions with an AsyncEngine, and let generators return what they make"
         )
