@@ -1,46 +1,96 @@
-"""A guarded application for each adapter, in memory; what is marked `persists` on SQLite as well."""
+"""
+A guarded application for each adapter, in its own test client and behind its real servers.
+
+A law that is marked `persists` runs on SQLite as well. One that is marked `served` runs behind every
+server: a server can change its headers or its body, its concurrency, or what happens when a client
+hangs up or a response is streamed. What the other laws check is decided before and after that.
+"""
 
 import re
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coatcheck import Policy, open_store
+from coatcheck.server import routes
 from coatcheck.stores import Store
-from tests.server.laws.api import (
-    ADAPTERS,
-    FRAMEWORKS,
-    LAWS_OF_FRAMEWORKS,
-    Api,
-    OpenApi,
-    Workers,
-)
+from tests.server.laws.api import Api, AsgiApi, OpenApi, Workers, WsgiApi
+from tests.server.laws.django_api import AsyncDjangoApi, DjangoApi
+from tests.server.laws.frameworks import FastApiApi, FlaskApi, LitestarApi
+from tests.server.laws.hosts import HOSTS, Host, served
 from tests.server.laws.shop import Shop
 from tests.support.times import Clock
 from tests.support.web_servers import KINDS, Server
+
+# Every adapter, with one entry. All laws run over the first two.
+ADAPTERS: dict[str, type[Api]] = {
+    "asgi": AsgiApi,
+    "wsgi": WsgiApi,
+    "fastapi": FastApiApi,
+    "flask": FlaskApi,
+    "litestar": LitestarApi,
+    "django": DjangoApi,
+    "django-async": AsyncDjangoApi,
+}
+PROTOCOLS = ("asgi", "wsgi")
+# The servers behind which each adapter is used.
+SERVERS: dict[str, tuple[str, ...]] = {
+    "asgi": ("uvicorn", "hypercorn"),
+    "wsgi": ("gunicorn", "waitress"),
+    "fastapi": ("uvicorn", "hypercorn"),
+    "flask": ("gunicorn", "waitress"),
+    "litestar": ("uvicorn", "hypercorn"),
+    "django": ("gunicorn", "waitress", "runserver"),
+    "django-async": ("uvicorn", "hypercorn"),
+}
+ON = " on "
+SERVED = [f"{adapter}{ON}{host}" for adapter, hosts in SERVERS.items() for host in hosts]
+# The others are built on one of them, so that the laws of these files, and those that are marked
+# `served`, are enough, in memory.
+LAWS_OF_FRAMEWORKS = tuple(
+    f"test_{name}"
+    for name in (
+        *("once", "keys", "content_keys", "decisions", "sessions"),
+        *("outcomes", "known_outcomes"),
+    )
+)
 
 MIDDLEWARE_SETTINGS = ("caller", "key", "disabled_by", "session_cookies", "session_secret")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """
-    Run a law over ASGI and WSGI, and some of them in frameworks; in memory, and on SQLite if its
-    promise depends on what a store keeps.
+    Run a law over ASGI and WSGI, and some of them in frameworks and behind servers; in memory, and
+    on SQLite if its promise depends on what a store keeps.
     """
     chosen = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
-    if "open_api" in metafunc.fixturenames and "open_api" not in chosen:
-        is_enough = metafunc.module.__name__.endswith(LAWS_OF_FRAMEWORKS)
-        adapters = [*ADAPTERS, *(FRAMEWORKS if is_enough else ())]
+    adapters = list(PROTOCOLS)
+    is_served = metafunc.definition.get_closest_marker("served") is not None
+    if is_served or metafunc.module.__name__.endswith(LAWS_OF_FRAMEWORKS):
+        adapters = [*ADAPTERS, *(SERVED if is_served else ())]
+    persists = metafunc.definition.get_closest_marker("persists") is not None
+    takes_api = "open_api" in metafunc.fixturenames and "open_api" not in chosen
+    takes_store = "new_store" in metafunc.fixturenames and "new_store" not in chosen
+    if takes_api and takes_store:
+        both = [(adapter, "memory") for adapter in adapters]
+        both += [(adapter, "sqlite") for adapter in PROTOCOLS if persists]
+        metafunc.parametrize(("open_api", "new_store"), both, indirect=True)
+    elif takes_api:
         metafunc.parametrize("open_api", adapters, indirect=True)
-    if "new_store" in metafunc.fixturenames and "new_store" not in chosen:
-        persists = metafunc.definition.get_closest_marker("persists") is not None
+    elif takes_store:
         stores = ("memory", "sqlite") if persists else ("memory",)
         metafunc.parametrize("new_store", stores, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def _no_mark() -> None:
+    """Forget the mark that a WSGI request of an earlier test has found in this thread."""
+    routes.found(None)
 
 
 @pytest.fixture(scope="session")
@@ -48,6 +98,21 @@ def workers() -> Iterator[Workers]:
     workers = Workers()
     yield workers
     workers.close()
+
+
+@pytest.fixture(scope="session")
+def hosts(workers: Workers) -> Iterator[Callable[[str], Host]]:
+    """The real servers; each is started at its first law."""
+    started: dict[str, Host] = {}
+
+    def host(name: str) -> Host:
+        if name not in started:
+            started[name] = HOSTS[name](workers)
+        return started[name]
+
+    yield host
+    for one in started.values():
+        one.end()
 
 
 @pytest.fixture
@@ -84,6 +149,7 @@ def open_api(
     new_store: NewStore,
     clock: Clock,
     workers: Workers,
+    hosts: Callable[[str], Host],
 ) -> Iterator[OpenApi]:
     """
     Opens an api: `open_api(required=True, caller=…)`, with fields of a policy, arguments of the
@@ -91,6 +157,8 @@ def open_api(
     own. Several of them are several nodes on one store.
     """
     opened: list[Api] = []
+    name, _, server = request.param.partition(ON)
+    adapter = served(ADAPTERS[name], hosts(server)) if server else ADAPTERS[name]
 
     def open_one(
         *,
@@ -102,7 +170,7 @@ def open_api(
     ) -> Api:
         middleware = {name: fields.pop(name) for name in MIDDLEWARE_SETTINGS if name in fields}
         chosen = policy if policy is not None else Policy(**fields)
-        api = {**ADAPTERS, **FRAMEWORKS}[request.param](
+        api = adapter(
             store or new_store(),
             shop or Shop(),
             clock,

@@ -25,7 +25,7 @@ from coatcheck import AsyncEngine, Policy, current_operation
 from coatcheck.engine.transactions import Repeat
 from coatcheck.server import callers
 from coatcheck.server.asgi import IdempotencyMiddleware
-from coatcheck.server.asgi_exchange import RUNNING_EXCHANGES
+from coatcheck.server.asgi.exchange import RUNNING_EXCHANGES
 from coatcheck.server.body import MEMORY_BYTES_MAX
 from coatcheck.stores import ThreadedStore
 from coatcheck.stores.memory import AsyncMemoryStore, MemoryStore
@@ -811,22 +811,22 @@ def test_a_guarded_request_is_freed_when_it_ends(guard):
 
 @pytest.mark.parametrize(("size", "is_elsewhere"), [(100, False), (2 * 1024 * 1024, True)])
 def test_a_large_body_is_looked_through_in_another_thread(engine, size: int, is_elsewhere: bool):
-    """F1: it is in a file, and the event loop has other guests meanwhile."""
+    """F1, K4: it is in a file, and the event loop has other guests meanwhile."""
     threads: list[int] = []
 
-    def caller(_request: object) -> str:
+    def found(_request: object) -> str:
         threads.append(threading.get_ident())
         return "someone"
 
     async def story() -> Response:
-        app = IdempotencyMiddleware(starlette(echo), engine=engine, caller=caller)
-        return await post(app, body=b"x" * size)
+        app = IdempotencyMiddleware(starlette(echo), engine=engine, caller=found, key=found)
+        return await post(app, key=None, body=b"x" * size)
 
     async def echo(request: Request) -> PlainTextResponse:
         return PlainTextResponse(str(len(await request.body())))
 
     assert run(story()).body == str(size).encode()
-    assert [thread != threading.get_ident() for thread in threads] == [is_elsewhere]
+    assert [thread != threading.get_ident() for thread in threads] == [is_elsewhere] * 2
 
 
 # --- where it is mounted --------------------------------------------------------------------

@@ -13,8 +13,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from coatcheck import current_operation
-from coatcheck.server import asgi_detach
-from coatcheck.server.asgi import IdempotencyMiddleware
+from coatcheck.server.asgi import IdempotencyMiddleware, detach
 
 SERVERS = "RequestResponseCycle.run_asgi"
 OWN = "Exchange._run_and_pass_result"
@@ -155,8 +154,8 @@ def test_the_operation_has_ended_for_a_middleware_in_front(monkeypatch):
         after.append(current_operation())
 
     # Known to be harmless, so that all of it runs in one task, as behind the framework's own.
-    known = asgi_detach._HARMLESS | {(__name__, front.__qualname__)}
-    monkeypatch.setattr(asgi_detach, "_HARMLESS", known)
+    known = detach._HARMLESS | {(__name__, front.__qualname__)}
+    monkeypatch.setattr(detach, "_HARMLESS", known)
 
     async def story() -> None:
         async with Serving(front) as server:

@@ -7,11 +7,13 @@ import sys
 from contextlib import closing
 
 import pytest
+from fastapi import FastAPI
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from coatcheck import AsyncEngine, Engine, Misconfigured, MissingExtra, StoreUnavailable
 from coatcheck.server import asgi, wsgi
+from coatcheck.server.fastapi import idempotent
 from coatcheck.stores.lazy import RETRY_S, LazyStore
 from coatcheck.stores.memory import MemoryStore
 from tests.support.servers import free_port
@@ -138,6 +140,47 @@ def test_a_mistake_is_raised_by_starlettes_test_client():
     app.add_middleware(asgi.IdempotencyMiddleware, store="mongodb://localhost/orders")
     with pytest.raises(Misconfigured, match="mongodb"), TestClient(app):
         pytest.fail("the application has started")
+
+
+def test_a_misspelt_argument_of_the_middleware_stops_the_server():
+    """D2: Starlette makes its middlewares so late that a server would start all the same."""
+    app = Starlette()
+    app.add_middleware(asgi.IdempotencyMiddleware, store="memory://", polcy="payments")
+    with (
+        pytest.raises(Misconfigured, match=r"no argument 'polcy' \(did you mean policy\?\)"),
+        TestClient(app),
+    ):
+        pytest.fail("the application has started")
+
+
+@pytest.mark.parametrize("variable", ["", "1"])
+def test_a_mark_that_contradicts_the_policy_of_the_middleware_stops_the_server(
+    monkeypatch, variable
+):
+    """D2: not each request of that route; a process that is switched off starts all the same."""
+    monkeypatch.setenv("COATCHECK_DISABLED", variable)
+    app = FastAPI()
+    app.add_middleware(asgi.IdempotencyMiddleware, store="memory://", policy="payments")
+
+    @app.post("/charges")
+    @idempotent(on_outage="execute")
+    async def charge() -> str:
+        return "charged"
+
+    if variable:
+        with TestClient(app) as client:
+            assert client.post("/charges").json() == "charged"
+        return
+    with pytest.raises(Misconfigured, match=r"POST /charges: on_outage='execute'"), TestClient(app):
+        pytest.fail("the application has started")
+
+
+@pytest.mark.parametrize("flavour", MIDDLEWARES)
+@pytest.mark.parametrize("wrong", [{"store": ""}, {"store": ()}, {"routes": 7}])
+def test_a_value_that_is_empty_or_no_function_is_refused(flavour, wrong):
+    """D2: an empty variable of the environment does not mean the default store."""
+    with pytest.raises(Misconfigured):
+        MIDDLEWARES[flavour](None, **{"store": "memory://", **wrong})
 
 
 def test_a_mistake_in_starlettes_settings_is_raised_by_requests_without_a_lifespan():

@@ -247,7 +247,36 @@ def test_a_session_middleware_in_front_verifies_the_session(name: str, is_in_fro
     answers = asyncio.run(posted(ada, later, eve, forged, bare, ada))
     resigned = 201 if is_in_front else 422
     assert [answer.status_code for answer in answers] == [201, resigned, 422, 422, 422, 201]
+    assert "most likely the session cookie differs" in answers[2].json()["detail"]
     assert served == ["ada"]
+
+
+def test_a_polling_address_is_for_the_session_that_the_request_came_with():
+    """S4, L10: also if the handler has changed the session before the client got the address."""
+    may_end = asyncio.Event()
+
+    async def cut(request):
+        request.session["films"] = 1
+        await request.scope["coatcheck.operation"].accept()
+        await may_end.wait()
+        return JSONResponse("cut")
+
+    app = Starlette(routes=[Route("/films", cut, methods=["POST"])])
+    app.add_middleware(Asgi, store="memory://")
+    app.add_middleware(SessionMiddleware, secret_key="secret", max_age=None)
+    cookie = {"Cookie": f"session={starlette_cookie({'user': 'ada'}, at=NOON).decode()}"}
+
+    async def story() -> None:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://shop") as client:
+            accepted = await client.post("/films", headers={**KEY, **cookie})
+            assert accepted.status_code == 202
+            client.cookies.clear()
+            polled = await client.get(accepted.headers["location"], headers=cookie)
+            assert polled.status_code == 202
+            may_end.set()
+
+    asyncio.run(story())
 
 
 def test_a_flask_session_that_was_signed_anew_is_the_same_session():

@@ -23,6 +23,7 @@ from coatcheck.server.fastapi import (
     IdempotencyMiddleware,
     OptionalOperation,
     idempotent,
+    idempotent_router,
 )
 from coatcheck.server.routes import policy_of_mark
 from coatcheck.stores import Query
@@ -346,6 +347,37 @@ def test_a_mounted_application_can_have_a_middleware_of_its_own(engine: AsyncEng
     assert shop.seen == [1]
 
 
+def test_a_refusal_of_the_handler_counts_for_every_guard_around_it(engine: AsyncEngine):
+    """L4, S1: two guards with callers of their own; the handler has begun for both of them."""
+    seen: list[bytes] = []
+    app = FastAPI()
+
+    @app.post("/charges")
+    @idempotent
+    async def charge(request: Request) -> None:
+        seen.append(await request.body())
+        raise HTTPException(409, "sold out")
+
+    @app.post("/checked")
+    @idempotent
+    async def checked(number: int) -> int:
+        return number
+
+    inner = IdempotencyMiddleware(app, engine=engine, caller=lambda _request: "inner")
+    outer = IdempotencyMiddleware(inner, engine=engine, caller=lambda _request: "outer")
+
+    def post(target: str, body: bytes) -> Response:
+        return asyncio.run(AsgiExchange("POST", target, with_key("k"), body).run(outer))
+
+    assert post("/charges", b"1").status == 409
+    assert post("/charges", b"1").is_replay
+    assert post("/charges", b"2").code == "key-reused"
+    assert seen == [b"1"]
+    # What is refused before the handler uses up the key of neither.
+    assert post("/checked?number=x", b"").status == 422
+    assert post("/checked?number=1", b"").status == 200
+
+
 def test_two_hosts_have_two_policies(engine: AsyncEngine):
     """S3: one path, two hosts, two policies."""
     calls: list[str] = []
@@ -526,7 +558,7 @@ def test_a_body_that_does_not_validate_does_not_use_up_its_key(shop: Shop):
     """L4: the handler has not begun, so that a corrected body may follow with the same key."""
 
     @shop.app.post("/charges")
-    @idempotent(recovery="manual")
+    @idempotent(recovery="manual", attempts_max=2)
     async def charge(body: Charge) -> int:
         shop.seen.append(1)
         return body.amount
@@ -715,3 +747,172 @@ def test_a_session_of_the_functions_scope_commits_before_its_response_is_recorde
     assert (first.status, again.status, again.is_replay) == (201, 201, True)
     with closing(sqlite3.connect(path)) as made:
         assert made.execute("select count(*) from orders").fetchone() == (1,)
+
+
+# --- policies of routers ----------------------------------------------------------------------
+
+
+def test_all_routes_of_a_router_have_its_policy(shop: Shop, engine: AsyncEngine):
+    """S3, K3: and what a route says itself wins."""
+    payments = idempotent_router(APIRouter(prefix="/payments"), required=True, window="72h")
+
+    @payments.post("/charges")
+    async def charge(body: Charge, operation: CurrentOperation) -> str:
+        shop.seen.append(operation.key)
+        return operation.reference
+
+    @payments.put("/refunds/{number}")
+    @idempotent(window="1h")
+    async def refund(number: int) -> int:
+        return number
+
+    @payments.post("/search")
+    @idempotent(methods=())
+    async def search() -> str:
+        return "found"
+
+    outer = APIRouter(prefix="/outer")
+    outer.include_router(payments)
+    shop.app.include_router(outer, prefix="/api")
+    for method, path in (("POST", "/charges"), ("PUT", "/refunds/7")):
+        place = f"/api/outer/payments{path}"
+        assert shop.send(method, place, None).code == "key-missing"
+        assert [shop.send(method, place).is_replay for _ in range(2)] == [False, True]
+    assert shop.post("/api/outer/payments/search", None).body == b'"found"'
+    assert shop.seen == ["k-1"]
+    hours = {}
+    for record in asyncio.run(engine.store.find(Query())).records:
+        hours[record.label] = (record.window_until_ms - record.created_ms) // 3_600_000
+    assert hours == {
+        "POST /api/outer/payments/charges": 72,
+        "PUT /api/outer/payments/refunds/{number}": 1,
+    }
+
+
+def test_a_refusal_before_an_endpoint_of_a_router_does_not_use_up_the_key(shop: Shop):
+    """L4: as on a route with a mark of its own."""
+    payments = idempotent_router(APIRouter(), required=True)
+
+    @payments.post("/charges")
+    async def charge(body: Charge) -> int:
+        shop.seen.append(body.amount)
+        return body.amount
+
+    shop.app.include_router(payments)
+    assert shop.post("/charges", body=b'{"amount": "much"}').status == 422
+    assert shop.post("/charges").body == b"1"
+    assert shop.post("/charges").is_replay
+    assert shop.seen == [1]
+
+
+def test_routers_inside_have_policies_of_their_own(shop: Shop):
+    """S3: as FastAPI's `route_class`, it is for the routes that are declared on the router."""
+    outer = idempotent_router(APIRouter(prefix="/outer"), required=True)
+    inner = APIRouter(prefix="/inner")
+
+    @inner.post("/notes")
+    async def note() -> str:
+        return "noted"
+
+    @outer.post("/charges")
+    async def charge() -> str:
+        return "charged"
+
+    outer.include_router(inner)
+    shop.app.include_router(outer)
+    assert shop.post("/outer/charges", None).code == "key-missing"
+    assert shop.post("/outer/inner/notes", None).status == 200
+
+
+def test_a_mounted_application_has_one_policy_for_all_its_routes(shop: Shop):
+    """S3: an application of FastAPI's, whose document states it, too."""
+    below = idempotent_router(FastAPI(), required=True)
+
+    @below.post("/charges")
+    async def charge() -> str:
+        shop.seen.append(1)
+        return "charged"
+
+    shop.app.mount("/below", below)
+    assert shop.post("/below/charges", None).code == "key-missing"
+    assert [shop.post("/below/charges").is_replay for _ in range(2)] == [False, True]
+    (parameter,) = below.openapi()["paths"]["/charges"]["post"]["parameters"]
+    assert (parameter["name"], parameter["required"]) == ("Idempotency-Key", True)
+
+
+def test_starlettes_routers_and_mounts_have_policies(engine: AsyncEngine):
+    """S3: the innermost wins; a route beside them keeps the middleware's policy."""
+
+    async def answer(request: Request) -> PlainTextResponse:
+        return PlainTextResponse(request.url.path)
+
+    def route(path: str) -> Route:
+        return Route(path, answer, methods=["POST", "PUT"])
+
+    lax = on_starlette.idempotent_router(Mount("/lax", routes=[route("/x")]), required=False)
+    strict = on_starlette.idempotent_router(
+        Mount("/strict", app=Router([route("/x"), lax])), required=True
+    )
+    app = Starlette(routes=[strict, route("/plain")])
+    app.add_middleware(IdempotencyMiddleware, engine=engine)
+    shop = Shop(None, app)
+    assert shop.post("/strict/x", None).code == "key-missing"
+    assert shop.post("/strict/lax/x", None).status == 200
+    assert shop.post("/plain", None).status == 200
+    for path in ("/strict/x", "/strict/lax/x"):
+        assert [shop.send("PUT", path).is_replay for _ in range(2)] == [False, True]
+    assert not any(shop.send("PUT", "/plain").is_replay for _ in range(2))
+
+
+def test_the_methods_of_a_class_have_marks_of_their_own(engine: AsyncEngine):
+    """S3: the mark of a method replaces that of its class."""
+    seen: list[str] = []
+
+    @on_starlette.idempotent(required=True)
+    class Charges(HTTPEndpoint):
+        async def post(self, request: Request) -> PlainTextResponse:
+            seen.append("post")
+            return PlainTextResponse("posted")
+
+        @on_starlette.idempotent(window="1h")
+        async def put(self, request: Request) -> PlainTextResponse:
+            seen.append("put")
+            return PlainTextResponse("put")
+
+        @on_starlette.idempotent(methods=())
+        async def delete(self, request: Request) -> PlainTextResponse:
+            seen.append("delete")
+            return PlainTextResponse("deleted")
+
+        async def get(self, request: Request) -> PlainTextResponse:
+            return PlainTextResponse("got")
+
+    app = Starlette(routes=[Route("/charges", Charges)])
+    app.add_middleware(IdempotencyMiddleware, engine=engine)
+    shop = Shop(None, app)
+    assert shop.send("GET", "/charges", None).body == b"got"
+    assert shop.post("/charges", None).code == "key-missing"
+    assert shop.send("PUT", "/charges", None).body == b"put"
+    for method in ("POST", "PUT", "DELETE"):
+        for _ in range(2):
+            assert shop.send(method, "/charges").status == 200
+    assert seen == ["put", "post", "put", "delete", "delete"]
+    assert shop.send("PATCH", "/charges").status == 405
+
+
+@pytest.mark.parametrize("kind", [Router, object, Starlette], ids=lambda kind: kind.__name__)
+def test_what_has_no_routes_cannot_have_a_policy(kind: type[Any]):
+    with pytest.raises(Misconfigured, match="without routes"):
+        idempotent_router(kind(), required=True)
+
+
+def test_the_policy_of_a_router_comes_before_its_routes():
+    router = APIRouter()
+    router.post("/charges")(lambda: None)
+    with pytest.raises(Misconfigured, match="before you declare"):
+        idempotent_router(router, required=True)
+
+
+def test_a_nonsensical_policy_of_a_router_is_refused():
+    with pytest.raises(Misconfigured, match="'requird'"):
+        idempotent_router(APIRouter(), requird=True)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import sqlite3
 
 import flask
 import flask_login
@@ -15,7 +16,6 @@ from coatcheck import Engine, Policy
 from coatcheck.errors import Misconfigured
 from coatcheck.server.flask import Coatcheck, current_operation, idempotent
 from coatcheck.stores import Query
-from tests.support.web_servers import KINDS, Server
 
 
 @pytest.fixture
@@ -157,6 +157,23 @@ def test_a_method_view_is_marked_as_a_class_a_method_or_by_its_decorators(new_ap
     assert [is_replay(post(client, "/orders/7")) for _ in range(2)] == [False, True]
     (record,) = engine_of(app).store.find(Query()).records
     assert record.label == "POST /orders/<int:number>"
+
+
+def test_a_class_that_inherits_from_a_marked_one_may_have_a_mark_of_its_own(new_app):
+    """S3: the nearest class decides, and `super()` may be called."""
+
+    class Plain(idempotent(required=True)(methods_view())):
+        def post(self, number):
+            return super().post(number)
+
+    other = idempotent(required=False)(type("Other", (methods_view({"required": True}),), {}))
+    app = new_app()
+    app.add_url_rule("/plain/<int:number>", view_func=Plain.as_view("plain"))
+    app.add_url_rule("/other/<int:number>", view_func=other.as_view("other"))
+    client = app.test_client()
+    assert post(client, "/plain/7", key=None).json["code"] == "key-missing"
+    assert [is_replay(post(client, "/plain/7")) for _ in range(2)] == [False, True]
+    assert post(client, "/other/7", key=None).status_code == 201
 
 
 @pytest.mark.parametrize("is_above", [False, True])
@@ -383,6 +400,104 @@ def test_the_session_of_flask_sqlalchemy_commits_with_the_record(tmp_path):
     engine_of(app).close()
 
 
+def test_a_view_whose_transaction_collided_runs_again(new_app, tmp_path):
+    """L9: although Flask makes a 500 of what the view raises."""
+    calls = []
+    app = new_app(
+        COATCHECK_STORE=f"sqlite:///{tmp_path}/shop.db",
+        COATCHECK_TRANSACTIONS=lambda: sqlite3.connect(tmp_path / "shop.db"),
+    )
+
+    @app.post("/orders")
+    @idempotent(mode="transaction", transaction_retries=1)
+    def place():
+        calls.append(current_operation.attempt)
+        if len(calls) == 1:
+            error = sqlite3.OperationalError("database is locked")
+            error.sqlite_errorcode = sqlite3.SQLITE_BUSY_SNAPSHOT
+            raise error
+        return {"calls": len(calls)}, 201
+
+    client = app.test_client()
+    assert (post(client).json, is_replay(post(client))) == ({"calls": 2}, True)
+
+
+# --- refusals -------------------------------------------------------------------------------
+
+
+def refusals_of(app):
+    """A client without a key, and one with a key that was used for something else."""
+    counting(app)
+    counting(app, "/strict", required=True)
+    client = app.test_client()
+    post(client)
+    return post(client, "/strict", key=None), post(client, body={"item": "hat"})
+
+
+def test_an_error_handler_for_a_status_answers_refusals(new_app):
+    """D2: it gets Werkzeug's exception of that status, whose cause is ours."""
+    app = new_app()
+
+    @app.errorhandler(422)
+    def reused(error):
+        cause = error.__cause__
+        assert isinstance(cause, coatcheck.errors.KeyReused)
+        code = json.loads(error.get_response().get_data())["code"]
+        assert code == cause.problem.code
+        return f"{flask.request.path} {error.code} {code}: {error.description}", 422
+
+    missing, reused_answer = refusals_of(app)
+    assert missing.json["code"] == "key-missing"
+    assert reused_answer.status_code == 422
+    assert reused_answer.text.startswith("/orders 422 key-reused: ")
+    assert reused_answer.headers["Idempotency-Reference"]
+    assert reused_answer.headers["Cache-Control"] == "no-store"
+
+
+def test_an_error_handler_for_our_exceptions_answers_refusals(new_app):
+    """D2: the nearest class is chosen, as Flask does."""
+    app = new_app()
+    app.errorhandler(coatcheck.errors.Refused)(lambda error: (error.problem.code, 418))
+    app.errorhandler(coatcheck.errors.KeyReused)(lambda _error: ("reused", 409))
+    missing, reused = refusals_of(app)
+    assert (missing.status_code, missing.text) == (418, "key-missing")
+    assert (reused.status_code, reused.text) == (409, "reused")
+
+
+def test_an_error_handler_of_a_blueprint_is_for_its_views(new_app):
+    """D2."""
+    app, shop = new_app(), flask.Blueprint("shop", "shop")
+    counting(shop, "/shop", required=True)
+    shop.errorhandler(400)(lambda _error: ("shop", 400))
+    app.register_blueprint(shop)
+    counting(app, required=True)
+    client = app.test_client()
+    assert post(client, "/shop", key=None).text == "shop"
+    assert post(client, key=None).json["code"] == "key-missing"
+
+
+def test_error_handlers_for_everything_do_not_see_refusals(new_app):
+    """D2: they may be meant for bugs; and one that fails itself changes nothing."""
+    app = new_app()
+    app.errorhandler(Exception)(lambda _error: ("a bug", 500))
+    app.errorhandler(404)(lambda _error: ("no such page", 404))
+    missing, reused = refusals_of(app)
+    assert (missing.json["code"], reused.json["code"]) == ("key-missing", "key-reused")
+    failing = new_app()
+    failing.errorhandler(400)(lambda _error: 1 / 0)
+    assert refusals_of(failing)[0].json["code"] == "key-missing"
+
+
+def test_a_response_that_cannot_be_replayed_is_refused_through_error_handlers(new_app):
+    """D2: as every refusal."""
+    app = new_app(COATCHECK_POLICY=Policy(response_bytes_max=1_000))
+    app.add_url_rule("/large", "large", lambda: "x" * 2_000, methods=["POST"])
+    app.errorhandler(409)(lambda error: (error.__cause__.problem.code, 409))
+    client = app.test_client()
+    assert post(client, "/large").status_code == 200
+    assert post(client, "/large").text == "result-unavailable"
+
+
 # --- commands -------------------------------------------------------------------------------
 
 
@@ -398,21 +513,3 @@ def test_flask_coatcheck_runs_the_commands_on_the_store_of_the_application(new_a
     in_memory = new_app(COATCHECK_STORE=coatcheck.open_store("memory://"))
     result = in_memory.test_cli_runner().invoke(args=["coatcheck", "list"])
     assert (result.exit_code, "no URL" in result.output) == (2, True)
-
-
-# --- a real server --------------------------------------------------------------------------
-
-
-def test_gunicorn_serves_a_guarded_flask_application(tmp_path):
-    """R2: two processes that share a store execute a request once."""
-    (kind,) = (kind for kind in KINDS if kind.name == "gunicorn-threads")
-    server = Server(kind, tmp_path, "tests.server.flask_app")
-    try:
-        responses = [server.post("k-1", "/orders") for _ in range(6)]
-        assert {(one.status, one.body) for one in responses} == {(201, b"placed")}
-        assert sum(one.header("idempotent-replayed") is None for one in responses) == 1
-        assert server.exchange("POST", "/orders").status == 400
-        assert len(server.lines_of("effects")) == 1
-    finally:
-        server.close()
-    assert "Traceback" not in server.log()

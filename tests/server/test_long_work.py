@@ -21,7 +21,7 @@ import coatcheck
 from coatcheck import AsyncEngine, Engine, Happened, KeyBusy, KeyRejected, Misconfigured, Policy
 from coatcheck.core.record import IN_DOUBT, RUNNING
 from coatcheck.server.asgi import IdempotencyMiddleware
-from coatcheck.server.asgi_exchange import RUNNING_EXCHANGES
+from coatcheck.server.asgi.exchange import RUNNING_EXCHANGES
 from coatcheck.server.body import LargeBody
 from coatcheck.server.polling import wait_left_s
 from coatcheck.server.wsgi import IdempotencyMiddleware as WsgiMiddleware

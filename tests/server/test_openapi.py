@@ -13,8 +13,9 @@ from pydantic import BaseModel
 from starlette.testclient import TestClient
 
 from coatcheck import Policy
+from coatcheck.openapi import annotate
 from coatcheck.server.fastapi import IdempotencyMiddleware, extend_openapi, idempotent
-from coatcheck.server.openapi import PROBLEM_SCHEMA, annotate
+from coatcheck.server.openapi import PROBLEM_SCHEMA
 from tests.support.http import AsgiExchange, Headers, Response, with_key
 
 PROBLEM = "application/problem+json"

@@ -149,6 +149,17 @@ def test_a_function_that_fails_disables_nothing(open_api: OpenApi, caplog):
     assert warnings(caplog) == [f"coatcheck: disabled_by= failed, so {ORDERS} stays guarded"]
 
 
+def test_a_function_that_returns_something_to_await_disables_nothing(open_api: OpenApi, caplog):
+    """R2: a coroutine would count as True, and nothing would be guarded any more."""
+
+    def forgot_to_await(label: str):
+        return disabled_later(label)
+
+    api = open_api(disabled_by=forgot_to_await)
+    assert [api.post().is_replay, api.post().is_replay] == [False, True]
+    assert warnings(caplog) == [f"coatcheck: disabled_by= failed, so {ORDERS} stays guarded"]
+
+
 def test_a_process_is_disabled_by_its_environment(open_api: OpenApi, monkeypatch, caplog):
     """R2: read when the middleware is made."""
     monkeypatch.setenv(VARIABLE, "1")
@@ -201,6 +212,48 @@ def test_a_disabled_process_starts_without_its_store(monkeypatch):
     guarded_wsgi = WsgiMiddleware(wsgi, store="redis://127.0.0.1:1/0")
     environ = environ_of("POST", "/orders", with_key("k"), b"{}")
     assert exchange_wsgi(guarded_wsgi, environ).body == b"ok"
+
+
+def test_a_disabled_process_does_not_ask_the_store_for_a_polling_address(
+    open_api: OpenApi, monkeypatch
+):
+    """R2, L10: 503, because 404 would tell the client that its operation does not exist."""
+    monkeypatch.setenv(VARIABLE, "1")
+    api = open_api(in_flight="202", settings={"clock": None})
+    address = "/idempotency/operations/" + "0" * 64
+    polled = api.send("GET", address)
+    assert (polled.status, polled.code) == (503, "store-unavailable")
+    assert polled.header("retry-after") == "1"
+    assert not api.engine.is_started
+    assert api.send("HEAD", address).body == b""
+    assert [api.send("GET", p).status for p in (address[:-1], "/orders")] == [201, 201]
+
+
+def test_a_handler_that_accepts_long_work_runs_while_it_is_disabled(tmp_path):
+    """R2, L10: there is nothing to poll for, so its client waits for the answer."""
+    path = tmp_path / "coatcheck.off"
+    path.write_text("*")
+    app = FastAPI()
+    app.add_middleware(IdempotencyMiddleware, store="memory://", disabled_by=path)
+
+    @app.post("/films")
+    @idempotent
+    async def cut(operation: CurrentOperation) -> str:
+        await operation.accept()
+        with pytest.raises(Misconfigured, match="no record"):
+            await operation.defer()
+        return "cut"
+
+    @app.post("/stills")
+    @idempotent
+    def still(operation: CurrentOperation) -> str:
+        operation.accept()
+        return "still"
+
+    for target, body in (("/films", b'"cut"'), ("/stills", b'"still"')):
+        exchange = AsgiExchange("POST", target, with_key("k"), b"{}")
+        response = asyncio.run(exchange.run(app))
+        assert (response.status, response.body) == (200, body)
 
 
 def test_a_marked_route_works_while_it_is_disabled(tmp_path, caplog):

@@ -137,7 +137,7 @@ def hmac_with(key: bytes) -> str:
     ("caller", "signed"),
     [
         (HS, token(exp=1)),
-        (HS, token(nbf=time.time() + 600)),
+        (HS, token(nbf=time.time() + 86_400)),
         (HS, token(SECRET[::-1])),
         (HS, changed(token(), sub="eve")),
         (HS, unsigned()),
@@ -211,8 +211,8 @@ def test_the_settings_choose_claim_header_issuer_and_leeway():
     [
         (SECRET, {"algorithms": ["HS256", "RS256"]}, "may not be mixed"),
         (PEM, {"algorithms": ["RS256", "HS256"]}, "may not be mixed"),
-        (SECRET, {"algorithms": []}, "it is a list"),
-        (SECRET, {"algorithms": "HS256"}, "it is a list"),
+        (SECRET, {"algorithms": []}, "it must be a list"),
+        (SECRET, {"algorithms": "HS256"}, "it must be a list"),
         (SECRET, {"algorithms": ["none"]}, "not an algorithm that signs"),
         (SECRET, {"algorithms": [7]}, "not an algorithm that signs"),
         (SECRET, {"algorithms": ["HS1"]}, "'HS1'"),

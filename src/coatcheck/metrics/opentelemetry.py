@@ -1,27 +1,59 @@
 """Metrics and spans of engines for OpenTelemetry.
 
 An engine reports a request when it has ended. So its span is made then, with the start in the past,
-as a child of the span that is current where the request runs.
+as a child of the span that is current where the request runs. The span of an execution is made
+before its answer is stored, because its trace context is stored with the answer: the span of a
+replay has a link to it.
+
+The SDK takes several microseconds for each change of an instrument. So what can be counted here is
+counted here, and the SDK asks for it when it exports.
 """
 
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import NamedTuple, Self, get_args
 
+from coatcheck.core.key import reference_of
+from coatcheck.core.lifecycle import ClaimRequest
 from coatcheck.errors import MissingExtra
-from coatcheck.metrics.exporter import BUCKETS_S, STORE_ERROR, Exporter, Instrumented, Instruments
+from coatcheck.metrics.exporter import (
+    BUCKETS_S,
+    IN_DOUBT_NOW,
+    LAST_SWEEP,
+    STORE_ERROR,
+    TIMED,
+    Exporter,
+    Instrumented,
+    Instruments,
+    telemetry_of,
+)
 from coatcheck.metrics.labels import LABELS_MAX, Labels
-from coatcheck.telemetry import Decision
+from coatcheck.telemetry import Decision, DecisionOutcome
 
 try:
     from opentelemetry.metrics import CallbackOptions, Meter, MeterProvider, Observation, get_meter
-    from opentelemetry.trace import Status, StatusCode, TracerProvider, get_tracer
+    from opentelemetry.trace import (
+        Link,
+        Span,
+        Status,
+        StatusCode,
+        TracerProvider,
+        format_span_id,
+        format_trace_id,
+        get_current_span,
+        get_tracer,
+    )
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 except ImportError as error:
     raise MissingExtra("otel", "opentelemetry-api") from error
 
 _SCOPE = "coatcheck"
+_BY_OUTCOME = {outcome: {"coatcheck.outcome": outcome} for outcome in get_args(DecisionOutcome)}
 # The label of a route, with or without the name of its service: "POST /orders @shop".
 _ROUTE = re.compile(r"([A-Z]+) (/.*?)(?: @\S+)?")
 
@@ -53,8 +85,10 @@ class Telemetry(Exporter):
         labels = Labels(labels_max, label)
         self._tracer = get_tracer(_SCOPE, tracer_provider=tracer_provider)
         meter = get_meter(_SCOPE, meter_provider=meter_provider)
-        self._decisions = meter.create_counter(
+        self._decisions = _Decisions()
+        meter.create_observable_counter(
             "coatcheck.decisions",
+            callbacks=[self._decisions.observe],
             unit="{decision}",
             description="Guarded requests and calls by route, outcome and problem code.",
         )
@@ -71,29 +105,76 @@ class Telemetry(Exporter):
             "the store was unavailable.",
         )
         self._store_errors.add(0)
+        meter.create_observable_up_down_counter(
+            "coatcheck.in_flight",
+            callbacks=[lambda _options: [Observation(len(self._running))]],
+            description="Attempts that run now.",
+        )
         super().__init__(labels, _instruments(meter))
+
+    def instrument(self, *engines: Instrumented) -> Self:
+        """Count what these engines do from now on, and store trace contexts with their answers."""
+        super().instrument(*engines)
+        for engine in engines:
+            telemetry_of(engine).tracing = self.trace
+        return self
+
+    def trace(self, request: ClaimRequest, now_ms: int) -> str:
+        """Begin the span of an execution; its trace context, if the trace is sampled."""
+        label = self._labels.of(request.label)
+        start_ns = time.time_ns() - (now_ms - request.now_ms) * 1_000_000
+        span = self._tracer.start_span(f"coatcheck {label}", start_time=start_ns)
+        _begun.set(_Begun(self, reference_of(request.id), span))
+        context = span.get_span_context()
+        if not context.is_valid or not context.trace_flags.sampled:
+            return ""  # a link would lead to nothing
+        ids = format_trace_id(context.trace_id), format_span_id(context.span_id)
+        return f"00-{'-'.join(ids)}-{context.trace_flags:02x}"
 
     def observe(self, decision: Decision) -> None:
         """Count *decision* and make its span: an observer of engines."""
         outcome, code = decision.outcome, decision.code
         label = self._labels.of(decision.label)
-        which = {"coatcheck.label": label, "coatcheck.outcome": outcome, "coatcheck.code": code}
-        self._decisions.add(1, which)
-        self._duration.record(decision.duration_ms / 1_000, {"coatcheck.outcome": outcome})
+        self._decisions.add((label, outcome, code))
+        self._duration.record(decision.duration_ms / 1_000, _BY_OUTCOME[outcome])
         if code == STORE_ERROR:
             self._store_errors.add(1)
-        self._make_span(decision, label)
-
-    def _make_span(self, decision: Decision, label: str) -> None:
         end_ns = time.time_ns()
-        span = self._tracer.start_span(
-            f"coatcheck {label}", start_time=end_ns - decision.duration_ms * 1_000_000
-        )
+        span = self._span_of(decision, label, end_ns)
         if span.is_recording():
             span.set_attributes(attributes_of(decision, label))
-            if decision.outcome == "failed" or decision.code == STORE_ERROR:
-                span.set_status(Status(StatusCode.ERROR, decision.code or None))
+            if decision.outcome == "failed" or code == STORE_ERROR:
+                span.set_status(Status(StatusCode.ERROR, code or None))
         span.end(end_ns)
+
+    def _span_of(self, decision: Decision, label: str, end_ns: int) -> Span:
+        """The span that `trace` has begun for this execution, or a new one."""
+        links = _links_to(decision.trace) if decision.trace else []
+        begun = _begun.get()
+        if begun is not None and begun[:2] == (self, decision.reference):
+            _begun.set(None)
+            for link in links:  # another attempt took over, and its answer is given
+                begun.span.add_link(link.context)
+            return begun.span
+        start_ns = end_ns - decision.duration_ms * 1_000_000
+        return self._tracer.start_span(f"coatcheck {label}", start_time=start_ns, links=links)
+
+
+class _Begun(NamedTuple):
+    """The span of an execution whose answer is being stored."""
+
+    exporter: Telemetry
+    reference: str
+    span: Span
+
+
+_begun: ContextVar[_Begun | None] = ContextVar("coatcheck.span", default=None)
+
+
+def _links_to(traceparent: str) -> list[Link]:
+    context = TraceContextTextMapPropagator().extract({"traceparent": traceparent})
+    found = get_current_span(context).get_span_context()
+    return [Link(found)] if found.is_valid else []
 
 
 def instrument(
@@ -121,6 +202,10 @@ def attributes_of(decision: Decision, label: str) -> dict[str, str | int]:
         found["coatcheck.code"] = decision.code
     if decision.code == STORE_ERROR:
         found["error.type"] = decision.code
+    elif decision.outcome == "failed":
+        found["error.type"] = (
+            "_OTHER"  # as the conventions say; the server's span has the exception
+        )
     return found
 
 
@@ -139,40 +224,62 @@ def _instruments(meter: Meter) -> Instruments:
         "coatcheck.recovered",
         description="Abandoned operations that the background settled, by outcome.",
     )
-    last_sweep = _LastSweep()
-    meter.create_observable_gauge(
-        "coatcheck.last_sweep",
-        callbacks=[last_sweep.observe],
-        unit="s",
-        description="When the last sweep ended; the start of the process if there was none.",
+    claim, complete, wait = (
+        meter.create_histogram(
+            f"coatcheck.{name}",
+            unit="s",
+            description=words,
+            explicit_bucket_boundaries_advisory=buckets,
+        )
+        for name, (words, buckets) in TIMED.items()
     )
     return Instruments(
-        in_flight=meter.create_up_down_counter(
-            "coatcheck.in_flight", description="Attempts that run now."
-        ).add,
-        waited_s=meter.create_histogram(
-            "coatcheck.wait",
-            unit="s",
-            description="How long duplicates waited for the attempt of another request.",
-            explicit_bucket_boundaries_advisory=BUCKETS_S,
-        ).record,
+        in_flight=None,  # it is observed
+        claim_s=claim.record,
+        complete_s=complete.record,
+        waited_s=wait.record,
         renewed=renewed,
         lost=lost,
         in_doubt=in_doubt,
         swept=swept,
-        last_sweep_s=last_sweep.set,
+        in_doubt_now=_Gauge(meter, "coatcheck.operations.in_doubt", "", IN_DOUBT_NOW).set,
+        last_sweep_s=_Gauge(meter, "coatcheck.last_sweep", "s", LAST_SWEEP).set,
         recovered=lambda outcome: recovered.add(1, {"coatcheck.outcome": outcome}),
     )
 
 
-class _LastSweep:
-    """Its value is asked for: older SDKs export a gauge only once after it was set."""
+class _Decisions:
+    """Counts decisions; the SDK asks for the counts when it exports."""
 
     def __init__(self) -> None:
-        self._at_s = 0.0
+        self._counts: dict[tuple[str, str, str], int] = {}
+        self._mutex = threading.Lock()
 
-    def set(self, at_s: float) -> None:
-        self._at_s = at_s
+    def add(self, which: tuple[str, str, str]) -> None:
+        with self._mutex:
+            self._counts[which] = self._counts.get(which, 0) + 1
 
     def observe(self, _options: CallbackOptions) -> Sequence[Observation]:
-        return [Observation(self._at_s)]
+        with self._mutex:
+            counts = dict(self._counts)
+        return [
+            Observation(
+                count,
+                {"coatcheck.label": label, "coatcheck.outcome": outcome, "coatcheck.code": code},
+            )
+            for (label, outcome, code), count in counts.items()
+        ]
+
+
+class _Gauge:
+    """Its value is asked for: older SDKs export a gauge only once after it was set."""
+
+    def __init__(self, meter: Meter, name: str, unit: str, description: str) -> None:
+        self._value = 0.0
+        meter.create_observable_gauge(name, [self.observe], unit, description)
+
+    def set(self, value: float) -> None:
+        self._value = value
+
+    def observe(self, _options: CallbackOptions) -> Sequence[Observation]:
+        return [Observation(self._value)]

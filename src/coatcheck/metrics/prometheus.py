@@ -8,7 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from coatcheck.errors import Misconfigured, MissingExtra
-from coatcheck.metrics.exporter import BUCKETS_S, STORE_ERROR, Exporter, Instrumented, Instruments
+from coatcheck.metrics.exporter import (
+    BUCKETS_S,
+    IN_DOUBT_NOW,
+    LAST_SWEEP,
+    STORE_ERROR,
+    TIMED,
+    Exporter,
+    Instrumented,
+    Instruments,
+)
 from coatcheck.metrics.labels import LABELS_MAX, Labels
 from coatcheck.telemetry import Decision
 
@@ -100,6 +109,10 @@ def _instruments(to: CollectorRegistry) -> Instruments:
         ("outcome",),
         registry=to,
     )
+    claim, complete, wait = (
+        Histogram(f"coatcheck_{name}_seconds", words, buckets=buckets, registry=to)
+        for name, (words, buckets) in TIMED.items()
+    )
     return Instruments(
         in_flight=Gauge(
             "coatcheck_in_flight",
@@ -107,21 +120,24 @@ def _instruments(to: CollectorRegistry) -> Instruments:
             multiprocess_mode="livesum",
             registry=to,
         ).inc,
-        waited_s=Histogram(
-            "coatcheck_wait_seconds",
-            "How long duplicates waited for the attempt of another request.",
-            buckets=BUCKETS_S,
-            registry=to,
-        ).observe,
+        claim_s=claim.observe,
+        complete_s=complete.observe,
+        waited_s=wait.observe,
         renewed=Counter("coatcheck_renewals", "Renewed leases.", registry=to).inc,
         lost=Counter(
             "coatcheck_lost_leases", "Attempts that another one took over.", registry=to
         ).inc,
         in_doubt=Counter("coatcheck_in_doubt", "Operations that became in doubt.", registry=to).inc,
         swept=Counter("coatcheck_swept_records", "Deleted expired records.", registry=to).inc,
+        in_doubt_now=Gauge(
+            "coatcheck_operations_in_doubt",
+            IN_DOUBT_NOW,
+            multiprocess_mode="mostrecent",
+            registry=to,
+        ).set,
         last_sweep_s=Gauge(
             "coatcheck_last_sweep_timestamp_seconds",
-            "When the last sweep ended; the start of the process if there was none.",
+            LAST_SWEEP,
             multiprocess_mode="max",
             registry=to,
         ).set,

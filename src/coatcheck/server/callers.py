@@ -3,27 +3,44 @@
 There are functions for credentials, verified tokens, certificates, the framework's user, a cookie
 and the client's address. What they return is digested, so that it is never stored in clear. Your
 own is `def caller(request: Request) -> str`; over ASGI it may be `async def`. It must return the
-same text for each retry of the same user, also after a token was refreshed. If it returns None or
-"", the default identifies the caller. If it raises `Refused`, or an exception that the framework
-would turn into a response, such as `HTTPException(401)`, the client gets that response: nothing
-runs, nothing is stored and nothing is replayed. Any other exception is an error of the application.
+same text for each retry of the same user, also after a token was refreshed. `Named(caller, name)`
+adds a name that operators see. If it returns None or "", the default identifies the caller. If it
+raises `Refused`, or an exception that the framework would turn into a response, such as
+`HTTPException(401)`, the client gets that response: nothing runs, nothing is stored and nothing is
+replayed. Any other exception is an error of the application.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias
 from uuid import UUID
 
+from coatcheck.core.answers import Happened
 from coatcheck.errors import Misconfigured, MissingExtra
-from coatcheck.operation import Happened
 from coatcheck.server.request import Request
 
 if TYPE_CHECKING:
     from coatcheck.server.tokens import Key
 
-CallerValue: TypeAlias = str | bytes | int | UUID | None
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """
+    What a `caller=` function may return: the caller, and its name for operators.
+
+    Only *caller* decides whose key it is. `coatcheck lookup` shows the *name*, up to 100 characters
+    of it. It is stored in clear, unless the engine has a key ring; a compact store drops it, and
+    `coatcheck erase` deletes it with the record.
+    """
+
+    caller: str | bytes | int | UUID
+    name: str
+
+
+CallerValue: TypeAlias = str | bytes | int | UUID | Named | None
 
 # What `caller=` takes. If it returns None, the default identifies the caller.
 Caller: TypeAlias = Callable[[Request], CallerValue]
@@ -211,7 +228,7 @@ def client_address(*, proxies: int = 0) -> Caller:
     address. All clients behind one gateway are one caller, so prefer a credential.
     """
     if proxies < 0:
-        raise Misconfigured(f"proxies is {proxies}; it is how many of your own stand in front")
+        raise Misconfigured(f"proxies is {proxies}; it must be the number of your own proxies")
 
     def caller(request: Request) -> str | None:
         if proxies:

@@ -128,7 +128,9 @@ def _signers_of(secret: Secret) -> tuple[TimestampSigner, ...]:
     keys = [one for one in secrets if isinstance(one, bytes) and one]
     if not keys or len(keys) < len(secrets):
         # Not its value, which is logged.
-        raise Misconfigured("session_secret is a text or bytes, or a list of them; none is empty")
+        raise Misconfigured(
+            "session_secret must be a text or bytes, or a list of them, and none may be empty"
+        )
     try:
         from itsdangerous import TimestampSigner  # noqa: PLC0415 - needed for this only
     except ImportError as error:
@@ -148,7 +150,7 @@ def _pattern_of(names: Iterable[str]) -> re.Pattern[str]:
 
 def _checked(names: object) -> list[str]:
     if isinstance(names, str | bytes) or not isinstance(names, Iterable):
-        raise Misconfigured(f"session_cookies is {names!r}; it is a list of names or patterns")
+        raise Misconfigured(f"session_cookies is {names!r}; it must be a list of names or patterns")
     checked = []
     for name in names:
         if not isinstance(name, str) or not name or any(c in name for c in "=; \t"):

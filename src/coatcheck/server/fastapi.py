@@ -3,6 +3,8 @@
 @app.post("/charges", status_code=201)
 @idempotent(required=True, window="72h")
 async def charge(body: Charge, operation: CurrentOperation): ...
+
+payments = idempotent_router(APIRouter(prefix="/payments"), required=True)
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from coatcheck.errors import Misconfigured, MissingExtra
 from coatcheck.operation import AsyncOperation, Operation, current_operation
 from coatcheck.server.asgi import IdempotencyMiddleware
 from coatcheck.server.routes import idempotent, unclaimed_operation_of_request
-from coatcheck.server.starlette_routes import extend_openapi
+from coatcheck.server.starlette_routes import extend_openapi, idempotent_router
 
 try:
     from fastapi import Depends
@@ -27,6 +29,7 @@ __all__ = [
     "OptionalOperation",
     "extend_openapi",
     "idempotent",
+    "idempotent_router",
 ]
 
 
@@ -35,7 +38,8 @@ async def _operation() -> Operation:
     if operation is None:
         raise Misconfigured(
             "this route asks for its operation, but the request is not guarded: add the "
-            "IdempotencyMiddleware, and make the key required on this route"
+            "IdempotencyMiddleware; and if the request has no key, write "
+            "@idempotent(required=True), or ask for OptionalOperation"
         )
     return operation
 

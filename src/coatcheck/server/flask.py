@@ -14,25 +14,30 @@ The extension puts the WSGI middleware around `app.wsgi_app`. So the server, `fl
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from coatcheck.core.policy import SAFE_METHODS, Policy
+from coatcheck.core.problem import Problem
+from coatcheck.core.response import Response
 from coatcheck.engine import Engine
 from coatcheck.errors import CoatcheckError, Misconfigured, MissingExtra
 from coatcheck.operation import Operation
 from coatcheck.operation import current_operation as guarded_operation
 from coatcheck.server.callers import Caller, client_certificate, credential, user
 from coatcheck.server.cookies import Secret
-from coatcheck.server.guard import NaturalKey
+from coatcheck.server.keys import NaturalKey
 from coatcheck.server.request import Request
+from coatcheck.server.responses import refused
 from coatcheck.server.routes import (
     Mark,
     found_unguarded,
     idempotent,
     mark_of,
+    note_raised,
     policy_of_mark,
     unclaimed_operation_of_request,
 )
@@ -44,14 +49,18 @@ from coatcheck.stores import Store
 
 try:
     import click
-    from flask import Flask
+    from flask import Flask, got_request_exception
+    from flask import Response as FlaskResponse
+    from flask import request as flask_request
     from flask.cli import AppGroup
-    from werkzeug.exceptions import HTTPException
+    from werkzeug.exceptions import HTTPException, default_exceptions
     from werkzeug.local import LocalProxy
 except ImportError as error:
     raise MissingExtra("flask", "Flask") from error
 
 __all__ = ["Coatcheck", "IdempotencyMiddleware", "current_operation", "idempotent"]
+
+logger = logging.getLogger("coatcheck")
 
 PREFIX = "COATCHECK_"
 
@@ -71,7 +80,8 @@ class Coatcheck:
         policy: a `Policy`, the name of a preset, or None for the default.
         caller: whose key it is, a function of the request. Without it, the user whom Flask-Login
             has logged in is the caller; without such a user, the default identifies the caller.
-        key: finds the key in the request itself, if no header brings one.
+        key: finds the key in the request itself, if no header brings one; see
+            `coatcheck.server.keys`.
         secret: makes operation ids unguessable; the same on every node.
         engine: an `Engine` that is shared with other middlewares or functions.
         transactions: where connections for transaction mode come from, such as Flask-SQLAlchemy's
@@ -128,6 +138,8 @@ class Coatcheck:
             settings["transactions"] = _lent_in_context(app, settings["transactions"])
         routes = functools.partial(FlaskRoutes, app=app)
         middleware = IdempotencyMiddleware(app.wsgi_app, routes=routes, **settings)
+        middleware.guard.render = functools.partial(_rendered, app)
+        got_request_exception.connect(_note_raised, app)
         app.extensions["coatcheck"] = middleware
         app.wsgi_app = middleware  # type: ignore[method-assign]  # as Flask documents it
         if find_spec("rich") is not None:  # of the extra `cli`; Flask brings click
@@ -150,6 +162,11 @@ class Coatcheck:
             for name in ("store", "policy", "secret", "transactions"):
                 configured.pop(name, None)
         return {**configured, **given}
+
+
+def _note_raised(_app: Flask, exception: Exception, **_: object) -> None:
+    """Note what a view raised, and no error handler has handled: Flask answers 500."""
+    note_raised(exception)
 
 
 # --- routes ---------------------------------------------------------------------------------
@@ -283,6 +300,66 @@ def _remembered_user(app: Flask, cookies: Any) -> str | None:  # noqa: ANN401 - 
     return id
 
 
+# --- refusals -------------------------------------------------------------------------------
+
+
+def _rendered(app: Flask, refusal: Problem, policy: Policy, request: Request) -> Response:
+    """
+    The response of *refusal*: by an error handler of the application, or a problem document.
+
+    A handler must be for this status, or for our exceptions. One for `HTTPException` or `Exception`
+    is not called, because it may turn every refusal into a 500.
+    """
+    document = refused(refusal, policy)
+    if not any(app.error_handler_spec.values()):
+        return document
+    try:
+        with app.request_context(dict(request.native)):
+            made = _handled(app, refusal, document)
+    except Exception:
+        logger.exception(
+            "coatcheck: an error handler failed; the client gets a problem document (%s)",
+            refusal.code,
+        )
+        return document
+    return document if made is None else made
+
+
+def _handled(app: Flask, refusal: Problem, document: Response) -> Response | None:
+    """What an error handler makes of *refusal*, in the context of its request."""
+    error, scopes = refusal.error(), (*flask_request.blueprints, None)
+    specs = [app.error_handler_spec[scope] for scope in scopes if scope in app.error_handler_spec]
+    for_status = (next(iter(spec.get(refusal.status, {}).values()), None) for spec in specs)
+    handler = next(filter(None, for_status), None)
+    if handler is not None:
+        error = _http_exception(refusal, document)
+    else:
+        ours = [kind for kind in type(error).__mro__ if issubclass(kind, CoatcheckError)]
+        for_type = (spec.get(None, {}).get(kind) for kind in ours for spec in specs)
+        handler = next(filter(None, for_type), None)
+    if handler is None:
+        return None
+    made = app.make_response(app.ensure_sync(handler)(error))
+    given = [(n.lower().encode(), v.encode("latin-1")) for n, v in made.headers.to_wsgi_list()]
+    names = {name for name, _ in given}
+    # When to retry, and the reference: a client needs them, whatever the response looks like.
+    added = [line for line in document.headers if line[0] not in names and line[0] not in _OF_BODY]
+    return Response(made.status_code, [*given, *added], made.get_data())
+
+
+_OF_BODY = frozenset({b"content-type", b"content-length"})
+
+
+def _http_exception(refusal: Problem, document: Response) -> Any:  # noqa: ANN401 - Werkzeug's
+    """*refusal* as Flask's handlers for a status know errors; its cause is our own exception."""
+    headers = [(name.decode(), value.decode("latin-1")) for name, value in document.headers]
+    response = FlaskResponse(document.body, document.status, headers)
+    kind = default_exceptions.get(refusal.status, HTTPException)
+    exception = kind(refusal.detail, response)
+    exception.__cause__ = refusal.error()
+    return exception
+
+
 # --- transactions ---------------------------------------------------------------------------
 
 
@@ -314,7 +391,8 @@ def _required_operation() -> Operation:
     operation = _operation()
     if operation is None:  # a RuntimeError, so that Werkzeug counts the proxy as false
         raise RuntimeError(
-            "current_operation: the request is not guarded; make the key required on this route"
+            "current_operation: the request is not guarded; if it has no key, write "
+            "@idempotent(required=True) on this route, or test `if current_operation:`"
         )
     return operation
 

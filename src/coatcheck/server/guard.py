@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hmac
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeAlias
@@ -21,6 +22,7 @@ from coatcheck.core.key import Key, Malformed, parse_key, reference_of
 from coatcheck.core.lifecycle import ClaimRequest, Refuse, Replay
 from coatcheck.core.policy import Policy
 from coatcheck.core.problem import SESSION_IS_COMPARED, Problem, problem
+from coatcheck.core.progress import Progress, encoded
 from coatcheck.core.record import Record
 from coatcheck.core.response import Response
 from coatcheck.engine import AsyncEngine
@@ -35,26 +37,42 @@ from coatcheck.server.callers import (
     SHARED,
     AsyncCaller,
     Caller,
+    Named,
     client_certificate,
+    credential,
     credential_text,
     user,
 )
 from coatcheck.server.cookies import SessionCookies
+from coatcheck.server.keys import NaturalKey
 from coatcheck.server.polling import StatusRequest, accepted, status_of, token_of
 from coatcheck.server.refusals import response_of_refusal
 from coatcheck.server.request import Request
 from coatcheck.server.responses import refused, replayed
 
-# What `key=` takes: a function of the request. None or "": the request has no key.
-NaturalKey: TypeAlias = Callable[[Request], object]
+logger = logging.getLogger("coatcheck")
+
+# Not 404: that would mean that there is no such operation.
+NOT_POLLED = "the state of this operation is not read, because coatcheck is disabled"
 
 # 200: enough for an error's text, which may repeat everything that the client has sent.
 REASON_CHARS_MAX = 200
+
+# 100: enough for a name or an address, and stored with every record.
+NAME_CHARS_MAX = 100
 
 # A client that retries once often retries again, with the same bytes: their fingerprint is
 # remembered, for 1 024 requests of up to 2 KiB.
 RETRY_BYTES_MAX = 2_048
 _fingerprint_of_retry = functools.lru_cache(maxsize=1_024)(fingerprint_of)
+
+
+# Makes the response of a refusal; a framework may have a look of its own for errors.
+Render: TypeAlias = Callable[[Problem, Policy, Request], Response]
+
+
+def _problem_document(refusal: Problem, policy: Policy, _request: Request) -> Response:
+    return refused(refusal, policy)
 
 
 class Hosts(Protocol):
@@ -92,10 +110,12 @@ class RequestGuard:
         self._attempts = engine.attempts
         self._secret = engine.attempts.secret
         self._hosts = hosts
-        # `callers.jwt` with a client that fetches keys: it must not run on an event loop.
-        self.caller_blocks = getattr(caller, "blocks", False) is True
+        # Not `callers.jwt` with a client that fetches keys: it must not run on an event loop.
+        caller_blocks = getattr(caller, "blocks", False) is True
+        self.caller_is_quick = not self.caller_is_async and not caller_blocks
         self.caller = caller
         self._cookies = cookies or SessionCookies()
+        self.render: Render = _problem_document
         self._key = key
         self.has_natural_keys = key is not None
 
@@ -115,7 +135,7 @@ class RequestGuard:
         if self._key is None:
             return None
         try:
-            key = key_of_call(self._key(request))
+            key = key_of_call(self._key(request))  # a `ContentKey` stays one
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             # The function did not find a key in what the client sent: that is a 400.
             why = f"{type(error).__name__}: {error}"[:REASON_CHARS_MAX]
@@ -127,6 +147,21 @@ class RequestGuard:
             return problem("key-invalid", reason=reason)
         return key
 
+    def key_of_content(
+        self, request: Request, policy: Policy, template: str | None
+    ) -> str | Problem | None:
+        """
+        The key that is made of *request* and its session; its caller is known.
+
+        None if nothing identifies the client: another client with the same content would get its
+        response. The fingerprint is the key, so that what a policy ignores does not matter here.
+        """
+        _, session = self._caller_of(request)
+        known = (request.caller, credential(request), user(request), client_certificate(request))
+        if not session and all(one is None for one in known):
+            return problem("key-missing", reason=policy.key_header) if policy.required else None
+        return self.claim_request(request, policy, "", template).fingerprint.hex()
+
     def claim_request(
         self, request: Request, policy: Policy, key: str, template: str | None
     ) -> ClaimRequest:
@@ -137,7 +172,7 @@ class RequestGuard:
         before its route was marked must find the same record. The template is only the label.
         """
         method, path, body = request.method, request.path, request.body
-        caller, session = self._caller_of(request)
+        caller, session = request.identity = self._caller_of(request)
         compared: list[tuple[bytes, bytes]] = []
         if policy.header_names:
             compared = [(n, request.header(n)) for n in policy.header_names]
@@ -163,10 +198,17 @@ class RequestGuard:
             route = label_of_route(route, self._engine.service)
         new_request = self._attempts.new_request
         if not session:
-            return new_request(id, fingerprint, key=key, caller=caller, label=route)
+            claim = new_request(id, fingerprint, key=key, caller=caller, label=route)
+            return self._with_name(claim, request.caller_name) if request.caller_name else claim
         bound = with_session(fingerprint, session, self._secret)
         claim = new_request(id, bound, key=key, caller=caller, label=route)
         return claim._replace(without_session=fingerprint)
+
+    def _with_name(self, claim: ClaimRequest, name: str) -> ClaimRequest:
+        """*claim* with the name of its caller, which only operators see."""
+        if self._engine.is_compact:
+            return claim
+        return claim._replace(progress=encoded(Progress(caller=name)))
 
     def is_nested(self, request: Request, claim: ClaimRequest) -> bool:
         """
@@ -186,25 +228,27 @@ class RequestGuard:
     ) -> Response:
         """The response for a *request* that could not be claimed; it is reported."""
         self._attempts.report_refusal(refusal, f"{request.method} {template or request.path}")
-        return refused(refusal, policy)
+        return self.render(refusal, policy, request)
 
     def response_of(
         self, answer: Replay | Refuse, claim: ClaimRequest, policy: Policy, request: Request
     ) -> Response:
         """The response for a request for which no handler ran."""
         if isinstance(answer, Replay):
-            return replayed(answer, claim, policy, request.fields.get(b"accept-encoding"))
+            made = replayed(answer, claim, policy, request.fields.get(b"accept-encoding"))
+            return self.render(made, policy, request) if isinstance(made, Problem) else made
         # A transaction that is not committed has nothing to poll for yet.
         if policy.in_flight == "202" and policy.mode == "record" and answer.record is not None:
             return self.accepted(answer.record, policy, request)
         refusal = answer.problem
-        if refusal.code == "key-reused" and self._caller_of(request)[1]:
+        if refusal.code == "key-reused" and request.identity and request.identity[1]:
             refusal = replace(refusal, detail=f"{refusal.detail}; {SESSION_IS_COMPARED}")
-        return refused(refusal, policy)
+        return self.render(refusal, policy, request)
 
     def accepted(self, record: Record, policy: Policy, request: Request) -> Response:
         """The 202 that sends the client of *request* to the polling address of its operation."""
-        location = _location(self._token_of(record, *self._caller_of(request)), policy, request)
+        identity = request.identity or self._caller_of(request)
+        location = _location(self._token_of(record, *identity), policy, request)
         prefer = request.header(b"prefer") if policy.in_flight == "202" else b""
         return accepted(record, location, policy, prefer=prefer)
 
@@ -216,6 +260,12 @@ class RequestGuard:
         location, now_ms = _location(token, policy, request), self._attempts.now_ms()
         status = StatusRequest(location, now_ms, accept_encoding)
         response = status_of(self._attempts.current(record), status, policy)
+        return response._replace(body=b"") if request.method == "HEAD" else response
+
+    def not_polled(self, request: Request) -> Response:
+        """The response of a polling address while the process is disabled; no store is asked."""
+        refusal = problem("store-unavailable", reason=NOT_POLLED)
+        response = refused(refusal, self._engine.policy)
         return response._replace(body=b"") if request.method == "HEAD" else response
 
     def _is_address(self, token: str, record: Record, request: Request) -> bool:
@@ -235,14 +285,14 @@ class RequestGuard:
     def identify(self, request: Request) -> None:
         """Call `caller=` in this thread; raises what it raises."""
         caller: Any = self.caller
-        request.caller = _text_of_caller(caller(request))
+        _identify(request, caller(request))
 
     async def identify_on_loop(self, request: Request) -> None:
         """Call `caller=` from an event loop; raises what it raises."""
         caller: Any = self.caller
         if self.caller_is_async:
-            request.caller = _text_of_caller(await caller(request))
-        elif self.caller_blocks or isinstance(request.body, LargeBody):
+            _identify(request, await caller(request))
+        elif not self.caller_is_quick or isinstance(request.body, LargeBody):
             await asyncio.to_thread(self.identify, request)
         else:
             self.identify(request)
@@ -255,7 +305,11 @@ class RequestGuard:
         if response is None:
             return None
         refusal = problem("caller-refused", status=response.status)
-        self._attempts.report_refusal(refusal, f"{request.method} {template or request.path}")
+        label = f"{request.method} {template or request.path}"
+        self._attempts.report_refusal(refusal, label)
+        if error.__cause__ is not None:  # why a token is not valid: the client does not learn it
+            cause = repr(error.__cause__)[:REASON_CHARS_MAX]
+            logger.info("coatcheck: caller= refused %s with %d: %s", label, response.status, cause)
         return response._replace(body=b"") if request.method == "HEAD" else response
 
     def _caller_of(self, request: Request) -> tuple[str, bytes]:
@@ -305,6 +359,21 @@ def _default_caller(
     return caller_digest(*parts, secret=secret)
 
 
+def _identify(request: Request, found: object) -> None:
+    """Give *request* the caller that a `caller=` function *found*."""
+    if found is None:  # then the default counts
+        return
+    if not isinstance(found, Named):
+        request.caller = _text_of_caller(found)
+        return
+    name: object = found.name
+    request.caller = _text_of_caller(found.caller)
+    if request.caller is None or not isinstance(name, str):
+        raise Misconfigured("caller= returned a Named without a caller, or whose name is no text")
+    is_long = len(name) > NAME_CHARS_MAX
+    request.caller_name = f"{name[: NAME_CHARS_MAX - 1]}…" if is_long else name
+
+
 def _text_of_caller(found: object) -> str | None:
     """What a `caller=` function returned, as text; numbers and headers are common."""
     if isinstance(found, bytes):
@@ -316,7 +385,7 @@ def _text_of_caller(found: object) -> str | None:
     refuse_awaitable("caller", found)
     # Not its value: that may be a credential, and this is logged.
     kind = type(found).__name__
-    raise Misconfigured(f"caller= returned a {kind}; it must return a text, or None")
+    raise Misconfigured(f"caller= returned a value of type {kind}; it must return a text, or None")
 
 
 def _location(token: str, policy: Policy, request: Request) -> str:

@@ -7,13 +7,10 @@ record mode, they neither replay nor refuse anything. They hold no response.
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
 
 from coatcheck.core.identity import ID_BYTES, LABEL_CHARS_MAX, label_of, operation_id
 from coatcheck.core.keep import Outcome, OutcomeKind
@@ -35,17 +32,13 @@ from coatcheck.engine.outcomes import is_failure, outcome_of_partial
 from coatcheck.engine.periodic import AtMostEvery
 from coatcheck.engine.runner import Runner
 from coatcheck.errors import StoreUnavailable
-from coatcheck.operation import Lease, Operation, current_operation, enter, leave
-from coatcheck.server.asgi_request import App, AsgiScope, Message, Receive, Send
-from coatcheck.server.asgi_request import request_of as request_of_asgi
-from coatcheck.server.body import MEMORY_BYTES_MAX, body_too_large
+from coatcheck.operation import Lease, Operation
+from coatcheck.server.body import body_too_large
 from coatcheck.server.guard import RequestGuard
+from coatcheck.server.keys import ContentKey
 from coatcheck.server.refusals import response_of_refusal
-from coatcheck.server.request import Request, fields_of
-from coatcheck.server.routes import Unclaimed, is_refused_early
-from coatcheck.server.routes import found as note_found
-from coatcheck.server.wsgi_request import Environ, bytes_of
-from coatcheck.server.wsgi_request import request_of as request_of_wsgi
+from coatcheck.server.request import Request
+from coatcheck.server.routes import is_refused_early
 from coatcheck.stores.batching import Batcher
 from coatcheck.stores.contract import Store
 from coatcheck.stores.fork import renew_after_fork
@@ -133,6 +126,9 @@ class Observations:
         found: str | Problem | None = key
         if found is None:
             found = self.guard.natural_key_of(request, policy)
+        if isinstance(found, ContentKey):
+            policy = found.policy_of(policy)
+            found = self.guard.key_of_content(request, policy, template)
         if found is None:
             return None
         if isinstance(found, Problem):
@@ -276,116 +272,12 @@ class Observations:
         telemetry.emit(Observed(reference, label, scope, attempt, outcome, code))
 
 
-# --- ASGI ---------------------------------------------------------------------------------------
-
-
-class AsgiMiddleware(Protocol):
-    """What an observed ASGI request needs of its middleware."""
-
-    app: App
-    observations: Observations
-
-
-async def serve_asgi(
-    middleware: AsgiMiddleware,
-    asgi_scope: AsgiScope,
-    receive: Receive,
-    send: Send,
-    found: tuple[Policy, str | None],
-) -> None:
-    """Pass a request on, and observe it; *found*: its policy and the template of its route."""
-    received: list[Message] = []
-    observed = None
-    try:
-        observed = await _begin_asgi(middleware.observations, asgi_scope, receive, received, found)
-    except Exception:  # whatever it is, the request runs
-        logger.exception(NOT_OBSERVED)
-
-    async def receive_again() -> Message:
-        return received.pop(0) if received else await receive()
-
-    if observed is None:
-        if "coatcheck.operation" not in asgi_scope:
-            attempts, policy = middleware.observations.attempts, found[0]
-            label = f"{asgi_scope['method']} {found[1] or asgi_scope['path']}"
-            # Its handler may ask for an operation, and must not fail then.
-            note_found(Unclaimed(lambda: unclaimed_operation(attempts, label, policy)))
-        await middleware.app(asgi_scope, receive_again, send)
-        return
-
-    async def watch(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            observed.status = message["status"]
-        await send(message)
-
-    asgi_scope["coatcheck.operation"] = observed.operation
-    entered, error = enter(observed.operation), None
-    try:
-        await middleware.app(asgi_scope, receive_again, watch)
-    except BaseException as raised:
-        error = raised
-        raise
-    finally:
-        leave(entered)
-        middleware.observations.end(observed, error, is_marked=found[1] is not None)
-
-
-async def _begin_asgi(
-    observations: Observations,
-    asgi_scope: AsgiScope,
-    receive: Receive,
-    received: list[Message],
-    found: tuple[Policy, str | None],
-) -> ObservedRequest | None:
-    """Begin to observe a request; what was read of its body is added to *received*."""
-    policy, template = found
-    values = [value for name, value in asgi_scope["headers"] if name == policy.key_name]
-    guard = observations.guard
-    key = guard.key_of(values, policy)
-    if "coatcheck.operation" in asgi_scope or (key is None and not guard.has_natural_keys):
-        return None
-    fields = fields_of(asgi_scope["headers"])
-    request = request_of_asgi(asgi_scope, fields, b"")
-    declared = fields.get(b"content-length", b"")
-    length = int(declared[:20]) if declared.isdigit() else None
-    checked = _too_large(length, policy) or key
-    if isinstance(checked, Problem):
-        observations.would_refuse(checked, request, template)
-        return None
-    key = checked
-    body = None
-    if length is None or length <= MEMORY_BYTES_MAX:
-        body = await _small_body(receive, received)
-    if not _is_readable(observations, request, found, key, body=body, length=length):
-        return None
-    if guard.caller is not None:
-        try:
-            await guard.identify_on_loop(request)
-        except Exception as error:  # noqa: BLE001 - a refusal, or raised again
-            observations.would_refuse_caller(error, request, found)
-            return None
-    return observations.begin(request, policy, template, key)
-
-
-async def _small_body(receive: Receive, received: list[Message]) -> bytes | None:
-    """The whole body; None if it is too large to be read in advance, or the client left."""
-    size = 0
-    while size <= MEMORY_BYTES_MAX:
-        message = await receive()
-        received.append(message)
-        if message["type"] != "http.request":
-            return None
-        size += len(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(one.get("body", b"") for one in received)
-    return None
-
-
-def _too_large(length: int | None, policy: Policy) -> Problem | None:
+def refusal_of_length(length: int | None, policy: Policy) -> Problem | None:
+    """The refusal of a body that is longer than the policy allows."""
     return body_too_large(policy) if length is not None and length > policy.body_bytes_max else None
 
 
-def _is_readable(
+def give_body(
     observations: Observations,
     request: Request,
     found: tuple[Policy, str | None],
@@ -398,134 +290,9 @@ def _is_readable(
     policy, template = found
     if body is None and key is None:  # its key may be in the body
         return False
-    refusal = None if body is None else _too_large(len(body), policy)
+    refusal = None if body is None else refusal_of_length(len(body), policy)
     if refusal is not None:
         observations.would_refuse(refusal, request, template)
         return False
     request.body = b"%d bytes" % (length or 0) if body is None else body
     return True
-
-
-# --- WSGI ---------------------------------------------------------------------------------------
-
-StartResponse = Callable[..., Callable[[bytes], object]]
-
-
-class WsgiMiddleware(Protocol):
-    """What an observed WSGI request needs of its middleware."""
-
-    app: Callable[[Environ, StartResponse], Iterable[bytes]]
-    observations: Observations
-
-
-def serve_wsgi(
-    middleware: WsgiMiddleware,
-    environ: Environ,
-    start_response: StartResponse,
-    found: tuple[Policy, str | None],
-) -> Iterable[bytes]:
-    """As `serve_asgi`; *found*: the policy and the template of the route."""
-    observed = None
-    try:
-        observed = _begin_wsgi(middleware.observations, environ, found)
-    except Exception:  # whatever it is, the request runs
-        logger.exception(NOT_OBSERVED)
-    if observed is None:
-        return middleware.app(environ, start_response)
-
-    def watch(status: str, headers: Sequence[tuple[str, str]], *rest: Any) -> Any:  # noqa: ANN401 - the write function
-        observed.status = int(status[:3])
-        return start_response(status, headers, *rest)
-
-    watched = _WatchedBody(middleware.observations, observed, is_marked=found[1] is not None)
-    environ["coatcheck.operation"] = observed.operation
-    returned = watched.call(middleware.app, environ, watch)
-    if isinstance(returned, (list, tuple)):  # servers send these in a shorter way
-        watched.end()
-        return returned
-    watched.returned, watched.chunks = returned, iter(returned)
-    return watched
-
-
-def _begin_wsgi(
-    observations: Observations, environ: Environ, found: tuple[Policy, str | None]
-) -> ObservedRequest | None:
-    """Begin to observe a request; a small body is read, and put back."""
-    policy, template = found
-    guard, value = observations.guard, environ.get(policy.key_environ)
-    key = guard.key_of(() if value is None else (bytes_of(value),), policy)
-    if "coatcheck.operation" in environ or (key is None and not guard.has_natural_keys):
-        return None
-    request = request_of_wsgi(environ, b"")
-    declared = environ.get("CONTENT_LENGTH") or ""
-    length = int(declared[:20]) if declared.isdecimal() else None
-    checked = _too_large(length, policy) or key
-    if isinstance(checked, Problem):
-        observations.would_refuse(checked, request, template)
-        return None
-    key = checked
-    body = None
-    if length is None and "HTTP_TRANSFER_ENCODING" not in environ:
-        body = b""
-    elif length is not None and length <= MEMORY_BYTES_MAX:
-        body = environ["wsgi.input"].read(length)
-        environ["wsgi.input"] = io.BytesIO(body)
-    if not _is_readable(observations, request, found, key, body=body, length=length):
-        return None
-    if guard.caller is not None:
-        try:
-            guard.identify(request)
-        except Exception as error:  # noqa: BLE001 - a refusal, or raised again
-            observations.would_refuse_caller(error, request, found)
-            return None
-    return observations.begin(request, policy, template, key)
-
-
-class _WatchedBody:
-    """What an observed application returned; its operation is the current one while it runs."""
-
-    def __init__(
-        self, observations: Observations, observed: ObservedRequest, *, is_marked: bool
-    ) -> None:
-        self.returned: Iterable[bytes] = ()
-        self.chunks: Iterator[bytes] = iter(())
-        self._observations = observations
-        self._observed = observed
-        self._is_marked = is_marked
-        self._is_ended = False
-
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401 - what it returns
-        """Call a function of the application."""
-        before = current_operation()
-        enter(self._observed.operation)
-        try:
-            return function(*args)
-        except StopIteration:
-            raise
-        except BaseException as error:
-            self.end(error)
-            raise
-        finally:
-            enter(before)
-
-    def end(self, error: BaseException | None = None) -> None:
-        """The application has ended, or failed with *error*."""
-        if not self._is_ended:
-            self._is_ended = True
-            self._observations.end(self._observed, error, is_marked=self._is_marked)
-
-    def __iter__(self) -> Iterator[bytes]:
-        return self
-
-    def __next__(self) -> bytes:
-        chunk: bytes = self.call(next, self.chunks)
-        return chunk
-
-    def close(self) -> None:
-        """The server has sent it, or the client has hung up."""
-        try:
-            close = getattr(self.returned, "close", None)
-            if close is not None:
-                self.call(close)
-        finally:
-            self.end()

@@ -1,7 +1,8 @@
 """OpenAPI: the document of an application states which header a guarded operation takes.
 
-`annotate` adds the header with the key and the refusals to the document of any framework. For
-FastAPI the middleware does so by itself; see `extend_openapi` in `starlette_routes.py`.
+`annotate`, which users import from `coatcheck.openapi`, adds the header with the key and the
+refusals to the document of any framework. FastAPI and Litestar call it by themselves: see
+`extend_openapi` in `starlette_routes.py`, and `litestar.py`.
 """
 
 from __future__ import annotations
@@ -45,20 +46,21 @@ _WITHOUT_KEY = " Without a key the request is not protected."
 
 
 def annotate(
-    document: Mapping[str, Any], guarded: Mapping[tuple[str, str], Policy]
+    document: Mapping[str, Any], routes: Mapping[tuple[str, str], Policy]
 ) -> dict[str, Any]:
     """
     A copy of *document* with the header and the refusals of every guarded operation.
 
     Args:
         document: an OpenAPI document, version 3.0 or later.
-        guarded: the policies, by path template and method: `("/orders/{id}", "POST")`.
+        routes: the policies of those that are guarded, by path template and method:
+            `("/orders/{id}", "POST")`.
     """
     annotated: dict[str, Any] = copy.deepcopy(dict(document))
     paths = annotated.get("paths", {})
     found = [
         (paths[path][method.lower()], policy)
-        for (path, method), policy in guarded.items()
+        for (path, method), policy in routes.items()
         if method.lower() in paths.get(path, {})
     ]
     if found:

@@ -16,7 +16,7 @@ from coatcheck.core.identity import ID_BYTES, digested
 from coatcheck.core.key import reference_of
 from coatcheck.core.lifecycle import ClaimRequest, Replay, of_completed
 from coatcheck.core.policy import Policy, changed
-from coatcheck.core.problem import problem
+from coatcheck.core.problem import Problem, problem
 from coatcheck.core.progress import NOTHING, readable_progress_of
 from coatcheck.core.record import (
     COMPLETED,
@@ -173,7 +173,8 @@ def status_of(record: Record, asked: StatusRequest, policy: Policy) -> Response:
         claim = ClaimRequest(record.id, record.fingerprint, 0, 0, key=record.key)
         answer = of_completed(record, claim)
         if isinstance(answer, Replay):
-            return _uncached(replayed(answer, claim, policy, asked.accept_encoding))
+            made = replayed(answer, claim, policy, asked.accept_encoding)
+            return _uncached(refused(made, policy) if isinstance(made, Problem) else made)
         return refused(answer.problem, policy)
     # Released, or its executor died: the route's policy decides what a retry meets.
     members: dict[str, object] = {

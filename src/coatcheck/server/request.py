@@ -29,6 +29,9 @@ class Request:
     native: MutableMapping[str, Any]  # the ASGI scope or the WSGI environ
     root: bytes | str = ""  # where the application is mounted, not escaped
     caller: str | None = None  # what `caller=` returned; None: the default identifies the caller
+    caller_name: str = ""  # for operators, if `caller=` returned one
+    # The caller's digest and the session, when the request came: a handler may change the session.
+    identity: tuple[str, bytes] | None = None
 
     def header(self, name: bytes) -> bytes:
         """The value of the header *name*, which is in lower case: `b"x-tenant"`; b"" if absent."""

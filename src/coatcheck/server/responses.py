@@ -71,8 +71,8 @@ def refused(refusal: Problem, policy: Policy) -> Response:
 
 def replayed(
     replay: Replay, claim: ClaimRequest, policy: Policy, accept_encoding: bytes | None
-) -> Response:
-    """The answer on the wire for a replay."""
+) -> Response | Problem:
+    """The answer on the wire for a replay; the refusal if this client cannot get it."""
     names, blob = (policy.replayed_name, policy.reference_name), replay.response
     is_short = len(blob) + len(accept_encoding or b"") <= REMEMBERED_BYTES_MAX
     make = _remembered if is_short else _replayed
@@ -82,8 +82,7 @@ def replayed(
     except Unreadable as error:  # its bytes are damaged, but the record is completed
         response, reason = None, str(error)
     if response is None:
-        refusal = problem("result-unavailable", key=claim.key, id=claim.id, reason=reason)
-        return refused(refusal, policy)
+        return problem("result-unavailable", key=claim.key, id=claim.id, reason=reason)
     status, headers, body = response
     return Response(status, list(headers), body)  # a middleware in front may add to its headers
 

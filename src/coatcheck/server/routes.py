@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
 from contextvars import ContextVar
 from http import HTTPStatus
-from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar, Unpack, overload
+from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar, Unpack, cast, overload
 
+from coatcheck.core.keep import Outcome, OutcomeKind
 from coatcheck.core.policy import Policy, PolicyOptions, changed
 from coatcheck.core.response import Response
 from coatcheck.engine.settings import policy_of
@@ -32,12 +33,16 @@ class Mark(dict[str, Any]):
     """
     What `idempotent` has marked an endpoint with: changes of the middleware's policy.
 
-    *reports_begin*: the endpoint notes in the operation that it has begun.
+    *reports_begin*: the endpoint notes in the operation that it has begun. *of_class*: the mark of
+    a method is only that of its class.
     """
 
-    def __init__(self, changes: Mapping[str, Any], *, reports_begin: bool) -> None:
+    def __init__(
+        self, changes: Mapping[str, Any], *, reports_begin: bool, of_class: bool = False
+    ) -> None:
         super().__init__(changes)
         self.reports_begin = reports_begin
+        self.of_class = of_class
 
 
 # The mark that a middleware found for the present request. An endpoint that runs under another
@@ -116,28 +121,40 @@ def idempotent(
     """
     if endpoint is not None and not callable(endpoint):
         raise Misconfigured("idempotent takes settings by name: @idempotent(required=True)")
-    if "reconcile" in changes:
-        changes.setdefault("recovery", "reconcile")
-    policy_of(changed(Policy(), changes))
-    if "status_path" in changes:
-        raise Misconfigured(
-            "status_path is the middleware's, which serves it for all routes: give that one "
-            f"policy=Policy(status_path={changes['status_path']!r})"
-        )
+    changes = cast("PolicyOptions", checked_changes(changes))
+
+    # One mark for all that is decorated: Django's `method_decorator` decorates for each request.
+    mark = Mark(changes, reports_begin=True)
 
     def decorate(endpoint: Callable[P, T]) -> Callable[P, T]:
+        if hasattr(endpoint, "on_registration"):  # Litestar knows the function inside only
+            raise Misconfigured("put @idempotent below Litestar's own decorator of the route")
         # The endpoint itself gets a mark, too: if this decorator stands above the route's own, the
         # framework only knows the endpoint.
         with suppress(AttributeError):  # a bound method cannot have one
             setattr(endpoint, _MARK, Mark(changes, reports_begin=False))
         if isinstance(endpoint, type):  # the framework calls it for each request, not we
+            _mark_handlers(endpoint, Mark(changes, reports_begin=True, of_class=True))
             return endpoint
-        mark = Mark(changes, reports_begin=True)
         guarded = _checked(endpoint, mark)
         setattr(guarded, _MARK, mark)
         return guarded
 
     return decorate if endpoint is None else decorate(endpoint)
+
+
+def checked_changes(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """*changes* of a middleware's policy for some of its routes; raises `Misconfigured`."""
+    checked = dict(changes)
+    if "reconcile" in checked:
+        checked.setdefault("recovery", "reconcile")
+    policy_of(changed(Policy(), checked))
+    if "status_path" in checked:
+        raise Misconfigured(
+            "status_path is the middleware's, which serves it for all routes: give that one "
+            f"policy=Policy(status_path={checked['status_path']!r})"
+        )
+    return checked
 
 
 def _checked(endpoint: Callable[P, T], mark: Mark) -> Callable[P, T]:
@@ -152,21 +169,55 @@ def _checked(endpoint: Callable[P, T], mark: Mark) -> Callable[P, T]:
         if found is not mark and found is not _UNGUARDED and not isinstance(found, Unclaimed):
             raise Misconfigured(
                 f"{endpoint.__qualname__} is marked @idempotent, but no IdempotencyMiddleware "
-                "guards it: app.add_middleware(IdempotencyMiddleware, store=...), or in Flask "
-                "Coatcheck(app, store=...)"
+                "guards it: app.add_middleware(IdempotencyMiddleware, store=...), in Flask "
+                "Coatcheck(app, store=...), in Django the MIDDLEWARE setting"
             )
-        operation = current_operation()
-        if operation is not None:
-            operation.has_begun = True
+        _note_begin()
+
+    return _preceded(check, endpoint)
+
+
+def _mark_handlers(view: type, mark: Mark) -> None:
+    """
+    Mark the methods of a class-based *view*, which then note that they have begun.
+
+    One that has a mark of its own keeps it. A method with another name has the mark of the class.
+    """
+    for name in dir(view):
+        handler = inspect.getattr_static(view, name)
+        is_handler = name in _HANDLERS or hasattr(handler, "mapping")  # an `action` of DRF
+        own = mark_of(handler)
+        if is_handler and inspect.isfunction(handler) and (own is None or own.of_class):
+            marked = _preceded(_note_begin, handler)
+            set_mark(marked, mark)
+            setattr(view, name, marked)
+
+
+# The methods that frameworks call, by the method of a request or the action of a DRF view set.
+_HANDLERS = frozenset(
+    {"delete", "patch", "post", "put", "create", "destroy", "partial_update", "update"}
+)
+
+
+def _note_begin() -> None:
+    """Note in the operations of the present request that its endpoint has begun."""
+    operation = current_operation()
+    while operation is not None:
+        operation.has_begun = True
+        operation = operation.outer
+
+
+def _preceded(before: Callable[[], None], endpoint: Callable[P, T]) -> Callable[P, T]:
+    """*endpoint*, and before it a call of *before*."""
 
     @functools.wraps(endpoint)
     async def guarded_async(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the endpoint's own
-        check()
+        before()
         return await endpoint(*args, **kwargs)  # type: ignore[misc]  # it is a coroutine function
 
     @functools.wraps(endpoint)
     def guarded_sync(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the endpoint's own
-        check()
+        before()
         return endpoint(*args, **kwargs)
 
     guarded: Any = guarded_async if inspect.iscoroutinefunction(endpoint) else guarded_sync
@@ -182,6 +233,11 @@ def mark_of(endpoint: object) -> Mark | None:
     """The mark of *endpoint*; None: it has none."""
     mark: Mark | None = getattr(endpoint, _MARK, None)
     return mark
+
+
+def set_mark(marked: object, mark: Mark) -> None:
+    """Give *marked*, an endpoint or a route, this *mark*."""
+    setattr(marked, _MARK, mark)
 
 
 def policy_of_mark(policy: Policy, method: str, mark: Mapping[str, Any]) -> Policy:
@@ -215,6 +271,26 @@ def is_refused_early(response: Response, operation: Operation) -> bool:
     reports_begin = isinstance(mark, Mark) and mark.reports_begin
     is_refusal = response.status >= HTTPStatus.BAD_REQUEST
     return is_refusal and reports_begin and not operation.has_begun
+
+
+def note_raised(error: Exception) -> None:
+    """
+    Note what the handler of the present request raised.
+
+    Some frameworks make a response of every exception, before a middleware could see it. Such a
+    response is sent, but it is no answer of the handler: the attempt has failed with *error*.
+    """
+    operation = current_operation()
+    while operation is not None:
+        operation.raised = error
+        operation = operation.outer
+
+
+def raised_instead(response: Response, outcome: Outcome, operation: Operation) -> Exception | None:
+    """What the handler raised, if its framework has made *response* of it."""
+    is_error = response.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+    # If the handler had not begun, the key is free for a corrected request.
+    return operation.raised if is_error and outcome.kind is not OutcomeKind.REJECT else None
 
 
 def found_unguarded() -> None:

@@ -8,23 +8,28 @@ The same routes tell which operations of FastAPI's OpenAPI document are guarded 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import suppress
-from typing import Any, NamedTuple
+import inspect
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple, TypeVar, Unpack
 
-from coatcheck.core.policy import SAFE_METHODS, Policy, changed
+from coatcheck.core.policy import SAFE_METHODS, Policy, PolicyOptions, changed
 from coatcheck.engine.settings import policy_of
 from coatcheck.errors import Misconfigured
 from coatcheck.server.openapi import annotate
 from coatcheck.server.routes import (
     Mark,
+    checked_changes,
     found_unguarded,
+    idempotent,
     mark_of,
     policy_of_mark,
+    set_mark,
 )
 from coatcheck.server.routes import (
     found as note_found,
 )
+
+R = TypeVar("R")
 
 # Remembered matches; routes with parameters make many paths, so the memory is bounded.
 MATCHES_MAX = 4_096
@@ -73,6 +78,8 @@ class StarletteRoutes:
         self._count = 0  # … and how many they were
         self._has_marks = False
         self.matter = False  # `guard.Hosts`: whether some routes are for a host
+        # A mark that contradicts the middleware's policy: its route cannot be served.
+        self.mistake: Misconfigured | None = None
 
     def let_pass(self, asgi_scope: MutableMapping[str, Any]) -> None:
         """Note that this request is not guarded: its method is safe."""
@@ -123,21 +130,21 @@ class StarletteRoutes:
         self._matches.clear()
         everything = list(_all_in(routes))
         self.matter = any(hasattr(route, "host_regex") for route in everything)
-        self._has_marks = any(
-            mark_of(getattr(route, "endpoint", None)) is not None for route in everything
-        )
+        self._has_marks = any(_is_marked(route) for route in everything)
         self._known, self._count = routes, len(routes)
-        for found in _guarded(routes, self._policy):
+        mistakes: list[Misconfigured] = []
+        for found in _guarded(routes, self._policy, mistakes):
             if found.mark is not None:
                 self._register(f"{found.method} {found.template}", found.policy)
+        self.mistake = mistakes[0] if mistakes else None
 
     def _match(self, asgi_scope: MutableMapping[str, Any], routes: Sequence[Any]) -> _Match:
         method = asgi_scope["method"].upper()
         route, template = _matching(routes, asgi_scope)
-        mark = mark_of(getattr(route, "endpoint", None))
+        mark, changes = _changes_of(route, method)
         if mark is None:
             return _Match(self._policy if method in self._policy.methods else None, None, None)
-        policy = policy_of_mark(self._policy, method, mark)
+        policy = policy_of_mark(self._policy, method, changes)
         return _Match(policy if method in policy.methods else None, template, mark)
 
 
@@ -187,15 +194,93 @@ class _Guarded(NamedTuple):
     mark: Mark | None
 
 
-def _guarded(routes: Sequence[Any], policy: Policy) -> Iterator[_Guarded]:
-    """All that is guarded in *routes*, if *policy* is the middleware's."""
+def _guarded(
+    routes: Sequence[Any], policy: Policy, mistakes: list[Misconfigured] | None = None
+) -> Iterator[_Guarded]:
+    """
+    All that is guarded in *routes*, if *policy* is the middleware's.
+
+    *mistakes* gets an error for each mark that contradicts the policy.
+    """
     for template, route in _templates(routes):
-        mark = mark_of(getattr(route, "endpoint", None))
-        for method in sorted(set(getattr(route, "methods", None) or _UNSAFE) - SAFE_METHODS):
-            with suppress(Misconfigured):  # raised when the route is requested
-                own = policy if mark is None else policy_of_mark(policy, method, mark)
-                if method in own.methods:
-                    yield _Guarded(template, method, own, mark)
+        for method in _unsafe_methods_of(route):
+            mark, changes = _changes_of(route, method)
+            try:
+                own = policy if mark is None else policy_of_mark(policy, method, changes)
+            except Misconfigured as error:
+                if mistakes is not None:
+                    mistakes.append(Misconfigured(f"{method} {template}: {error}"))
+                continue
+            if method in own.methods:
+                yield _Guarded(template, method, own, mark)
+
+
+def _changes_of(route: object, method: str) -> tuple[Mark | None, Mapping[str, Any]]:
+    """The mark of *route* for *method*, and its changes together with those of its router."""
+    endpoint = getattr(route, "endpoint", None)
+    own = getattr(endpoint, method.lower(), None) if inspect.isclass(endpoint) else None
+    marks = map(mark_of, (own, endpoint))
+    mark = next((mark for mark in marks if mark is not None), None)  # it may be empty
+    of_router = mark_of(getattr(route, "original_route", route))
+    if of_router is None:
+        return mark, mark or {}
+    return (of_router if mark is None else mark), {**of_router, **(mark or {})}
+
+
+def _is_marked(route: object) -> bool:
+    return any(_changes_of(route, method)[0] is not None for method in _unsafe_methods_of(route))
+
+
+def _unsafe_methods_of(route: object) -> list[str]:
+    methods = getattr(route, "methods", None)
+    endpoint = getattr(route, "endpoint", None)
+    if not methods and inspect.isclass(endpoint):  # a method for each method
+        methods = [method for method in _UNSAFE if hasattr(endpoint, method.lower())]
+    return sorted(set(methods or _UNSAFE) - SAFE_METHODS)
+
+
+def idempotent_router(router: R, /, **changes: Unpack[PolicyOptions]) -> R:
+    """
+    Give all routes of *router* a policy: the middleware's, with *changes*; returns *router*.
+
+    Every unsafe method of its routes is guarded. What a route's own `idempotent` says wins.
+
+    Args:
+        router: with FastAPI, an `APIRouter` or an application that has no routes yet; routers that
+            it includes have their own. With Starlette, a `Router`, a `Mount` or an application with
+            all its routes, also those further inside.
+        changes: the fields of a policy.
+    """
+    mark = Mark(checked_changes(changes), reports_begin=False)
+    inner: Any = getattr(router, "router", router)  # of an application
+    if hasattr(inner, "route_class"):
+        # FastAPI makes each route by this class, also when it includes the router in another one.
+        if any(hasattr(route, "dependant") for route in inner.routes):
+            raise Misconfigured("call idempotent_router before you declare routes on the router")
+        inner.route_class = _marked_class(inner.route_class, mark)
+        return router
+    routes = list(_all_in(getattr(router, "routes", None) or ()))
+    if not routes:
+        raise Misconfigured(
+            f"idempotent_router got a {type(router).__name__} without routes: give it a router, a "
+            "Mount or an application, with its routes"
+        )
+    for route in routes:
+        inside: Mapping[str, Any] = mark_of(route) or {}  # of a router further inside, which wins
+        set_mark(route, Mark({**mark, **inside}, reports_begin=False))
+    return router
+
+
+def _marked_class(route_class: Any, mark: Mark) -> Any:  # noqa: ANN401 - FastAPI's
+    """A *route_class* whose routes have *mark* as their default, and report that they began."""
+
+    class GuardedRoute(route_class):  # type: ignore[misc]  # it is FastAPI's, or the application's
+        def __init__(self, path: str, endpoint: Callable[..., Any], **settings: Any) -> None:
+            marked = endpoint if mark_of(endpoint) is not None else idempotent(**mark)(endpoint)
+            super().__init__(path, marked, **settings)
+
+    set_mark(GuardedRoute, mark)
+    return GuardedRoute
 
 
 def _router_in(app: object) -> object | None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from coatcheck.core.callables import check_function
+from coatcheck.core.callables import check_function, refuse_awaitable
 from coatcheck.core.policy import Policy
 from coatcheck.engine.attempts import Attempts
 from coatcheck.engine.periodic import AtMostEvery
@@ -60,13 +60,17 @@ def switched(
 ) -> RoutePolicies:
     """*routes* behind the kill switch; *routes* itself if there is none."""
     if is_process_disabled:
-        return _SwitchedRoutes(routes, lambda _label: True, attempts)
+        return _SwitchedRoutes(routes, _everything, attempts)
     if disabled_by is None:
         return routes
     if isinstance(disabled_by, (str, os.PathLike)):
         return _SwitchedRoutes(routes, DisabledFile(Path(disabled_by)).is_disabled, attempts)
     check_function("disabled_by", disabled_by)
     return _SwitchedRoutes(routes, _DisabledFunction(disabled_by).is_disabled, attempts)
+
+
+def _everything(_label: str) -> bool:
+    return True
 
 
 class _SwitchedRoutes:
@@ -83,7 +87,12 @@ class _SwitchedRoutes:
         self, native: MutableMapping[str, Any], method: str
     ) -> tuple[Policy | None, str | None]:
         """As `RoutePolicies.lookup`."""
-        policy, template = self._routes.lookup(native, method)
+        try:
+            policy, template = self._routes.lookup(native, method)
+        except Misconfigured:  # a mark contradicts the middleware's policy
+            if self._is_disabled is not _everything:
+                raise
+            policy, template = Policy(), None
         if policy is None:
             return None, None
         label = f"{method} {_path_of(native) if template is None else template}"
@@ -164,7 +173,9 @@ class _DisabledFunction:
     def is_disabled(self, label: str) -> bool:
         """The function returns something true for *label*."""
         try:
-            is_disabled = bool(self._function(label))
+            found = self._function(label)
+            refuse_awaitable("disabled_by", found)  # a coroutine would count as True
+            is_disabled = bool(found)
         except Exception:
             if self._log_failure.is_due():
                 logger.exception("coatcheck: disabled_by= failed, so %s stays guarded", label)

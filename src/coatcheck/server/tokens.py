@@ -41,7 +41,9 @@ class TokenCaller:
         self._algorithms = _checked_algorithms(algorithms)
         self._key = _checked_key(key, self._algorithms)
         if not claim or not isinstance(claim, str):
-            raise Misconfigured(f"claim is {claim!r}; it is the name of a claim, such as 'sub'")
+            raise Misconfigured(
+                f"claim is {claim!r}; it must be the name of a claim, such as 'sub'"
+            )
         _check(checks["audience"], checks["issuer"], checks["leeway"])
         self._claim = claim
         self._header = header.lower().encode("latin-1")
@@ -98,7 +100,7 @@ def _not_valid() -> Refused:
 
 def _checked_algorithms(algorithms: object) -> list[str]:
     if isinstance(algorithms, str) or not isinstance(algorithms, Sequence) or not algorithms:
-        raise Misconfigured(f"algorithms is {algorithms!r}; it is a list such as ['RS256']")
+        raise Misconfigured(f"algorithms is {algorithms!r}; it must be a list such as ['RS256']")
     for name in algorithms:
         if not isinstance(name, str) or name == "none":
             raise Misconfigured(f"algorithms: {name!r} is not an algorithm that signs")
@@ -147,8 +149,8 @@ def _check(audience: object, issuer: object, leeway: object) -> None:
     for name, found in (("audience", audience), ("issuer", issuer)):
         names = [found] if found is None or isinstance(found, str) else found
         if not isinstance(names, Sequence) or not names:
-            raise Misconfigured(f"{name} is {found!r}; it is a text, or a list of texts")
+            raise Misconfigured(f"{name} is {found!r}; it must be a text, or a list of texts")
         if found is not None and not all(isinstance(one, str) and one for one in names):
-            raise Misconfigured(f"{name} is {found!r}; it is a text, or a list of texts")
+            raise Misconfigured(f"{name} is {found!r}; it must be a text, or a list of texts")
     if isinstance(leeway, bool) or not isinstance(leeway, int | float | timedelta):
-        raise Misconfigured(f"leeway is {leeway!r}; it is a number of seconds")
+        raise Misconfigured(f"leeway is {leeway!r}; it must be a number of seconds")

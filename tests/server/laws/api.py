@@ -1,7 +1,8 @@
 """The guarded shop as its clients see it: requests sent through a middleware, as a server sends them.
 
-`AsgiApi`, `WsgiApi` and `FlaskApi` differ in how they call the middleware, and in nothing a law
-could see. The first two hold the application and the middleware to their protocols while they do.
+`AsgiApi` and `WsgiApi` differ in how they call the middleware, and in nothing a law could see. They
+hold the application and the middleware to their protocols while they do. `frameworks` has the same
+for frameworks, with their test clients, and `hosts` sends the requests through real servers.
 """
 
 from __future__ import annotations
@@ -15,16 +16,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from wsgiref.validate import validator
 
-import flask
-from flask import Flask
-
 from coatcheck import AsyncEngine, Engine
 from coatcheck.core.key import parse_reference, prefix_of
 from coatcheck.core.lifecycle import ClaimRequest
 from coatcheck.core.record import Record
 from coatcheck.operation import Operation
 from coatcheck.server.asgi import IdempotencyMiddleware as AsgiMiddleware
-from coatcheck.server.flask import Coatcheck, current_operation
 from coatcheck.server.request import Request
 from coatcheck.server.wsgi import IdempotencyMiddleware as WsgiMiddleware
 from coatcheck.stores import Query, Store, ThreadedStore
@@ -40,7 +37,7 @@ from tests.support.http import (
 )
 from tests.support.times import WAIT_S_MAX, Clock, eventually
 
-from .shop import Call, Shop
+from .shop import Shop
 
 # Handlers of one law that run at the same time, with room to spare.
 THREADS = 64
@@ -86,6 +83,7 @@ class Api(ABC):
 
     engine: Engine | AsyncEngine
     middleware: AsgiMiddleware | WsgiMiddleware
+    app: Any  # the guarded application, for a server
 
     def __init__(
         self,
@@ -168,6 +166,13 @@ class Api(ABC):
         """How many duplicates wait now."""
         return sum(len(line) for line in list(self.engine.attempts.waiters.waiting.values()))
 
+    def with_error(self, response: Response) -> Response:
+        """*response*, with what the handler raised, if a framework or server made a 500 of it."""
+        errors = self.shop.errors
+        if response.status != 500 or response.error is not None or not errors:
+            return response
+        return response._replace(error=errors.pop())
+
     def _request_of_post(self, key: str, path: str) -> Any:
         fields = {name.lower().encode(): value.encode() for name, value in with_key(key)}
         request = Request("POST", path, b"", fields, ORDER, {})
@@ -186,6 +191,7 @@ class AsgiApi(Api):
         async_store = AsyncMemoryStore(self.store) if is_memory else ThreadedStore(self.store)
         self.engine: AsyncEngine = AsyncEngine(async_store, **settings)
         self.middleware = AsgiMiddleware(self.shop.asgi, engine=self.engine, **middleware)
+        self.app = self.middleware
 
     def start(
         self, method: str, target: str, headers: Headers = (), body: bytes = b""
@@ -229,19 +235,19 @@ class WsgiApi(Api):
         self.middleware = WsgiMiddleware(
             validator(self.shop.wsgi), engine=self.engine, **middleware
         )
-        self._app = validator(self.middleware)
+        self.app = validator(self.middleware)
 
     def start(
         self, method: str, target: str, headers: Headers = (), body: bytes = b""
     ) -> Future[Response]:
         environ = environ_of(method, target, headers, body)
-        return self.workers.submit(exchange_wsgi, self._app, environ)
+        return self.workers.submit(exchange_wsgi, self.app, environ)
 
     def abandon(self, method: str, target: str, headers: Headers = (), body: bytes = b"") -> None:
         environ = environ_of(method, target, headers, body)
 
         def hang_up() -> None:
-            said = self._app(environ, lambda *_: lambda _chunk: None)
+            said = self.app(environ, lambda *_: lambda _chunk: None)
             said.close()
 
         entered = len(self.shop.effects)
@@ -261,45 +267,6 @@ class WsgiApi(Api):
         self.engine.close()
 
 
-class FlaskApi(WsgiApi):
-    """Through the Flask extension and Flask's own test client; one view serves every path."""
-
-    def _open(self, settings: dict[str, Any], middleware: dict[str, Any]) -> None:
-        self.engine = Engine(self.store, **settings)
-        app = Flask("shop")
-        app.config["PROPAGATE_EXCEPTIONS"] = True
-        methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
-        for rule in ("/", "/<path:path>"):
-            app.add_url_rule(rule, view_func=self._view, methods=methods)
-        Coatcheck(app, engine=self.engine, **middleware)
-        self.middleware = app.extensions["coatcheck"]
-        self._client = app.test_client
-        self._app = app.wsgi_app
-
-    def _view(self, path: str = "") -> flask.Response:
-        call = flask.request
-        headers = {name.lower(): value for name, value in call.headers}
-        operation = current_operation()
-        said = self.shop.handle(Call(call.method, call.path, call.get_data(), headers, operation))
-        return flask.Response(said.chunks, said.status, list(said.headers))
-
-    def start(
-        self, method: str, target: str, headers: Headers = (), body: bytes = b""
-    ) -> Future[Response]:
-        return self.workers.submit(self._exchange, method, target, headers, body)
-
-    def _exchange(self, method: str, target: str, headers: Headers, body: bytes) -> Response:
-        client = self._client(use_cookies=False)
-        try:
-            said = client.open(
-                target, method=method, headers=list(headers), data=body, buffered=True
-            )
-        except Exception as error:  # noqa: BLE001 - as `exchange_wsgi`
-            return Response(500, [], b"", error)
-        lines = [(name.lower(), value) for name, value in said.headers]
-        return Response(said.status_code, lines, said.data)
-
-
 async def claimed(engine: AsyncEngine, request: ClaimRequest) -> Record:
     """The claim of *request*, by a process that dies before it executes anything."""
     operation = await engine.begin(request, engine.policy)
@@ -308,8 +275,4 @@ async def claimed(engine: AsyncEngine, request: ClaimRequest) -> Record:
     return operation.claim
 
 
-ADAPTERS: dict[str, type[AsgiApi | WsgiApi]] = {"asgi": AsgiApi, "wsgi": WsgiApi}
-# A framework stands on one of them, so that the laws of some files are enough for it.
-FRAMEWORKS: dict[str, type[WsgiApi]] = {"flask": FlaskApi}
-LAWS_OF_FRAMEWORKS = ("test_once", "test_keys", "test_decisions", "test_sessions", "test_outcomes")
 OpenApi = Callable[..., Api]

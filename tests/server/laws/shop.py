@@ -97,6 +97,7 @@ class Shop:
 
     def __init__(self) -> None:
         self.effects: list[Call] = []
+        self.errors: list[Exception] = []  # what handlers raised
         self.answers: dict[str, Handler] = {}
         self._count = threading.Lock()
 
@@ -106,7 +107,11 @@ class Shop:
             number = len(self.effects)
         handler = self.answers.get(call.path)
         if handler is not None:
-            return handler(call)
+            try:
+                return handler(call)
+            except Exception as error:
+                self.errors.append(error)
+                raise
         location = ("Location", f"/orders/{number}")
         return Said(201, (JSON, location), [json.dumps({"order": number}).encode()])
 

@@ -176,6 +176,7 @@ def test_a_fresh_multipart_boundary_is_the_same_form(api: Api):
     assert api.post(**form("cccc", "2")).code == "key-reused"
 
 
+@pytest.mark.served
 def test_the_query_is_part_of_the_request(api: Api):
     """F1, F3."""
     api.post(path="/orders?dry=0")
@@ -209,6 +210,7 @@ def test_headers_can_be_put_in(open_api: OpenApi):
     assert api.post().code == "key-reused"
 
 
+@pytest.mark.served
 def test_a_body_over_a_megabyte_is_compared_too(api: Api):
     """F1: it is spooled, and the handler gets every byte of it."""
     body = bytes(range(256)) * 8_192

@@ -8,6 +8,7 @@ from .api import Api, OpenApi
 from .shop import Gate, in_turn, says
 
 
+@pytest.mark.served
 def test_a_body_over_the_limit_is_refused_before_anything_runs(open_api: OpenApi):
     """X2: the limit itself is still taken."""
     api = open_api(body_bytes_max=1_000)
@@ -19,6 +20,7 @@ def test_a_body_over_the_limit_is_refused_before_anything_runs(open_api: OpenApi
     assert api.post(body=b"x" * 1_000).status == 201
 
 
+@pytest.mark.served
 def test_a_body_over_the_limit_does_not_use_up_its_key(open_api: OpenApi):
     """X2."""
     api = open_api(body_bytes_max=10)

@@ -7,6 +7,8 @@ from tests.support.times import eventually
 from .api import Api, OpenApi
 from .shop import Gate, says
 
+pytestmark = pytest.mark.served
+
 CLIENTS = 20
 
 

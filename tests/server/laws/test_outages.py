@@ -231,6 +231,55 @@ def test_an_unguarded_handler_may_use_its_operation(lax: Api, store: Faulty):
     assert isinstance(lax.post().error, ValueError)
 
 
+@pytest.mark.parametrize("is_caught", [False, True])
+def test_work_that_cannot_be_deferred_is_refused(lax: Api, store: Faulty, caplog, is_caught):
+    """D2, L10: no worker would find it; so 503 at once, also if a framework catches the error."""
+
+    def handler(call: Call) -> Said:
+        try:
+            call.operation.defer()
+        except StoreUnavailable:
+            if not is_caught:
+                raise
+            return Said(500, chunks=[b"Internal Server Error"])
+        return Said()
+
+    lax.shop.answers["/orders"] = handler
+    store.is_down = True
+    refused = lax.post()
+    assert (refused.status, refused.code) == (503, "store-unavailable")
+    assert refused.problem["retry"] == "same-key"
+    assert "no worker" in refused.problem["detail"]
+    assert not [r for r in caplog.records if r.exc_info]
+
+
+def test_a_handler_may_do_the_work_itself_that_it_cannot_defer(lax: Api, store: Faulty):
+    """D2, L10."""
+
+    def handler(call: Call) -> Said:
+        with pytest.raises(StoreUnavailable, match="no worker"):
+            call.operation.defer()
+        return Said(201, chunks=[b"done here"])
+
+    lax.shop.answers["/orders"] = handler
+    store.is_down = True
+    assert (lax.post().status, lax.post().body) == (201, b"done here")
+
+
+def test_a_store_that_fails_when_work_is_deferred_is_refused(api: Api, store: Faulty, monkeypatch):
+    """D2, L10: the same where the claim was written."""
+    monkeypatch.setattr("coatcheck.engine.steps.RETRY_S", 0)
+
+    def handler(call: Call) -> Said:
+        store.is_down = True
+        call.operation.defer()
+        return Said()
+
+    api.shop.answers["/orders"] = handler
+    refused = api.post()
+    assert (refused.status, refused.code) == (503, "store-unavailable")
+
+
 def test_what_this_process_has_executed_does_not_run_unguarded(lax: Api, store: Faulty):
     """D2, L1: its completion is still to be written, so the retry is known to be one."""
     store.before = lambda swaps: is_completion(swaps[0]) and unavailable(swaps)

@@ -38,6 +38,7 @@ def test_an_answer_that_is_not_final_reaches_the_client_and_is_not_kept(api: Api
     assert first.reference == second.reference
 
 
+@pytest.mark.served
 @pytest.mark.persists
 def test_an_exception_gives_the_key_back(api: Api):
     """L4: the next retry is the second attempt, with the same derived keys."""
@@ -263,6 +264,7 @@ def test_two_engines_with_different_policies_share_one_store(open_api: OpenApi, 
     assert quick.effects() == 0
 
 
+@pytest.mark.served
 def test_an_answer_with_no_body_and_no_headers_is_an_answer(api: Api):
     """L2, L4."""
     api.shop.answers["/orders"] = lambda _call: Said(204, (), ())

@@ -1,6 +1,7 @@
 """S2: a `caller=` function may refuse a request. Then nothing runs and nothing is shown."""
 
 import json
+import logging
 
 import pytest
 from fastapi import HTTPException as FastApiException
@@ -12,6 +13,7 @@ from werkzeug.wrappers import Response as WerkzeugResponse
 
 from coatcheck import Misconfigured
 from coatcheck.server.callers import Refused
+from coatcheck.server.request import Request
 
 from .api import OpenApi
 from .shop import Gate, says
@@ -159,6 +161,25 @@ def test_a_refusal_is_reported(open_api: OpenApi):
     assert (decision.outcome, decision.code) == ("refused", "caller-refused")
     assert decision.label == "POST /orders"
     assert "revoked" not in json.dumps(repr(decision))
+
+
+def test_the_cause_of_a_refusal_is_in_the_log(open_api: OpenApi, caplog):
+    """S2, O3: the client does not learn why its token is not valid, but an operator does."""
+    caplog.set_level(logging.INFO)
+
+    def caller(_request: Request) -> str:
+        try:
+            raise LookupError("expired\nyesterday")
+        except LookupError as error:
+            raise Refused from error
+
+    refused = open_api(caller=caller).post()
+    assert b"expired" not in refused.body
+    (line,) = (r for r in caplog.records if "expired" in r.getMessage())
+    assert (line.levelno, "\n" in line.getMessage()) == (logging.INFO, False)
+    assert line.getMessage() == (
+        "coatcheck: caller= refused POST /orders with 401: LookupError('expired\\nyesterday')"
+    )
 
 
 @pytest.mark.parametrize(

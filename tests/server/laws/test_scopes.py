@@ -2,10 +2,15 @@
 
 import pytest
 
+from coatcheck import KeyRing, open_store
+from coatcheck.core.describe import facts_of, lines_of
+from coatcheck.core.record import COMPLETED, FAILED
 from coatcheck.server import callers
+from coatcheck.server.request import Request
 from tests.support.http import ORDER, with_key
 
 from .api import Api, OpenApi
+from .shop import in_turn, says
 
 METHODS = ("GET", "HEAD", "OPTIONS")
 
@@ -65,6 +70,7 @@ def test_the_same_key_on_another_route_is_another_operation(api: Api):
     assert len(api.shop.effects) == 3
 
 
+@pytest.mark.served
 def test_paths_that_differ_in_their_encoding_are_not_mixed_up(api: Api):
     """S1: /a%2Fb is one segment, and its answer is never that of another path."""
     first = api.post("k-1", "/orders/a%2Fb")
@@ -254,3 +260,88 @@ def test_every_adapter_calls_a_path_what_its_client_did(api: Api):
     """S1: an application that moves from one to the other keeps its keys."""
     for sent in ("/orders/7:pay", "/orders/a@b,c;v=1/x!$&'()*+=", "/orders/a%20b%C3%BC"):
         assert api.record(api.post("k-1", path=sent).reference).label == f"POST {sent}"
+
+
+# --- the name of a caller -------------------------------------------------------------------
+
+
+def named(request: Request) -> callers.Named:
+    """An account by its number, with a name that may change."""
+    number, _, name = request.header(b"x-account").decode("latin-1").partition(" ")
+    return callers.Named(int(number), name)
+
+
+def account(text: str) -> list[tuple[str, str]]:
+    return [("X-Account", text)]
+
+
+@pytest.mark.persists
+def test_operators_see_the_name_that_the_application_gives(open_api: OpenApi):
+    """O1, S2: the name is no part of the identity, and of a retry nothing is stored."""
+    api = open_api(caller=named)
+    first = api.post(headers=account("7 Ada"))
+    assert api.post(headers=account("7 Ada Lovelace")).is_replay
+    assert not api.post(headers=account("8 Ada")).is_replay
+    (record,) = (r for r in api.records() if first.reference in str(facts_of(r, 0)["reference"]))
+    assert facts_of(record, 0)["caller_name"] == "Ada"
+    assert dict(lines_of(record, 0))["caller"] == f"Ada ({record.scope})"
+
+
+def test_a_caller_without_a_name_stores_nothing_more(open_api: OpenApi):
+    """O1: no bytes, for a name that is not given."""
+    api = open_api(caller=named)
+    api.post(headers=account("7"))
+    (record,) = api.records()
+    assert record.progress is None
+    assert facts_of(record, 0)["caller_name"] is None
+    assert dict(lines_of(record, 0))["caller"] == record.scope
+
+
+def test_a_name_does_not_use_up_a_key(open_api: OpenApi):
+    """L4, O1: a request that was refused before its handler may be corrected."""
+    api = open_api(caller=named)
+    api.shop.answers["/orders"] = in_turn(says(401, b"log in"), says(500, b"no"), says(201, b"ok"))
+    assert api.post(headers=account("7 Ada")).status == 401
+    assert api.post(headers=account("7 Ada"), body=b"{}").status == 500
+    (failed,) = api.records()
+    assert (failed.state, facts_of(failed, 0)["caller_name"]) == (FAILED, "Ada")
+    assert api.post(headers=account("7 Ada"), body=b"{}").body == b"ok"
+    assert api.post(headers=account("7 Ada")).code == "key-reused"
+
+
+def test_a_long_name_is_cut(open_api: OpenApi):
+    """X2."""
+    api = open_api(caller=lambda _request: callers.Named("7", "x" * 1_000))
+    api.post()
+    assert facts_of(api.records()[0], 0)["caller_name"] == "x" * 99 + "…"
+
+
+def test_an_encrypted_store_has_the_name_only_encrypted(open_api: OpenApi):
+    """X1, O1."""
+    api = open_api(caller=named, settings={"keyring": KeyRing({"1": b"k" * 32})})
+    api.post(headers=account("7 Lovelace"))
+    (record,) = api.records()
+    assert "Lovelace" not in repr(record)
+    assert api.post(headers=account("7 Lovelace")).is_replay
+
+
+def test_a_compact_store_keeps_no_name(open_api: OpenApi, tmp_path):
+    """O1: as it keeps no key."""
+    store = open_store(f"sqlite:///{tmp_path}/records.db?compact=1")
+    api = open_api(caller=named, store=store)
+    first = api.post(headers=account("7 Ada"))
+    assert api.post(headers=account("7 Ada")).is_replay
+    (record,) = api.records()
+    assert (record.state, record.progress) == (COMPLETED, None)
+    assert first.reference == facts_of(record, 0)["reference"]
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [callers.Named("7", 7), callers.Named(None, "Ada"), callers.Named("", "Ada")],
+)
+def test_a_name_must_be_a_text_and_belong_to_a_caller(open_api: OpenApi, returned):
+    """S2: or the default would be the caller, under a name that is not its own."""
+    api = open_api(caller=lambda _request: returned)
+    assert "Named" in str(api.post().error)
+    assert api.effects() == 0

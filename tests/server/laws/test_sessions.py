@@ -5,7 +5,7 @@ import pytest
 from tests.support.http import Headers
 
 from .api import Api, OpenApi
-from .shop import in_turn, says
+from .shop import Call, Said, in_turn, says
 
 
 def cookie(*pairs: str) -> Headers:
@@ -62,14 +62,27 @@ def test_a_session_that_appears_after_the_first_request_gets_its_answer(open_api
     assert api.effects() == 0
 
 
-def test_a_session_that_appeared_does_not_run_what_was_begun_without_it(api: Api):
-    """S4, X3: or its answer would be shown to requests without a session."""
-    api.shop.answers["/orders"] = in_turn(says(500, b"down"), says(201, b"done"))
+@pytest.mark.persists
+def test_a_session_that_appeared_runs_what_failed_without_it(api: Api):
+    """S4, L8, X3: its answer is for this session only, and downstream calls have the same keys."""
+    keys: list[str] = []
+
+    def fails(call: Call) -> Said:
+        keys.append(call.operation.derive("charge"))
+        return Said(500, chunks=[b"down"])
+
+    def works(call: Call) -> Said:
+        keys.append(call.operation.derive("charge"))
+        return Said(201, chunks=[b"done"])
+
+    api.shop.answers["/orders"] = in_turn(fails, fails, works)
     assert api.post().status == 500
-    assert api.post(headers=ADA).code == "key-reused"
-    assert api.effects() == 1
-    assert api.post().body == b"done"
+    assert api.post(headers=ADA).status == 500
+    assert api.post(headers=cookie("session=eve")).code == "key-reused"
     assert api.post(headers=ADA).body == b"done"
+    assert (len(keys), len(set(keys))) == (3, 1)
+    assert api.post(headers=ADA).is_replay
+    assert [api.post().code, api.post(headers=cookie("session=eve")).code] == ["key-reused"] * 2
 
 
 def test_a_request_that_was_refused_before_its_handler_may_be_repeated_in_a_session(

@@ -210,6 +210,7 @@ def test_a_refusal_tells_nothing_of_the_stored_request_or_answer(open_api: OpenA
 # --- 202 ------------------------------------------------------------------------------------
 
 
+@pytest.mark.served
 def test_a_duplicate_can_be_given_an_address_to_ask_at(open_api: OpenApi):
     """L3: 202 while the first runs, and the result there when it is done."""
     api = open_api(in_flight="202")

@@ -18,6 +18,8 @@ from coatcheck.core.policy import Policy
 from coatcheck.core.problem import problem
 from coatcheck.core.response import Response
 from coatcheck.engine import Engine
+from coatcheck.engine.attempts import OUTAGES
+from coatcheck.engine.deferred import NOT_DEFERRED
 from coatcheck.engine.outcomes import (
     OUTCOME_UNKNOWN,
     logger,
@@ -36,10 +38,9 @@ from coatcheck.server.responses import (
     is_endless,
     reference_header,
     refusal_passes,
-    refused,
 )
-from coatcheck.server.routes import is_refused_early
-from coatcheck.server.wsgi_request import Environ, rewound
+from coatcheck.server.routes import is_refused_early, raised_instead
+from coatcheck.server.wsgi.request import Environ, rewound
 
 ExcInfo: TypeAlias = (
     tuple[type[BaseException], BaseException, TracebackType] | tuple[None, None, None]
@@ -76,6 +77,7 @@ class Exchange:
         self._claim = claim
         self._policy = policy
         self._operation: Operation | None = None
+        self._outer: Operation | None = request.native.get("coatcheck.operation")
         # What the application has returned so far.
         self._status_line = ""
         self._headers: list[tuple[str, str]] = []
@@ -83,6 +85,7 @@ class Exchange:
         self._size = 0
         self._is_streaming = False
         self._is_deferred = False  # a worker finds the answer
+        self._is_undeferred = False  # the handler could not defer, because of an outage
         self.is_marked = False  # its route is marked `idempotent`
 
     def serve(self) -> Iterable[bytes]:
@@ -111,6 +114,7 @@ class Exchange:
         returned: Iterable[bytes] = ()
         try:
             environ = rewound(self._request)
+            operation.outer = self._outer
             environ["coatcheck.operation"] = operation
             returned = self._app(environ, self._start)
             chunks = iter(returned)
@@ -119,15 +123,36 @@ class Exchange:
         except BaseException as error:
             with suppress(Exception):  # its first error matters more than this one
                 close(returned)
-            answer = self._engine.fail(operation, error)
-            if answer is not None:
-                return self.answer(answer)
-            if not operation.is_in_doubt or not isinstance(error, Exception):
+            answer = self._fail(operation, error)
+            if answer is None:
                 raise
-            logger.exception(OUTCOME_UNKNOWN, operation.reference, operation.label)
-            unknown = problem("outcome-unknown", key=self._claim.key, id=self._claim.id)
-            return respond(self._start_response, refused(unknown, self._policy))
-        return self._complete(operation, response, outcome, returned=returned, rest=rest)
+            return answer
+        raised = raised_instead(response, outcome, operation)
+        if raised is None:
+            return self._complete(operation, response, outcome, returned=returned, rest=rest)
+        try:
+            answer = self._fail(operation, raised)
+        except BaseException:
+            close(returned)
+            raise
+        if answer is None:
+            return self._pass_on(operation, response, returned, rest)
+        close(returned)
+        return answer
+
+    def _fail(self, operation: Operation, error: BaseException) -> Iterable[bytes] | None:
+        """End an operation whose handler raised *error*; None: the application's response is it."""
+        answer = self._engine.fail(operation, error)
+        if answer is None and self._is_undeferred and isinstance(error, OUTAGES):
+            answer = self._not_deferred()
+        if answer is not None:
+            return self.answer(answer)
+        if not operation.is_in_doubt or not isinstance(error, Exception):
+            return None
+        logger.error(OUTCOME_UNKNOWN, operation.reference, operation.label, exc_info=error)
+        unknown = problem("outcome-unknown", key=self._claim.key, id=self._claim.id)
+        response = self._guard.render(unknown, self._policy, self._request)
+        return respond(self._start_response, response)
 
     def _gather(self, chunks: Iterator[bytes]) -> bool:
         """Take everything the application returns; False if it is too much to keep."""
@@ -196,6 +221,8 @@ class Exchange:
             close(returned)
             raise
         else:
+            if self._is_undeferred and response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                answer = self._not_deferred()
             if not isinstance(answer, Executed):
                 close(returned)
                 return self.answer(answer)
@@ -240,9 +267,17 @@ class Exchange:
     def defer(self, lease_ms: int | None) -> str:
         """Leave the work to the process that takes the token."""
         assert self._operation is not None
-        token = self._engine.defer(self._operation, lease_ms or self._policy.lease_ms)
+        try:
+            token = self._engine.defer(self._operation, lease_ms or self._policy.lease_ms)
+        except OUTAGES:
+            self._is_undeferred = True
+            raise
         self._is_deferred = True
         return token
+
+    def _not_deferred(self) -> Refuse:
+        key, id = self._claim.key, self._claim.id
+        return Refuse(problem("store-unavailable", key=key, id=id, reason=NOT_DEFERRED))
 
 
 class ResponseBody:

@@ -4,17 +4,20 @@
 
 Pure ASGI: it needs no framework, and stands right before the application. Requests that are not
 guarded pass untouched. A guarded one is read whole; a retry is answered from memory if possible,
-and anything else is an exchange (`asgi_exchange.py`). The response leaves when its record is safe;
+and anything else is an exchange (`asgi/exchange.py`). The response leaves when its record is safe;
 background tasks run after it, as usual.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import logging
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, ParamSpec
 
+from coatcheck.core.callables import check_function
 from coatcheck.core.policy import SAFE_METHODS, Policy
 from coatcheck.core.problem import Problem
 from coatcheck.core.response import Response
@@ -22,9 +25,10 @@ from coatcheck.engine import AsyncEngine
 from coatcheck.engine.attempts import OUTAGES
 from coatcheck.engine.runner import running_loop
 from coatcheck.errors import CoatcheckError, Misconfigured, MissingExtra
-from coatcheck.server.asgi_detach import may_be_cancelled
-from coatcheck.server.asgi_exchange import Exchange, finishing, respond
-from coatcheck.server.asgi_request import (
+from coatcheck.server.asgi.detach import may_be_cancelled
+from coatcheck.server.asgi.exchange import Exchange, finishing, respond
+from coatcheck.server.asgi.observe import serve_observed
+from coatcheck.server.asgi.request import (
     App,
     AsgiScope,
     ForwardedReceive,
@@ -36,8 +40,9 @@ from coatcheck.server.asgi_request import (
 from coatcheck.server.body import LargeBody, close_body
 from coatcheck.server.callers import AsyncCaller, Caller
 from coatcheck.server.cookies import Secret, SessionCookies
-from coatcheck.server.guard import Hosts, NaturalKey, NoHosts, RequestGuard
-from coatcheck.server.observe import Observations, serve_asgi
+from coatcheck.server.guard import Hosts, NoHosts, RequestGuard
+from coatcheck.server.keys import ContentKey, NaturalKey
+from coatcheck.server.observe import Observations
 from coatcheck.server.polling import POLLING_METHODS, id_of
 from coatcheck.server.request import Request, fields_of
 from coatcheck.server.responses import refused, store_unavailable
@@ -45,8 +50,29 @@ from coatcheck.server.routes import NewRoutes, RoutePolicies
 from coatcheck.server.starlette_routes import StarletteRoutes
 from coatcheck.server.switch import DisabledBy, is_process_disabled, switched
 from coatcheck.stores import AsyncStore
+from coatcheck.stores.url import did_you_mean
 
 logger = logging.getLogger("coatcheck")
+
+P = ParamSpec("P")
+
+
+def _refusing_unknown_arguments(init: Callable[P, None]) -> Callable[P, None]:
+    """*init* of a middleware, for which a misspelt argument is a mistake in the settings."""
+    known = inspect.signature(init).parameters
+
+    @functools.wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        for name in kwargs:
+            if name not in known:
+                hint = did_you_mean(name, known)
+                middleware: Any = args[0]
+                mistake = f"IdempotencyMiddleware has no argument {name!r}{hint}"
+                middleware._fail_later(Misconfigured(mistake))  # noqa: SLF001 - our own class
+                return
+        init(*args, **kwargs)
+
+    return checked
 
 
 class IdempotencyMiddleware:
@@ -60,7 +86,8 @@ class IdempotencyMiddleware:
         policy: a `Policy`, the name of a preset, or None for the default.
         caller: whose key it is, a function of the request, sync or async; see
             `coatcheck.server.callers`.
-        key: finds the key in the request itself, if no header brings one.
+        key: finds the key in the request itself, if no header brings one; see
+            `coatcheck.server.keys`.
         secret: makes operation ids unguessable; the same on every node.
         engine: an `AsyncEngine` that is shared with other middlewares or functions.
         transactions: where connections for transaction mode come from; see `Engine`.
@@ -74,6 +101,7 @@ class IdempotencyMiddleware:
             Then a session that was only signed anew is the same.
     """
 
+    @_refusing_unknown_arguments
     def __init__(
         self,
         app: App,
@@ -97,13 +125,14 @@ class IdempotencyMiddleware:
             self.engine.recovery.register_requests(self.engine.policy)
             register = self.engine.recovery.register_route
             hosts: Hosts = NoHosts()
+            self._starlette: StarletteRoutes | None = None
             if routes is None:
-                starlette = StarletteRoutes(
+                self._starlette = hosts = StarletteRoutes(
                     self.engine.policy, register, app, has_natural_keys=key is not None
                 )
-                self._routes: RoutePolicies = starlette
-                hosts = starlette
+                self._routes: RoutePolicies = self._starlette
             else:
+                check_function("routes", routes)
                 self._routes = routes(self.engine.policy, register)
             self._is_disabled = is_process_disabled()
             self._routes = switched(
@@ -116,12 +145,18 @@ class IdempotencyMiddleware:
             self.observations = Observations(self.engine.attempts, store_in_threads, self.guard)
             self._status_path = self.engine.policy.status_path
         except (Misconfigured, MissingExtra) as mistake:
-            # Starlette makes its middlewares when the server sends the first message. A server
-            # takes an error then for an application without a lifespan, and starts all the same.
-            # So the error is reported when the lifespan starts.
-            if running_loop() is None:
-                raise
-            self._mistake = mistake
+            self._fail_later(mistake)
+
+    def _fail_later(self, mistake: CoatcheckError) -> None:
+        """
+        Raise *mistake*; on an event loop, have the lifespan report it.
+
+        Starlette makes its middlewares when the server sends the first message. A server takes an
+        error then for an application without a lifespan, and starts all the same.
+        """
+        if running_loop() is None:
+            raise mistake
+        self._mistake = mistake
 
     async def __call__(  # noqa: C901 - hot path: straight on purpose
         self, asgi_scope: AsgiScope, receive: Receive, send: Send
@@ -137,7 +172,7 @@ class IdempotencyMiddleware:
             return
         policy, template = self._routes.lookup(asgi_scope, method)
         if policy is not None and policy.mode == "observe":
-            await serve_asgi(self, asgi_scope, receive, send, (policy, template))
+            await serve_observed(self, asgi_scope, receive, send, (policy, template))
             return
         headers = asgi_scope["headers"]
         key_values = []
@@ -165,7 +200,7 @@ class IdempotencyMiddleware:
             else:
                 request.body = body
                 if key is None:
-                    key = guard.natural_key_of(request, policy)
+                    key = await self._natural_key_of(request, policy)
                 if isinstance(key, str) and not self.engine.is_started:
                     key = await self._start(policy) or key
         if not isinstance(key, str):
@@ -178,6 +213,12 @@ class IdempotencyMiddleware:
             if refused_by_caller is not None:
                 await self._pass_or_refuse(request, receive, send, refused_by_caller)
                 return
+        if isinstance(key, ContentKey):
+            policy, key = await self._of_content(key, request, policy, template)
+            if not isinstance(key, str):
+                refusal = None if key is None else guard.refused(request, key, policy, template)
+                await self._pass_or_refuse(request, receive, send, refusal)
+                return
 
         # A retry is answered from memory if possible.
         claim = (
@@ -189,9 +230,8 @@ class IdempotencyMiddleware:
             await self._pass_or_refuse(request, receive, send, None)
             return
         attempts = self.engine.attempts
-        known = None
-        if attempts.replay_cache.knows(claim.id):
-            known = attempts.find_replay(claim, policy)
+        is_known = attempts.replay_cache.knows(claim.id)
+        known = attempts.find_replay(claim, policy) if is_known else None
         if known is not None:
             response = guard.response_of(known, claim, policy, request)
             if isinstance(request.body, LargeBody):
@@ -201,10 +241,7 @@ class IdempotencyMiddleware:
 
         exchange = Exchange(self, request, receive, send, claim=claim, policy=policy)
         exchange.is_marked = template is not None
-        if may_be_cancelled():
-            await exchange.run_in_task()
-        else:
-            await exchange.run()
+        await (exchange.run_in_task() if may_be_cancelled() else exchange.run())
 
     async def _safe(self, asgi_scope: AsgiScope, receive: Receive, send: Send) -> None:
         """Pass on what is not guarded: safe methods, websockets, the lifespan."""
@@ -225,6 +262,25 @@ class IdempotencyMiddleware:
             return
         startup = await receive()
         try:
+            if self._starlette is not None and self._starlette.mistake is not None:
+                raise self._starlette.mistake
+            await self.start()
+        except (Misconfigured, MissingExtra) as mistake:
+            self._mistake = mistake
+            await _fail_startup(send, mistake)
+        await self.app(asgi_scope, finishing(self, receive, startup), send)
+
+    async def start(self) -> None:
+        """
+        Open the store; raises if the settings are wrong.
+
+        For frameworks that do not pass their lifespan through their middlewares.
+        """
+        if self._mistake is not None:
+            raise self._mistake
+        if self._is_disabled:  # then nothing needs the store
+            return
+        try:
             await self.engine.ensure_started()
         except OUTAGES as error:
             logger.error(  # noqa: TRY400 - its trace says nothing more
@@ -232,10 +288,6 @@ class IdempotencyMiddleware:
                 error,
             )
             self.engine.recovery.start(asyncio.get_running_loop())
-        except (Misconfigured, MissingExtra) as mistake:
-            self._mistake = mistake
-            await _fail_startup(send, mistake)
-        await self.app(asgi_scope, finishing(self, receive, startup), send)
 
     async def _refuse_to_start(self, asgi_scope: AsgiScope, receive: Receive, send: Send) -> None:
         """Report the mistake in the settings, and serve nothing."""
@@ -253,12 +305,22 @@ class IdempotencyMiddleware:
             return store_unavailable(error)
         return None
 
+    async def _natural_key_of(self, request: Request, policy: Policy) -> Problem | str | None:
+        """The key in the request itself; a large body is read in a thread, as for `caller=`."""
+        if isinstance(request.body, LargeBody):
+            return await asyncio.to_thread(self.guard.natural_key_of, request, policy)
+        return self.guard.natural_key_of(request, policy)
+
     async def _identify(
         self, request: Request, policy: Policy, template: str | None = None
     ) -> Response | None:
         """Call `caller=`; the response if it refuses the request."""
+        guard = self.guard
         try:
-            await self.guard.identify_on_loop(request)
+            if guard.caller_is_quick and isinstance(request.body, bytes):
+                guard.identify(request)
+            else:
+                await guard.identify_on_loop(request)
         except Exception as error:
             response = self.guard.refused_by_caller(error, request, policy, template)
             if response is None:
@@ -266,6 +328,16 @@ class IdempotencyMiddleware:
                 raise
             return response
         return None
+
+    async def _of_content(
+        self, key: ContentKey, request: Request, policy: Policy, template: str | None
+    ) -> tuple[Policy, str | Problem | None]:
+        """The policy of a key that is made of the content, and the key."""
+        policy = key.policy_of(policy)
+        if isinstance(request.body, LargeBody):  # reading it would block the loop
+            of_content = self.guard.key_of_content
+            return policy, await asyncio.to_thread(of_content, request, policy, template)
+        return policy, self.guard.key_of_content(request, policy, template)
 
     async def _pass_or_refuse(
         self,
@@ -296,6 +368,9 @@ class IdempotencyMiddleware:
         response = None
         if id is not None:
             request = request_of(asgi_scope, fields_of(asgi_scope["headers"]), b"")
+            if self._is_disabled:
+                await respond(send, self.guard.not_polled(request))
+                return
             if self.guard.caller is not None:
                 response = await self._identify(request, self.engine.policy)
                 if response is not None:
@@ -328,11 +403,12 @@ def _engine_of(
     if not isinstance(engine, AsyncEngine | None):
         # Not its value: a URL may have a password in it.
         raise Misconfigured(
-            f"engine is a {type(engine).__name__}; it is an AsyncEngine, and store= takes URLs"
+            f"engine is a {type(engine).__name__}; it must be an AsyncEngine, and store= takes URLs"
         )
-    return engine or AsyncEngine(
-        store or "sqlite:///coatcheck.db", policy, secret=secret, transactions=transactions
-    )
+    if engine is not None:
+        return engine
+    url = "sqlite:///coatcheck.db" if store is None else store
+    return AsyncEngine(url, policy, secret=secret, transactions=transactions)
 
 
 async def _fail_startup(send: Send, mistake: CoatcheckError) -> NoReturn:

@@ -24,6 +24,8 @@ from coatcheck.core.policy import Policy
 from coatcheck.core.problem import problem
 from coatcheck.core.response import Headers, Response
 from coatcheck.engine import AsyncEngine
+from coatcheck.engine.attempts import OUTAGES
+from coatcheck.engine.deferred import NOT_DEFERRED
 from coatcheck.engine.outcomes import (
     OUTCOME_UNKNOWN,
     is_failure,
@@ -34,7 +36,7 @@ from coatcheck.engine.outcomes import (
 )
 from coatcheck.engine.transactions import Repeat
 from coatcheck.operation import Operation, enter, leave
-from coatcheck.server.asgi_request import (
+from coatcheck.server.asgi.request import (
     App,
     BufferedReceive,
     Message,
@@ -50,7 +52,7 @@ from coatcheck.server.responses import (
     refusal_passes,
     refused,
 )
-from coatcheck.server.routes import is_refused_early
+from coatcheck.server.routes import is_refused_early, raised_instead
 
 # An event loop alone does not keep a task alive.
 RUNNING_EXCHANGES: set[Exchange] = set()
@@ -76,8 +78,8 @@ class Exchange(BufferedReceive):
     __slots__ = (
         *("_accepting", "_chunks", "_claim", "_claim_policy", "_client_receive", "_client_send"),
         *("_done", "_failure", "_headers", "_is_accepted", "_is_deferred", "_is_ended", "_is_over"),
-        *("_is_streaming", "_loop", "_operation", "_over", "_policy", "_request", "_size"),
-        *("_status", "_wait_s", "is_marked", "middleware", "task"),
+        *("_is_streaming", "_is_undeferred", "_loop", "_operation", "_over", "_policy", "_request"),
+        *("_size", "_status", "_wait_s", "is_marked", "middleware", "task"),
     )
 
     _operation: Operation
@@ -114,6 +116,7 @@ class Exchange(BufferedReceive):
         self._is_over = False  # everything is sent to the client
         self._is_accepted = False  # the client got a 202
         self._is_deferred = False  # a worker finds the answer
+        self._is_undeferred = False  # the handler could not defer, because of an outage
         self._is_streaming = False
         self._failure: Exception | None = None  # of the commit, in transaction mode
         self._over: asyncio.Event | None = None
@@ -161,6 +164,7 @@ class Exchange(BufferedReceive):
     async def run(self) -> None:  # noqa: C901 - hot path: straight on purpose
         """Claim, execute, answer; again, if the database asks for it and the policy allows it."""
         middleware, asgi_scope, repeats = self.middleware, self._request.native, 0
+        outer = asgi_scope.get("coatcheck.operation")
         self._loop = asyncio.get_running_loop()
         try:
             while True:
@@ -173,6 +177,7 @@ class Exchange(BufferedReceive):
                 self._operation = operation = started
                 if self._policy.mode == "record":
                     operation.exchange = self
+                operation.outer = outer
                 asgi_scope["coatcheck.operation"] = operation
                 if asgi_scope.get("extensions"):
                     asgi_scope["extensions"] = without_short_cuts(asgi_scope["extensions"])
@@ -218,6 +223,8 @@ class Exchange(BufferedReceive):
                 answer = await self.middleware.engine.fail(operation, error)
             except Repeat as repeat:
                 return repeat
+            if answer is None and self._is_undeferred and isinstance(error, OUTAGES):
+                answer = self._not_deferred()
             if answer is not None:
                 await self._answer(answer)
                 return None
@@ -297,15 +304,21 @@ class Exchange(BufferedReceive):
                 engine.attempts.report(self._claim, Executed(operation.claim))
                 await self._respond(self._accepted())
                 return
+            raised = operation.raised and raised_instead(response, outcome, operation)
             try:
-                answer = await engine.complete(operation, outcome, status=response.status)
+                if raised is None:
+                    answer = await engine.complete(operation, outcome, status=response.status)
+                else:
+                    answer = await self._end_raised(operation, raised)
             except Exception as error:
                 is_final = not isinstance(error, Repeat) and not more_body
                 if not is_final or not refusal_passes(response, error):
                     self._failure = error
                     raise
                 answer = Executed(operation.claim)
-            if not isinstance(answer, Executed):  # another attempt has taken over
+            if self._is_undeferred and response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                answer = self._not_deferred()
+            if not isinstance(answer, Executed):  # another attempt has taken over, or as above
                 await self._answer(answer)
             elif not self._is_accepted:
                 self._is_streaming = more_body
@@ -319,6 +332,17 @@ class Exchange(BufferedReceive):
             self._is_over = not isinstance(self._failure, Repeat)
             if self._over is not None and self._is_over:
                 self._over.set()
+
+    async def _end_raised(
+        self, operation: Operation, error: Exception
+    ) -> Executed | Replay | Refuse:
+        """End an operation whose handler raised *error*; its framework has answered for it."""
+        answer = await self.middleware.engine.fail(operation, error)
+        if answer is None and operation.is_in_doubt:
+            logger.error(OUTCOME_UNKNOWN, operation.reference, operation.label, exc_info=error)
+            unknown = problem("outcome-unknown", key=self._claim.key, id=self._claim.id)
+            answer = Refuse(unknown)
+        return Executed(operation.claim) if answer is None else answer
 
     # --- what the client gets -------------------------------------------------------------------
 
@@ -394,9 +418,17 @@ class Exchange(BufferedReceive):
         return guard.accepted(claim, self._policy, self._request)
 
     async def _defer(self, lease_ms: int) -> str:
-        token = await self.middleware.engine.defer(self._operation, lease_ms)
+        try:
+            token = await self.middleware.engine.defer(self._operation, lease_ms)
+        except OUTAGES:
+            self._is_undeferred = True
+            raise
         self._is_deferred = True
         return token
+
+    def _not_deferred(self) -> Refuse:
+        key, id = self._claim.key, self._claim.id
+        return Refuse(problem("store-unavailable", key=key, id=id, reason=NOT_DEFERRED))
 
 
 async def respond(send: Send, response: Response) -> None:
@@ -417,11 +449,16 @@ def finishing(middleware: Middleware, receive: Receive, startup: Message) -> Rec
     async def receive_when_finished() -> Message:
         message = received.pop() if received else await receive()
         if message["type"] == "lifespan.shutdown":
-            running = [e.task for e in RUNNING_EXCHANGES if e.middleware is middleware]
-            here = asyncio.get_running_loop()
-            left = [task for task in running if task is not None and task.get_loop() is here]
-            if left:
-                await asyncio.wait(left, timeout=FINISH_S_MAX)
+            await finish(middleware)
         return message
 
     return receive_when_finished
+
+
+async def finish(middleware: Middleware) -> None:
+    """Wait for the running exchanges of *middleware* on this event loop."""
+    running = [e.task for e in RUNNING_EXCHANGES if e.middleware is middleware]
+    here = asyncio.get_running_loop()
+    left = [task for task in running if task is not None and task.get_loop() is here]
+    if left:
+        await asyncio.wait(left, timeout=FINISH_S_MAX)

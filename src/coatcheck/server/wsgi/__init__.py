@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from coatcheck.core.callables import check_function
 from coatcheck.core.policy import SAFE_METHODS, Policy
 from coatcheck.core.problem import Problem
 from coatcheck.core.response import Response
@@ -23,15 +24,17 @@ from coatcheck.operation import current_operation, enter
 from coatcheck.server.body import close_body
 from coatcheck.server.callers import Caller
 from coatcheck.server.cookies import Secret, SessionCookies
-from coatcheck.server.guard import NaturalKey, RequestGuard
-from coatcheck.server.observe import Observations, serve_wsgi
+from coatcheck.server.guard import RequestGuard
+from coatcheck.server.keys import ContentKey, NaturalKey
+from coatcheck.server.observe import Observations
 from coatcheck.server.polling import POLLING_METHODS, id_of
 from coatcheck.server.request import Request
-from coatcheck.server.responses import refused, store_unavailable
+from coatcheck.server.responses import store_unavailable
 from coatcheck.server.routes import NewRoutes, OnePolicy
 from coatcheck.server.switch import DisabledBy, is_process_disabled, switched
-from coatcheck.server.wsgi_exchange import App, Exchange, ResponseBody, StartResponse, respond
-from coatcheck.server.wsgi_request import Environ, bytes_of, drain, give, read, request_of, rewound
+from coatcheck.server.wsgi.exchange import App, Exchange, ResponseBody, StartResponse, respond
+from coatcheck.server.wsgi.observe import serve_observed
+from coatcheck.server.wsgi.request import Environ, bytes_of, drain, give, read, request_of, rewound
 from coatcheck.stores import Store
 
 
@@ -45,7 +48,8 @@ class IdempotencyMiddleware:
             `coatcheck.db` in the working directory (`sqlite:///coatcheck.db`).
         policy: a `Policy`, the name of a preset, or None for the default.
         caller: whose key it is, a function of the request; see `coatcheck.server.callers`.
-        key: finds the key in the request itself, if no header brings one.
+        key: finds the key in the request itself, if no header brings one; see
+            `coatcheck.server.keys`.
         secret: makes operation ids unguessable; the same on every node.
         engine: an `Engine` that is shared with other middlewares or functions.
         transactions: where connections for transaction mode come from; see `Engine`.
@@ -81,23 +85,23 @@ class IdempotencyMiddleware:
         if not isinstance(engine, Engine | None):
             # Its type, not its value: a URL may have a password in it.
             raise Misconfigured(
-                f"engine is a {type(engine).__name__}; it is an Engine, and store= takes URLs"
+                f"engine is a {type(engine).__name__}; it must be an Engine, and store= takes URLs"
             )
         self.app = app
-        self.engine = engine or Engine(
-            store or "sqlite:///coatcheck.db", policy, secret=secret, transactions=transactions
-        )
-        is_disabled = is_process_disabled()
-        if not is_disabled:
+        url = "sqlite:///coatcheck.db" if store is None else store
+        self.engine = engine or Engine(url, policy, secret=secret, transactions=transactions)
+        self._is_disabled = is_process_disabled()
+        if not self._is_disabled:
             self.engine.check_store()
         self.engine.recovery.register_requests(self.engine.policy)
         cookies = SessionCookies(session_cookies, session_secret)
         self.guard = RequestGuard(self.engine, caller, key, FlaskHosts(app), cookies)
-        new_routes = routes or OnePolicy
+        new_routes = OnePolicy if routes is None else routes
+        check_function("routes", new_routes)
         self._routes = switched(
             new_routes(self.engine.policy, self.engine.recovery.register_route),
             *(disabled_by, self.engine.attempts),
-            is_process_disabled=is_disabled,
+            is_process_disabled=self._is_disabled,
         )
         self.observations = Observations(self.engine.attempts, self.engine.store, self.guard)
 
@@ -114,7 +118,7 @@ class IdempotencyMiddleware:
         if policy is None:
             return self.app(environ, start_response)
         if policy.mode == "observe":
-            return serve_wsgi(self, environ, start_response, (policy, template))
+            return serve_observed(self, environ, start_response, (policy, template))
         value = environ.get(policy.key_environ)
         key = self.guard.key_of(() if value is None else (bytes_of(value),), policy)
         if key is None and not self.guard.has_natural_keys:
@@ -158,10 +162,8 @@ class IdempotencyMiddleware:
         guard = self.guard
         if key is None:
             found = guard.natural_key_of(request, policy)
-            if found is None:
-                return self._pass(request, start_response)
-            if isinstance(found, Problem):
-                return respond(start_response, guard.refused(request, found, policy, template))
+            if not isinstance(found, str):
+                return self._pass_or_refuse(request, start_response, found, policy, template)
             key = found
         try:
             self.engine.ensure_started(policy)
@@ -172,6 +174,12 @@ class IdempotencyMiddleware:
             response = self._identify(request, policy, template)
             if response is not None:
                 return respond(start_response, response)
+        if isinstance(key, ContentKey):
+            policy = key.policy_of(policy)
+            made = guard.key_of_content(request, policy, template)
+            if not isinstance(made, str):
+                return self._pass_or_refuse(request, start_response, made, policy, template)
+            key = made
         claim = guard.claim_request(request, policy, key, template)
         if "coatcheck.operation" in request.native and guard.is_nested(request, claim):
             return self._pass(request, start_response)
@@ -196,6 +204,19 @@ class IdempotencyMiddleware:
             return response
         return None
 
+    def _pass_or_refuse(
+        self,
+        request: Request,
+        start_response: StartResponse,
+        refusal: Problem | None,
+        policy: Policy,
+        template: str | None,
+    ) -> Iterable[bytes]:
+        """Serve a request that has no key: pass it on, or refuse it."""
+        if refusal is None:
+            return self._pass(request, start_response)
+        return respond(start_response, self.guard.refused(request, refusal, policy, template))
+
     def _pass(self, request: Request, start_response: StartResponse) -> Iterable[bytes]:
         """Pass on a request that is not guarded after all."""
         returned = self.app(rewound(request), start_response)
@@ -209,6 +230,8 @@ class IdempotencyMiddleware:
         response = None
         if id is not None:
             request = request_of(environ, b"")
+            if self._is_disabled:
+                return respond(start_response, self.guard.not_polled(request))
             if self.guard.caller is not None:
                 response = self._identify(request, policy)
                 if response is not None:
@@ -217,7 +240,8 @@ class IdempotencyMiddleware:
                 self.engine.ensure_started()
                 (record,) = self.engine.store.get((id,))
             except OUTAGES as error:
-                return respond(start_response, refused(store_unavailable(error), policy))
+                refusal = store_unavailable(error)
+                return respond(start_response, self.guard.render(refusal, policy, request))
             response = self.guard.status(record, token, request)
         if response is None:
             self._routes.let_pass(environ)
