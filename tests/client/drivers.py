@@ -61,10 +61,14 @@ class Driver:
         return self.call("POST", url, **options)
 
     def call(self, method, url, *, action=None, follow=False, client_options=None, **options):
-        """Send one request and return what came of it; other options are split by their names."""
+        """
+        Send one request and return what came of it; other options are split by their names.
+
+        `time` is the clock, if a test moves it too.
+        """
         names = {"retry", "preset", "budget", "key_version", "buffer"}
         ours = {name: options.pop(name) for name in names & set(options)}
-        time = FakeTime()
+        time = options.pop("time", None) or FakeTime()
         ours["clock"] = time.clock
         if self.is_aiohttp or self.is_requests:
             options["allow_redirects"] = follow

@@ -1,6 +1,7 @@
 """Keys and actions: who makes the key, who shares it, and where it is sent."""
 
 import asyncio
+import json
 import re
 import uuid
 
@@ -8,7 +9,7 @@ import httpx2
 import pytest
 
 import coatcheck.client.httpx2
-from coatcheck.client import PRESETS, Preset, RetryBudget, RetryPolicy
+from coatcheck.client import PRESETS, ClientSettings, Preset, RetryBudget, RetryPolicy
 from coatcheck.client.httpx2 import Client, Transport
 from coatcheck.errors import Misconfigured
 from tests.client.drivers import CLIENTS, DRIVERS, FakeTime
@@ -82,6 +83,15 @@ def test_a_header_that_the_application_sets_is_its_key(driver, value):
     assert (server.keys, got.result.key) == ([value] * 2, "k-2")
 
 
+@on_all
+@pytest.mark.parametrize("value", ["", '""'])
+def test_a_blank_header_is_no_key_and_is_refused_before_anything_is_sent(driver, value, server):
+    """C-20: a server that takes it for no key would execute every attempt."""
+    with pytest.raises(Misconfigured, match="the key is blank"):
+        driver.post(f"{server.url}/charges", json={}, headers={"Idempotency-Key": value})
+    assert server.seen == []
+
+
 @on_clients
 def test_an_action_without_a_key_is_sent_once(driver):
     """C-20, C-21: the key can be turned off, and then nothing is repeated."""
@@ -147,8 +157,8 @@ def test_a_wrong_key_is_refused_before_anything_is_sent(options, words):
     [
         ({"preset": "strype"}, "there is no preset 'strype'"),
         ({"key_version": 5}, "key_version is 5"),
-        ({"retry": 3}, "retry is a int; it is a RetryPolicy"),
-        ({"budget": 3}, "budget is a int; it is a RetryBudget"),
+        ({"retry": 3}, "retry is a int; it must be a RetryPolicy"),
+        ({"budget": 3}, "budget is a int; it must be a RetryBudget"),
         (
             {"preset": "stripe", "retry": RetryPolicy(deadline="25h", server_window="26h")},
             "longer than the 24h for which stripe remembers",
@@ -211,6 +221,18 @@ def test_a_redirect_to_another_origin_gets_no_key_and_is_sent_once(driver):
 
 
 @on_clients
+@pytest.mark.parametrize("body", [{"amount": 5}, {}], ids=str)
+def test_a_redirect_to_another_origin_gets_no_key_in_the_body(driver, body):
+    """C-20, C-22: the body is as the application wrote it."""
+    with FaultyServer("lose") as other, FaultyServer("other-origin") as server:
+        server.other = other.url
+        got = driver.post(f"{server.url}/payments", json=body, preset="square", follow=True)
+    assert "idempotency_key" in json.loads(server.seen[0].body)
+    assert [json.loads(seen.body) for seen in other.seen] == [body]
+    assert (got.result.outcome, got.result.gave_up) == ("unknown", "no-key")
+
+
+@on_clients
 def test_the_page_after_a_303_is_read_without_a_key(driver):
     with FaultyServer("see-other", "lose") as server:
         got = driver.post(f"{server.url}/charges", json={}, follow=True)
@@ -261,8 +283,21 @@ def test_square_takes_the_key_in_the_body(driver):
         got = driver.post(f"{server.url}/payments", json={"amount": 5}, preset="square")
     assert server.keys == [got.result.key] * 2
     assert (got.status, len(server.effects)) == (201, 1)
-    assert b'"amount":5' in server.seen[0].body
+    assert json.loads(server.seen[0].body)["amount"] == 5
     assert len({seen.body for seen in server.seen}) == 1
+
+
+@on_all
+@pytest.mark.parametrize("body", [b'{"price": 1.10, "far": 1e400, "name": "\xc3\xa9"}', b" {}"])
+def test_the_rest_of_the_body_is_sent_as_the_application_wrote_it(driver, body):
+    """C-04: a number that is parsed and written again may be another number."""
+    with FaultyServer("lose", key_member="idempotency_key") as server:
+        got = driver.post(f"{server.url}/payments", content=body, preset="square")
+    assert got.status == 201
+    assert body.lstrip()[1:] in server.seen[0].body
+    assert {seen.headers["Content-Length"] for seen in server.seen} == {
+        str(len(server.seen[0].body))
+    }
 
 
 @on_all
@@ -271,6 +306,16 @@ def test_a_key_that_the_body_has_already_is_kept(driver):
         body = {"idempotency_key": "k-3"}
         got = driver.post(f"{server.url}/payments", json=body, preset="square")
     assert (server.keys, got.result.key) == (["k-3"] * 2, "k-3")
+
+
+@on_all
+@pytest.mark.parametrize("member", [None, "", "  ", 17])
+def test_a_member_that_is_no_key_is_refused_before_anything_is_sent(driver, member, server):
+    """C-20: a server that takes it for no key would execute every attempt."""
+    body = {"idempotency_key": member}
+    with pytest.raises(Misconfigured, match="'idempotency_key' in the JSON body"):
+        driver.post(f"{server.url}/payments", json=body, preset="square")
+    assert server.seen == []
 
 
 @on_clients
@@ -340,7 +385,7 @@ def test_the_options_of_our_client_are_those_of_the_library():
 
     for library in (httpx, httpx2):
         taken = set(inspect.signature(library.Client).parameters)
-        assert set(ClientOptions.__annotations__) == taken
+        assert set(ClientOptions.__annotations__) - set(ClientSettings.__annotations__) == taken
 
 
 def test_the_key_is_never_in_the_note_of_an_error():

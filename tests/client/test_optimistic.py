@@ -1,11 +1,13 @@
 """Optimistic actions: shown at once, taken back after a definite no, also after a restart."""
 
+import asyncio
+
 import pytest
 
 from coatcheck.client import RetryPolicy
-from coatcheck.client.httpx2 import Client
-from coatcheck.client.optimistic import OptimisticQueue
-from coatcheck.client.outbox import Outbox
+from coatcheck.client.httpx2 import AsyncClient, Client
+from coatcheck.client.optimistic import AsyncOptimisticQueue, OptimisticQueue
+from coatcheck.client.outbox import AsyncOutbox, Outbox
 from coatcheck.errors import Misconfigured
 from tests.support.faulty_server import FaultyServer
 
@@ -16,9 +18,10 @@ UNKNOWN = (409, {}, {"code": "outcome-unknown", "retry": "never"})
 class App:
     """An application that holds a basket in memory, and what was done to it."""
 
-    def __init__(self, path, server):
-        self.client = Client(base_url=server.url, retry=RetryPolicy(attempts_max=1))
-        self.outbox = Outbox(f"sqlite:///{path}/outbox.db", client=self.client)
+    def __init__(self, url, server, clock):
+        retry = RetryPolicy(attempts_max=1)
+        self.client = Client(base_url=server.url, retry=retry, clock=clock)
+        self.outbox = Outbox(url, client=self.client)
         self.queue = OptimisticQueue(self.outbox)
         self.basket, self.steps = [], []
         self.queue.register("put", apply=self.put, revert=self.take, confirm=self.confirm)
@@ -43,17 +46,18 @@ class App:
 
 
 @pytest.fixture
-def app(tmp_path):
-    """Makes an application on the same file, as after a restart."""
+def app(url, time):
+    """Makes an application with the same outbox, as after a restart."""
     opened = []
 
     def make(server):
-        opened.append(App(tmp_path, server))
+        opened.append(App(url, server, time.clock))
         return opened[-1]
 
     yield make
     for app in opened:
         app.client.close()
+        app.outbox.close()
 
 
 def test_what_follows_a_refused_action_is_reverted_first_and_applied_again(app):
@@ -66,7 +70,9 @@ def test_what_follows_a_refused_action_is_reverted_first_and_applied_again(app):
         shop.work()
         assert shop.basket == [*"acd"]
         assert " ".join(shop.steps) == "+a +b +c +d =a 201 -d -c -b +c +d =c 201 =d 201"
-        assert [dead.reason or dead.state for dead in shop.outbox.dead_letters()] == ["refused"]
+        assert [(one.state, one.reason) for one in shop.outbox.dead_letters()] == [
+            ("refused", "sold-out")
+        ]
         shop.steps.clear()
         shop.queue.settle()
         assert shop.steps == []
@@ -136,3 +142,62 @@ def test_the_same_reference_is_applied_once_and_wrong_input_changes_nothing(app)
         bare = OptimisticQueue(shop.outbox)
         with pytest.raises(Misconfigured, match=r"register put before settle\(\)"):
             bare.settle()
+
+
+def test_a_done_action_is_not_forgotten_before_it_is_settled(app, time):
+    """C4: a forgotten action would look like a discarded one, and be reverted."""
+    with FaultyServer() as server:
+        shop = app(server)
+        shop.submit("a")
+        shop.outbox.drain()
+        time.advance(1)
+        assert shop.outbox.forget(0) == 0
+        shop.queue.settle()
+        assert (shop.basket, shop.steps[-1]) == (["a"], "=a 201")
+        time.advance(1)
+        assert shop.outbox.forget(0) == 1
+        shop.queue.settle()
+        assert shop.basket == ["a"]
+
+
+def test_a_queue_on_an_event_loop_does_the_same(url):
+    """C4: also while it settles, no action is reverted that is just being stored."""
+    basket, steps = [], []
+
+    def put(item):
+        basket.append(item)
+
+    def take(item):
+        steps.append(f"-{item}")
+        basket.remove(item)
+
+    async def work(api):
+        async with AsyncClient(base_url=api, retry=RetryPolicy(attempts_max=1)) as client:
+            outbox = AsyncOutbox(url, client=client, workers=1)
+            queue = AsyncOptimisticQueue(outbox)
+            queue.register(
+                "put", apply=put, revert=take, confirm=lambda i, d: steps.append(f"={i}")
+            )
+            submits = [
+                queue.submit("put", "POST", "/items", json=item, lane="basket") for item in "abc"
+            ]
+            await asyncio.gather(*submits, *(queue.settle() for _ in range(3)))
+            assert sorted(basket) == [*"abc"]
+            assert steps == []
+            await outbox.drain()
+            await queue.settle()
+            with pytest.raises(Misconfigured, match="register it first"):
+                await queue.submit("pat", "POST", "/items", json=1)
+            with pytest.raises(TypeError):
+                await queue.submit("put", "POST", "/items", json={1})
+            discarded = await queue.submit("put", "POST", "/items", json="d")
+            await outbox.discard(discarded.key)
+            await queue.settle()
+            outbox.close()
+
+    with FaultyServer("ok", NO, "ok") as server:
+        asyncio.run(work(server.url))
+    assert len(server.effects) == 2
+    assert len(basket) == 2
+    assert steps[-1] == "-d"
+    assert sorted(step[0] for step in steps) == ["-", "-", "-", "-", "=", "="]

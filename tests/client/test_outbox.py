@@ -14,68 +14,19 @@ from pathlib import Path
 import pytest
 
 import coatcheck.client.aiohttp
-import coatcheck.client.httpx
 import coatcheck.client.httpx2
-import coatcheck.client.requests
-from coatcheck.client import Clock, RetryPolicy
+from coatcheck.client import RetryPolicy
 from coatcheck.client.outbox import AsyncOutbox, Done, Outbox, Pending, Refused, Unknown
 from coatcheck.errors import Misconfigured
+from tests.client.conftest import CLIENTS, stored_bytes
 from tests.support.faulty_server import FaultyServer
 from tests.support.times import WAIT_S_MAX, eventually
 
 ROOT = Path(__file__).resolve().parents[2]
-CLIENTS = {
-    "httpx2": coatcheck.client.httpx2.Client,
-    "httpx": coatcheck.client.httpx.Client,
-    "requests": coatcheck.client.requests.Session,
-}
 ASYNC_CLIENTS = {
     "httpx2": coatcheck.client.httpx2.AsyncClient,
     "aiohttp": coatcheck.client.aiohttp.ClientSession,
 }
-
-
-class WallTime:
-    """A clock that only pauses and tests move."""
-
-    def __init__(self):
-        self.now_s = 1_700_000_000.0
-        self.clock = Clock(
-            lambda: self.now_s, lambda: self.now_s, lambda: 1.0, self.advance, self.async_sleep
-        )
-
-    def advance(self, seconds):
-        self.now_s += seconds
-
-    async def async_sleep(self, seconds):
-        self.now_s += seconds
-        await asyncio.sleep(0)
-
-
-@pytest.fixture
-def time():
-    return WallTime()
-
-
-@pytest.fixture
-def url(tmp_path):
-    return f"sqlite:///{tmp_path}/outbox.db"
-
-
-@pytest.fixture
-def make(url, time):
-    """Makes an outbox of the file, with a client of one library."""
-    opened = []
-
-    def made(kind="httpx2", *, retry=None, **options):
-        retry = retry or RetryPolicy(attempts_max=2)
-        client = CLIENTS[kind](clock=time.clock, retry=retry)
-        opened.append(client)
-        return Outbox(url, client=client, **options)
-
-    yield made
-    for client in opened:
-        client.close()
 
 
 @pytest.mark.parametrize("kind", CLIENTS)
@@ -157,7 +108,7 @@ def test_lanes_are_sent_at_the_same_time(make):
         assert [type(ticket.result()) for ticket in tickets] == [Done] * 2
 
 
-def test_credentials_are_signed_when_sending_and_never_stored(make, tmp_path):
+def test_credentials_are_signed_when_sending_and_never_stored(make, url):
     tokens = iter(["old", "new"])
 
     def sign(method, url, body):
@@ -171,9 +122,52 @@ def test_credentials_are_signed_when_sending_and_never_stored(make, tmp_path):
         outbox.drain()
     seen = [one.headers["Authorization"] for one in server.seen]
     assert seen == ["Bearer old POST 3"] * 2 + ["Bearer new POST 3"]
-    stored = b"".join(path.read_bytes() for path in tmp_path.iterdir())
+    stored = stored_bytes(url)
     assert ticket.key.encode() in stored
     assert b"Bearer" not in stored
+
+
+@pytest.mark.parametrize("kind", ASYNC_CLIENTS)
+def test_on_an_event_loop_the_sign_function_may_be_async(kind, url, time):
+    async def sign(method, url, body):
+        await asyncio.sleep(0)
+        return {"Authorization": f"Bearer {method} {len(body)}"}
+
+    async def work(api):
+        async with ASYNC_CLIENTS[kind](clock=time.clock) as client:
+            outbox = AsyncOutbox(url, client=client, sign=sign)
+            ticket = await outbox.submit("POST", api, content=b"abc")
+            await outbox.drain()
+            outbox.close()
+            return await ticket.result()
+
+    with FaultyServer() as server:
+        assert isinstance(asyncio.run(work(server.url)), Done)
+    assert server.seen[0].headers["Authorization"] == "Bearer POST 3"
+
+
+def test_on_an_event_loop_people_decide_by_awaiting(url, time):
+    """C3: the loop goes on while the database works."""
+
+    async def work(api):
+        async with coatcheck.client.httpx2.AsyncClient(clock=time.clock) as client:
+            outbox = AsyncOutbox(url, client=client)
+            keys = [(await outbox.submit("POST", api, json=n)).key for n in range(2)]
+            await outbox.drain()
+            assert [dead.key for dead in await outbox.dead_letters()] == keys
+            assert await outbox.retry(keys[0], did_not_happen=True)
+            assert await outbox.discard(keys[1])
+            await outbox.drain()
+            assert isinstance(await outbox.outcome(keys[0]), Done)
+            time.advance(1)
+            assert await outbox.forget(0) == 1
+            with pytest.raises(Misconfigured, match="no action with this key"):
+                await outbox.outcome(keys[0], timeout=1)
+            outbox.close()
+
+    with FaultyServer((422, {}, {}), (422, {}, {})) as server:
+        asyncio.run(work(server.url))
+    assert len(server.effects) == 1
 
 
 def test_a_sign_function_that_fails_keeps_the_action(make):
@@ -182,7 +176,7 @@ def test_a_sign_function_that_fails_keeps_the_action(make):
         ticket = outbox.submit("POST", server.url)
         assert outbox.drain() == 1
     assert ticket.result() == Pending()
-    assert outbox._file.get(ticket.key).reason == "ZeroDivisionError: division by zero"
+    assert outbox.store.get(ticket.key).reason == "ZeroDivisionError: division by zero"
 
 
 def test_a_refused_action_is_a_dead_letter_and_its_lane_continues(make):
@@ -239,6 +233,22 @@ def test_an_action_older_than_the_window_of_the_server_is_unknown(make, time):
     assert new.result() == Pending()
 
 
+def test_a_clock_that_is_set_back_loses_no_action_and_sends_none_blindly(make, time):
+    """C3, C-17: pauses and leases would last for a day; the age of what was sent is not known."""
+    with FaultyServer() as server:
+        outbox = make()
+        taken = outbox.submit("POST", server.url)
+        new = outbox.submit("POST", server.url)
+        killed = outbox.store.take(round(time.now_s * 1_000), 90_000, probes=False)
+        assert killed.key == taken.key  # by a process that is killed now
+        time.advance(-86_400)
+        outbox.drain()
+    assert server.keys == [new.key]
+    assert isinstance(new.result(), Done)
+    assert isinstance(taken.result(), Unknown)
+    assert "the clock was set back" in taken.result().reason
+
+
 def test_the_same_reference_is_submitted_once(make):
     with FaultyServer() as server:
         outbox = make()
@@ -277,9 +287,14 @@ def test_done_actions_are_forgotten_when_they_are_old(make, time):
     [
         ({"server_window": "30s"}, "not longer than the deadline"),
         ({"workers": 0}, "workers is 0"),
+        ({"probe": asyncio.sleep}, "probe is async"),
+        ({"sign": asyncio.sleep}, "sign is async"),
+        ({"client": coatcheck.client.httpx2.AsyncClient()}, "is async: use an AsyncOutbox"),
         ({"client": object()}, "must be a client of coatcheck.client"),
-        ({"url": "postgresql://h/d"}, "an outbox is a file"),
-        ({"url": "sqlite://"}, "an outbox is a file"),
+        ({"lane_wait": "soon"}, "lane_wait"),
+        ({"url": "mysql://h/d"}, "not mysql:"),
+        ({"url": "postgresql://h/d?colour=red"}, "the URL of the outbox"),
+        ({"url": "sqlite://"}, "the outbox is a file"),
     ],
 )
 def test_a_wrong_setting_of_an_outbox_stops_at_once(options, words, tmp_path):
@@ -289,12 +304,25 @@ def test_a_wrong_setting_of_an_outbox_stops_at_once(options, words, tmp_path):
         Outbox(given.pop("url"), **given)
 
 
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_an_outbox_on_an_event_loop_refuses_a_client_that_blocks(kind, tmp_path):
+    """C3: it would send, and then not be able to await the answer."""
+    with pytest.raises(Misconfigured, match="is not async: use an Outbox"):
+        AsyncOutbox(f"sqlite:///{tmp_path}/o.db", client=CLIENTS[kind]())
+
+
 @pytest.mark.parametrize(
-    "options", [{"json": {}, "content": b""}, {"key": "k", "reference": "r"}, {"key": "two words"}]
+    "options",
+    [
+        *({"json": {}, "content": b""}, {"key": "k", "reference": "r"}, {"key": "two words"}),
+        *({"headers": {"authorization": "Bearer t"}}, {"headers": {"Cookie": "session=1"}}),
+        {"json": float("nan")},
+    ],
 )
 def test_a_wrong_action_is_refused_before_it_is_stored(options, make):
+    """C3: credentials would be on disk, and NaN is no JSON."""
     outbox = make()
-    with pytest.raises(Misconfigured):
+    with pytest.raises((Misconfigured, ValueError)):
         outbox.submit("POST", "http://h/", **options)
     assert outbox.drain() == 0
 
@@ -305,8 +333,8 @@ SENDER = """
 import sys
 from coatcheck.client import RetryPolicy
 from coatcheck.client.httpx2 import Client
-from coatcheck.client import outbox
-outbox.LEASE_MARGIN_S = -0.8
+from coatcheck.client import outbox, outbox_base
+outbox_base.LEASE_MARGIN_S = -0.8
 url, api, name = sys.argv[1:]
 retry = RetryPolicy(attempts_max=3, deadline="1s", timeout="300ms", backoff_base="5ms")
 box = outbox.Outbox(url, client=Client(base_url=api, retry=retry), workers=3)
@@ -355,3 +383,43 @@ def test_processes_that_are_killed_lose_nothing_and_charge_once(url):
         for lane in (0, 1):
             order = [one["n"] for one in bodies if one["by"] == name and one["n"] % 2 == lane]
             assert order == sorted(order)
+
+
+def test_a_failure_whose_text_no_database_can_store_does_not_end_the_sender(make):
+    """The sender in the background would die, and nothing would be sent any more."""
+    texts = ["from the operating system: \udcff", "the end\0of a line"]
+
+    def sign(*_):
+        if texts:
+            raise ValueError(texts.pop())
+        return {}
+
+    with FaultyServer() as server:
+        outbox = make(sign=sign)
+        first = outbox.submit("POST", server.url)
+        second = outbox.submit("POST", server.url)
+        assert outbox.drain() == 2
+        reasons = {outbox.store.get(one.key).reason for one in (first, second)}
+    assert reasons == {
+        r"ValueError: from the operating system: \udcff",
+        r"ValueError: the end\x00of a line",
+    }
+
+
+def test_an_error_of_ours_does_not_end_the_sender(make, monkeypatch, caplog):
+    errors = [AssertionError("a mistake")]
+
+    with FaultyServer() as server:
+        outbox = make()
+        take = outbox.store.take
+
+        def fail_once(*args, **kwargs):
+            if errors:
+                raise errors.pop()
+            return take(*args, **kwargs)
+
+        monkeypatch.setattr(outbox.store, "take", fail_once)
+        with outbox.running():
+            ticket = outbox.submit("POST", server.url)
+            eventually(lambda: isinstance(ticket.result(), Done))
+    assert "a mistake" in caplog.text

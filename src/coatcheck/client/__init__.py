@@ -5,13 +5,15 @@
 
 from coatcheck.client.call import Action, result_of
 from coatcheck.client.presets import PRESETS
-from coatcheck.client.settings import Clock
+from coatcheck.client.settings import BufferSettings, ClientSettings, Clock
 from coatcheck.core.client.retry_policy import Preset, RetryBudget, RetryPolicy
 from coatcheck.core.client.send import Result
 
 __all__ = [
     "PRESETS",
     "Action",
+    "BufferSettings",
+    "ClientSettings",
     "Clock",
     "Preset",
     "Result",

@@ -7,7 +7,7 @@ middleware is for a session of the application's own.
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, Unpack
 
 from coatcheck.errors import MissingExtra
 
@@ -19,16 +19,19 @@ except ImportError as error:
     raise MissingExtra("aiohttp", "aiohttp") from error
 
 from coatcheck.client.body import BodyCopy
-from coatcheck.client.call import Action, Exchange
-from coatcheck.client.keys import key_in_body
-from coatcheck.client.settings import Clock, Settings, settings_of
+from coatcheck.client.call import Action, Actions, Exchange
+from coatcheck.client.keys import key_in_body, key_out_of_body
+from coatcheck.client.settings import BufferSettings, Clock, settings_of
 from coatcheck.core.client.retry_policy import Preset, RetryBudget, RetryPolicy
 from coatcheck.core.client.send import Answer, Lost, Send, is_body_read
 
 
-class ClientSession:
+class ClientSession(Actions[Any]):
     """`aiohttp.ClientSession` that sends a request until there is a definite answer."""
 
+    is_async = True
+
+    # The settings are spelled out: aiohttp has too many options of its own to list them all.
     def __init__(
         self,
         *arguments: Any,
@@ -84,33 +87,6 @@ class ClientSession:
         """Send a DELETE."""
         return self.request("DELETE", url, **options)
 
-    def action(
-        self,
-        *,
-        key: str | None = None,
-        reference: str | None = None,
-        send_key: bool = True,
-        retry: RetryPolicy | None = None,
-    ) -> Action[Any]:
-        """
-        One action of the application, with a key of its own.
-
-        Args:
-            key: the key; by default a new one.
-            reference: what the action is for, such as "order-17": the same reference always has the
-                same key, in every process.
-            send_key: False sends no key, for an API that does not take one.
-            retry: another policy than that of the session.
-        """
-        return Action(
-            self._coatcheck,
-            self._send_action,
-            key=key,
-            reference=reference,
-            send_key=send_key,
-            retry=retry,
-        )
-
     def _send_action(self, action: Action[Any], method: str, url: Any, **options: Any) -> Any:
         own = options.pop("middlewares", None)
         middlewares = (_Call(action), *(self._middlewares if own is None else own))
@@ -137,24 +113,8 @@ class Middleware:
     itself. `ClientSession` has neither limit.
     """
 
-    def __init__(
-        self,
-        *,
-        retry: RetryPolicy | None = None,
-        preset: Preset | str = "default",
-        budget: RetryBudget | None = None,
-        clock: Clock | None = None,
-        key_version: Literal[4, 7] = 4,
-        buffer: bool = True,
-    ) -> None:
-        self._coatcheck: Settings = settings_of(
-            retry=retry,
-            preset=preset,
-            budget=budget,
-            clock=clock,
-            key_version=key_version,
-            buffer=buffer,
-        )
+    def __init__(self, **settings: Unpack[BufferSettings]) -> None:
+        self._coatcheck = settings_of(**settings)
 
     async def __call__(
         self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
@@ -211,13 +171,17 @@ class Hop(Exchange[aiohttp.ClientResponse]):
         """The scheme, host and port of *url*."""
         return str(url.origin())
 
+    def late(self, words: str) -> BaseException:
+        """The error of the library for a request that is not sent in time."""
+        return aiohttp.ConnectionTimeoutError(words)
+
     async def freeze(self) -> None:
         """Copy a body that can be read only once, and put the key in its place."""
         body = self.request.body
         in_body = self.settings.preset.key_member is not None and self.key is not None
         self._body = b""
         if isinstance(body, payload.Payload) and (self.is_repeatable or in_body):
-            if not isinstance(body, payload.BytesPayload):
+            if not isinstance(body, (payload.BytesPayload, _CopiedBody)):
                 writer = _Writer()
                 await body.write(writer)
                 copy = writer.copy
@@ -235,8 +199,12 @@ class Hop(Exchange[aiohttp.ClientResponse]):
             body, found = key_in_body(self._body, member, key)
             self.use_key(found)
             await self.request.update_body(body)
-        elif key is None and name and not self._is_first:
+        elif key is None and not self._is_first:
             headers.pop(name, None)
+            sent = self.request.body
+            if member is not None and isinstance(sent, payload.BytesPayload):
+                bare = key_out_of_body(await sent.as_bytes(), member, self.action.key or "")
+                await self.request.update_body(bare)
         elif value is not None and not (self.is_own_key and key == self.key):
             headers[name] = value
 
@@ -263,12 +231,10 @@ class Hop(Exchange[aiohttp.ClientResponse]):
     async def noted(self, response: aiohttp.ClientResponse, effect: Send) -> Answer:
         """Read *response* where that is needed, and reduce it to what decides about a retry."""
         status, kind, body = response.status, response.headers.get("Content-Type"), b""
-        is_stream = (kind or "").startswith("text/event-stream")
+        is_stream = (kind or "").lower().startswith("text/event-stream")
         is_polled = effect.poll is not None
-        if (
-            status >= 400
-            or is_polled
-            or (self.settings.buffer and self.key is not None and not is_stream)
+        if self.is_read(status, effect) or (
+            self.settings.buffer and self.key is not None and not is_stream
         ):
             body = await response.read()
         if not is_body_read(status, kind, is_poll=is_polled):
@@ -302,7 +268,11 @@ class _Writer(abc.AbstractStreamWriter):
 
 
 class _CopiedBody(payload.Payload):
-    """A body that is copied to a file."""
+    """A body that is copied to a file, which is closed when nothing refers to the copy."""
+
+    @property
+    def autoclose(self) -> bool:
+        return True
 
     def __init__(self, copy: BodyCopy) -> None:
         super().__init__(copy)

@@ -69,6 +69,7 @@ class BodyReader:
     """Reads a copy from its beginning, for libraries that want a file."""
 
     def __init__(self, copy: BodyCopy) -> None:
+        self.copy = copy
         self._chunks = copy.chunks()
         self._rest = b""
 

@@ -10,23 +10,32 @@ from __future__ import annotations
 import ssl
 from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
-from coatcheck.client.keys import checked_key, header_value, key_in_header, key_of_reference
-from coatcheck.client.settings import Settings
+from coatcheck.client.keys import (
+    checked_key,
+    header_value,
+    is_blank,
+    key_in_header,
+    key_of_reference,
+)
+from coatcheck.client.settings import Settings, checked_policy
 from coatcheck.core.client.retry_policy import RetryPolicy
 from coatcheck.core.client.send import (
     Answer,
+    GaveUp,
     Lost,
     Order,
+    Outcome,
     Reply,
     Result,
     Send,
     Sleep,
     answer_of,
+    may_have_run_after,
     send,
 )
-from coatcheck.core.flow import Effect, run, run_async
+from coatcheck.core.flow import Effect, Flow, run, run_async
 from coatcheck.core.key import redacted
 from coatcheck.core.policy import SAFE_METHODS
 from coatcheck.errors import Misconfigured
@@ -63,12 +72,14 @@ class Action(Generic[T]):
         self.key: str | None = None if key is None else checked_key(key, settings.preset)
         self.attempts = 0
         self.result: Result | None = None
+        self.may_have_run = False
         self.settings = settings
-        self.policy = settings.retry if retry is None else retry
+        self.policy = settings.retry if retry is None else checked_policy(retry, settings.preset)
         self._sender = sender
         self._sends_key = send_key
         self._target: tuple[str, str] | None = None
         self._first_url: Any = None
+        self._started_s: float | None = None
         if reference is not None:
             self.key = key_of_reference(reference)
         elif sender is not None and send_key and key is None:
@@ -90,6 +101,7 @@ class Action(Generic[T]):
             )
         self._target = target
         self._first_url = None
+        self.restart()
         assert self._sender is not None
         return self._sender(self, method, url, **options)
 
@@ -140,6 +152,16 @@ class Action(Generic[T]):
         """Whether the next request is the first, and not one after a redirect."""
         return self._first_url is None
 
+    def restart(self) -> None:
+        """The next request has the whole deadline."""
+        self._started_s = None
+
+    def spent_s(self, now_s: float) -> float:
+        """How long this call has taken, with the requests that were redirected."""
+        if self._started_s is None:
+            self._started_s = now_s
+        return now_s - self._started_s
+
     def key_for(
         self, method: str, url: Any, given: str | None, origin_of: Callable[[Any], str]
     ) -> str | None:
@@ -157,7 +179,50 @@ class Action(Generic[T]):
             return None
         if self.key is None:
             self.key = self.settings.new_key()
+        if is_blank(self.key):
+            raise Misconfigured(
+                f"the key is blank in the header {self.settings.preset.key_header}; leave the "
+                "header out, and the client sets it"
+            )
         return self.key
+
+
+class Actions(Generic[T]):
+    """What every client has: actions of the application, each with a key of its own."""
+
+    is_async: ClassVar[bool] = False  # whether requests are awaited
+
+    _coatcheck: Settings
+
+    def action(
+        self,
+        *,
+        key: str | None = None,
+        reference: str | None = None,
+        send_key: bool = True,
+        retry: RetryPolicy | None = None,
+    ) -> Action[T]:
+        """
+        One action of the application, with a key of its own.
+
+        Args:
+            key: the key; by default a new one.
+            reference: what the action is for, such as "order-17": the same reference always has the
+                same key, in every process.
+            send_key: False sends no key, for an API that does not take one.
+            retry: another policy than that of the client.
+        """
+        return Action(
+            self._coatcheck,
+            self._send_action,
+            key=key,
+            reference=reference,
+            send_key=send_key,
+            retry=retry,
+        )
+
+    def _send_action(self, action: Action[T], method: str, url: Any, **options: Any) -> T:
+        raise NotImplementedError
 
 
 class Exchange(Generic[T]):
@@ -196,6 +261,11 @@ class Exchange(Generic[T]):
         name = preset.key_header or ""
         return name, header_value(key, preset) if name and key is not None else None
 
+    def is_read(self, status: int, effect: Send) -> bool:
+        """Whether the client itself reads the whole response, so that its connection is free."""
+        is_followed = status == 202 and self.order.policy.follow_accepted
+        return status >= 400 or effect.poll is not None or is_followed
+
     def timeout_s(self, time_left_s: float) -> float:
         """How long the next attempt may take."""
         timeout_s = self.order.policy.timeout_s
@@ -214,8 +284,7 @@ class Exchange(Generic[T]):
                 return clock.monotonic_s()
             return self.settings.new_key()
 
-        flow = send(self.order, self.settings.budget, clock.monotonic_s())
-        return self._ended(run(flow, perform))
+        return self._ended(run(self._flow(clock.monotonic_s()), perform))
 
     async def run_async(self, attempt: Callable[[Send], Awaitable[Answer | Lost]]) -> T:
         """The same, on an event loop."""
@@ -230,8 +299,20 @@ class Exchange(Generic[T]):
                 return clock.monotonic_s()
             return self.settings.new_key()
 
-        flow = send(self.order, self.settings.budget, clock.monotonic_s())
-        return self._ended(await run_async(flow, perform))
+        return self._ended(await run_async(self._flow(clock.monotonic_s()), perform))
+
+    def _flow(self, now_s: float) -> Flow[Result]:
+        spent_s, order = self.action.spent_s(now_s), self.order
+        if spent_s > 0:  # after a redirect
+            if spent_s >= order.policy.deadline_s:
+                error = self.late("the deadline came before the redirect was followed")
+                raise self._without_answer(error, "deadline")
+            order = order._replace(spent_s=spent_s, may_have_run=self.action.may_have_run)
+        return send(order, self.settings.budget, now_s)
+
+    def late(self, words: str) -> BaseException:
+        """The error of the library for a request that is not sent in time."""
+        raise NotImplementedError
 
     def _count(self, effect: Send) -> None:
         if effect.poll is None:
@@ -244,14 +325,30 @@ class Exchange(Generic[T]):
         """Note *response*, and reduce it to what decides about a retry."""
         self.response = response
         clock, preset = self.settings.clock, self.settings.preset
-        return answer_of(status, header, body, preset=preset, wall_s=clock.wall_s())
+        answer = answer_of(status, header, body, preset=preset, wall_s=clock.wall_s())
+        if status >= 400 and may_have_run_after(answer):
+            self.action.may_have_run = True
+        return answer
 
     def lost(self, error: BaseException, *, may_have_arrived: bool = True) -> Lost:
         """Note *error*; raises it again if no retry can help."""
         if _is_certificate_wrong(error):
-            raise error
+            raise self.unsendable(error)
         self.error = error
+        if may_have_arrived:
+            self.action.may_have_run = True
         return Lost(may_have_arrived)
+
+    def unsendable(self, error: BaseException) -> BaseException:
+        """*error*, with its result: this attempt did not reach the server, and none would."""
+        return self._without_answer(error, "cannot-send")
+
+    def _without_answer(self, error: BaseException, gave_up: GaveUp) -> BaseException:
+        outcome: Outcome = "unknown" if self.action.may_have_run else "refused"
+        attempts, key = self.action.attempts, self.key
+        result = Result(outcome, attempts, was_replayed=False, key=key, gave_up=gave_up)
+        self._set_result(error, result)
+        return error
 
     def _ended(self, result: Result) -> T:
         self.action.result = result
@@ -264,17 +361,24 @@ class Exchange(Generic[T]):
             else:
                 setattr(self.response, EXTENSION, result)
             return self.response
-        setattr(self.error, EXTENSION, result)
-        self.error.add_note(_note(result))
+        self._set_result(self.error, result)
         raise self.error
+
+    def _set_result(self, error: BaseException, result: Result) -> None:
+        self.action.result = result
+        setattr(error, EXTENSION, result)
+        error.add_note(_note(result))
 
 
 def result_of(thing: object) -> Result | None:
     """What came of the call that returned the response, or raised the error, *thing*."""
-    extensions = getattr(thing, "extensions", None)
-    found = extensions.get(EXTENSION) if isinstance(extensions, dict) else None
-    found = getattr(thing, EXTENSION, None) if found is None else found
-    return found if isinstance(found, Result) else None
+    for one in (thing, getattr(thing, "response", None)):  # the latter: of `raise_for_status`
+        extensions = getattr(one, "extensions", None)
+        found = extensions.get(EXTENSION) if isinstance(extensions, dict) else None
+        found = getattr(one, EXTENSION, None) if found is None else found
+        if isinstance(found, Result):
+            return found
+    return None
 
 
 _REASONS = {
@@ -282,6 +386,7 @@ _REASONS = {
     "deadline": "the deadline has come",
     "budget": "the retry budget is empty",
     "no-key": "a request without a key is not sent again",
+    "cannot-send": "another attempt would fail in the same way",
 }
 _OUTCOMES = {
     "refused": "The server cannot have got the request.",

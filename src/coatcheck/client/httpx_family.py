@@ -9,23 +9,25 @@ from __future__ import annotations
 import functools
 from collections.abc import Awaitable
 from types import ModuleType
-from typing import Any, Generic, Literal, TypedDict, TypeVar, Unpack, cast
+from typing import Any, TypeVar, Unpack, cast
 
 from coatcheck.client.body import BodyCopy, CopiedStream, copied, copied_async
-from coatcheck.client.call import EXTENSION, PORTS, Action, Exchange
-from coatcheck.client.keys import key_in_body
-from coatcheck.client.settings import Clock, Settings, settings_of
-from coatcheck.core.client.retry_policy import Preset, RetryBudget, RetryPolicy
+from coatcheck.client.call import EXTENSION, PORTS, Action, Actions, Exchange
+from coatcheck.client.keys import key_in_body, key_out_of_body
+from coatcheck.client.settings import BufferSettings, ClientSettings, Settings, settings_of
 from coatcheck.core.client.send import Answer, Lost, Send, is_body_read
 
 R = TypeVar("R")  # the response of the library
 
+_SETTINGS = tuple(ClientSettings.__annotations__)
 # Marks a request whose retries are decided already: a transport below passes it on.
 PASSED = "coatcheck.passed"
+# The header with the key that a client has set: it is not the application's own.
+PLACED = "coatcheck.placed"
 
 
-class ClientOptions(TypedDict, total=False):
-    """The options of the library's own client."""
+class ClientOptions(ClientSettings, total=False):
+    """What a client takes: our settings, and the options of the library's own client."""
 
     auth: Any
     params: Any
@@ -48,26 +50,17 @@ class ClientOptions(TypedDict, total=False):
     default_encoding: Any
 
 
-class _Base(Generic[R]):
+class _Base:
     """What the sync and the async client have in common."""
 
     library: ModuleType
     _coatcheck: Settings
 
-    def __init__(
-        self,
-        *,
-        retry: RetryPolicy | None = None,
-        preset: Preset | str = "default",
-        budget: RetryBudget | None = None,
-        clock: Clock | None = None,
-        key_version: Literal[4, 7] = 4,
-        **options: Unpack[ClientOptions],
-    ) -> None:
-        cast("Any", super()).__init__(**options)
-        self._coatcheck = settings_of(
-            retry=retry, preset=preset, budget=budget, clock=clock, key_version=key_version
-        )
+    def __init__(self, **options: Unpack[ClientOptions]) -> None:
+        given = cast("dict[str, Any]", options)
+        ours = {name: given.pop(name) for name in _SETTINGS if name in given}
+        cast("Any", super()).__init__(**given)
+        self._coatcheck = settings_of(**ours)
 
     def _send_action(self, action: Action[Any], method: str, url: Any, **options: Any) -> Any:
         extensions = {**(options.pop("extensions", None) or {}), EXTENSION: action}
@@ -95,35 +88,8 @@ class _Base(Generic[R]):
         return request
 
 
-class SyncClient(_Base[R]):
+class SyncClient(_Base, Actions[R]):
     """The part of a client for threads that is not the library's own."""
-
-    def action(
-        self,
-        *,
-        key: str | None = None,
-        reference: str | None = None,
-        send_key: bool = True,
-        retry: RetryPolicy | None = None,
-    ) -> Action[R]:
-        """
-        One action of the application, with a key of its own.
-
-        Args:
-            key: the key; by default a new one.
-            reference: what the action is for, such as "order-17": the same reference always has the
-                same key, in every process.
-            send_key: False sends no key, for an API that does not take one.
-            retry: another policy than that of the client.
-        """
-        return Action(
-            self._coatcheck,
-            self._send_action,
-            key=key,
-            reference=reference,
-            send_key=send_key,
-            retry=retry,
-        )
 
     def send(self, request: Any, **options: Any) -> R:
         """Send *request*, and again until there is a definite answer."""
@@ -147,35 +113,19 @@ class SyncClient(_Base[R]):
             sent, auth = hop.prepared(effect, options)
             try:
                 response = plain_send(sent, **auth, follow_redirects=False)
-                if response.status_code >= 400 or effect.poll is not None:
+                if hop.is_read(response.status_code, effect):
                     response.read()
-            except self.library.TransportError as error:
+            except (self.library.TransportError, self.library.DecodingError) as error:
                 return hop.failed(error)
             return hop.noted(response, effect)
 
         return hop.run(attempt)
 
 
-class AsyncClient(_Base[R]):
+class AsyncClient(_Base, Actions[Awaitable[R]]):
     """The part of a client for event loops that is not the library's own."""
 
-    def action(
-        self,
-        *,
-        key: str | None = None,
-        reference: str | None = None,
-        send_key: bool = True,
-        retry: RetryPolicy | None = None,
-    ) -> Action[Awaitable[R]]:
-        """One action of the application, with a key of its own; see `Client.action`."""
-        return Action(
-            self._coatcheck,
-            self._send_action,
-            key=key,
-            reference=reference,
-            send_key=send_key,
-            retry=retry,
-        )
+    is_async = True
 
     async def send(self, request: Any, **options: Any) -> R:
         """Send *request*, and again until there is a definite answer."""
@@ -199,9 +149,9 @@ class AsyncClient(_Base[R]):
             sent, auth = hop.prepared(effect, options)
             try:
                 response = await plain_send(sent, **auth, follow_redirects=False)
-                if response.status_code >= 400 or effect.poll is not None:
+                if hop.is_read(response.status_code, effect):
                     await response.aread()
-            except self.library.TransportError as error:
+            except (self.library.TransportError, self.library.DecodingError) as error:
                 return hop.failed(error)
             return hop.noted(response, effect)
 
@@ -213,26 +163,9 @@ class _BaseTransport:
 
     library: ModuleType
 
-    def __init__(
-        self,
-        wrapped: Any = None,
-        *,
-        retry: RetryPolicy | None = None,
-        preset: Preset | str = "default",
-        budget: RetryBudget | None = None,
-        clock: Clock | None = None,
-        key_version: Literal[4, 7] = 4,
-        buffer: bool = True,
-    ) -> None:
+    def __init__(self, wrapped: Any = None, **settings: Unpack[BufferSettings]) -> None:
         self._wrapped = self._default() if wrapped is None else wrapped
-        self._coatcheck = settings_of(
-            retry=retry,
-            preset=preset,
-            budget=budget,
-            clock=clock,
-            key_version=key_version,
-            buffer=buffer,
-        )
+        self._coatcheck = settings_of(**settings)
 
     def _default(self) -> Any:
         raise NotImplementedError
@@ -240,6 +173,7 @@ class _BaseTransport:
     def _hop(self, request: Any) -> Hop[Any]:
         # The library copies the extensions to a redirected request, which so has the same key.
         action = request.extensions.setdefault(EXTENSION, Action(self._coatcheck))
+        action.restart()  # it may as well be a request that the application sends again
         return Hop(self.library, action, request, of_client=False)
 
 
@@ -325,12 +259,20 @@ class Hop(Exchange[R]):
         self._key_name = name or ""
         self._timeouts: dict[str, float | None] | None = request.extensions.get("timeout")
         given = None if name is None else _value_of(request.headers, name)
+        if given is not None and of_client and self._is_first:
+            # The application sends a request again: that is another action.
+            given = None if request.extensions.get(PLACED) == given else given
         super().__init__(action, request.method, request.url, given)
 
     @staticmethod
     def origin_of(url: Any) -> str:
         """The scheme, host and port of *url*."""
         return f"{url.scheme}://{url.host}:{url.port or PORTS.get(url.scheme)}"
+
+    def late(self, words: str) -> BaseException:
+        """The error of the library for a request that is not sent in time."""
+        error: BaseException = self._library.ConnectTimeout(words, request=self.request)
+        return error
 
     @property
     def needs_copy(self) -> bool:
@@ -352,19 +294,35 @@ class Hop(Exchange[R]):
         if member is not None and self.key is not None:
             self._original = self.request
             self._place_member(self.key)
-        elif self.key is None and self._key_name and not self._is_first:
-            self.request.headers.pop(self._key_name, None)
+        elif self.key is None and not self._is_first:
+            self._remove_key()
         elif self.key is not None and not self.is_own_key:
             self._set_header(self.key)
+
+    def _remove_key(self) -> None:
+        """Another origin, or a page after the action, does not get the key."""
+        member = self.settings.preset.key_member
+        if member is None:
+            self.request.headers.pop(self._key_name, None)
+        elif isinstance(self.request.stream, self._library.ByteStream):
+            body = b"".join(self.request.stream)
+            bare = key_out_of_body(body, member, self.action.key or "")
+            if bare != body:
+                self._set_body(self.request, bare)
 
     def _set_header(self, key: str) -> None:
         name, value = self.header(key)
         self.request.headers[name] = value
+        if self._of_client:
+            self.request.extensions[PLACED] = value
 
     def _place_member(self, key: str) -> None:
         member, original = self.settings.preset.key_member or "", self._original
         body, found = key_in_body(b"".join(original.stream), member, key)
         self.use_key(found)
+        self._set_body(original, body)
+
+    def _set_body(self, original: Any, body: bytes) -> None:
         headers = original.headers.copy()
         for name in ("Content-Length", "Transfer-Encoding"):
             headers.pop(name, None)
@@ -415,9 +373,9 @@ class Hop(Exchange[R]):
 
     def is_buffered(self, response: Any, effect: Send) -> bool:
         """Whether the transport reads the whole *response*."""
-        if response.status_code >= 400 or effect.poll is not None:
+        if self.is_read(response.status_code, effect):
             return True
-        kind = response.headers.get("Content-Type", "")
+        kind = response.headers.get("Content-Type", "").lower()
         is_stream = kind.startswith("text/event-stream")
         return self.settings.buffer and self.key is not None and not is_stream
 
@@ -454,15 +412,20 @@ class Hop(Exchange[R]):
     def failed(self, error: BaseException) -> Lost:
         """Note *error*; raises it again if a retry cannot help."""
         library = self._library
-        if isinstance(error, (library.UnsupportedProtocol, library.LocalProtocolError)):
-            raise error
+        if isinstance(error, library.UnsupportedProtocol):
+            raise self.unsendable(error)
+        if isinstance(error, library.LocalProtocolError):  # perhaps in the middle of the body
+            self.action.may_have_run = True
+            raise self.unsendable(error)
         not_sent = (library.ConnectError, library.ConnectTimeout, library.PoolTimeout)
         return self.lost(error, may_have_arrived=not isinstance(error, not_sent))
 
 
 def _value_of(headers: Any, name: str) -> str | None:
-    """The header *name*; its `get` raises and catches an error where there is none, which costs."""
-    return headers[name] if name in headers else None  # noqa: SIM401 - see above
+    """The header *name*; looked for in the raw ones, because those of the library decode first."""
+    wanted = name.lower().encode()
+    found = [value for key, value in headers.raw if key.lower() == wanted]
+    return ", ".join(value.decode("latin-1") for value in found) if found else None
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import json
 import secrets
 import time
 import uuid
-from typing import Any
+from contextlib import suppress
 
 from coatcheck.core.client.retry_policy import Preset
 from coatcheck.core.key import Malformed, format_key, parse_key
@@ -67,17 +67,43 @@ def key_in_header(value: str) -> str:
     return value if isinstance(parsed, Malformed) else parsed
 
 
+def is_blank(key: str) -> bool:
+    """Whether a server may take *key*, which the application has set itself, for none."""
+    return not key.strip(' \t"')
+
+
 def key_in_body(body: bytes, member: str, key: str) -> tuple[bytes, str]:
-    """*body* with *key* as its *member*, and the key; a key that it already has is kept."""
-    try:
-        members: Any = json.loads(body)
-    except (ValueError, RecursionError):
-        members = None
+    """
+    *body* with *key* as its *member*, and the key; a key that it already has is kept.
+
+    The rest stays as it is: a number that is parsed and written again may be another number.
+    """
+    text, members = "", None
+    with suppress(ValueError, RecursionError):
+        text = body.decode("utf-8-sig")
+        members = json.loads(text)
     if not isinstance(members, dict):
         raise Misconfigured(
             f"the key is sent as {member!r} in the JSON body, but the body is not a JSON object"
         )
-    given = members.setdefault(member, key)
-    if given is not key:
-        return body, str(given)
-    return json.dumps(members, separators=(",", ":")).encode(), key
+    if member in members:
+        given = members[member]
+        if not isinstance(given, str) or is_blank(given):
+            raise Misconfigured(
+                f"{member!r} in the JSON body is {given!r}; write a key, or leave it out"
+            )
+        return body, given
+    rest = text[text.index("{") + 1 :]
+    return f"{_beginning(member, key)}{',' if members else ''}{rest}".encode(), key
+
+
+def key_out_of_body(body: bytes, member: str, key: str) -> bytes:
+    """*body* before `key_in_body` has put *key* into it."""
+    beginning = _beginning(member, key).encode()
+    if not body.startswith(beginning):  # the application itself has written it
+        return body
+    return b"{" + body.removeprefix(beginning).removeprefix(b",")
+
+
+def _beginning(member: str, key: str) -> str:
+    return f"{{{json.dumps(member)}:{json.dumps(key)}"

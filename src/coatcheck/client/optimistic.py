@@ -5,34 +5,20 @@ is done, and reverts what was refused. Actions that build on each other share a 
 them is refused, the later ones are reverted first and applied again afterwards.
 
 The functions change state that this process holds in memory. After a restart, `settle` applies to
-the new state what is still open; the file of the outbox has the names of the functions and what
+the new state what is still open; the outbox has stored the names of the functions and what
 they are called with.
 """
 
 from __future__ import annotations
 
-import json as json_module
-import sqlite3
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import asyncio
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from coatcheck.client.keys import key_of_reference
-from coatcheck.client.outbox import Done, Outbox, Outcome, Refused, Ticket, outcome_of
+from coatcheck.client.outbox import AsyncOutbox, AsyncTicket, Done, Outbox, Ticket
+from coatcheck.client.outbox_store import Stored
 from coatcheck.errors import Misconfigured
-
-_SCHEMA = """
-create table if not exists optimistic (
-    id integer primary key autoincrement,
-    key text not null unique,
-    lane text not null,
-    name text not null,
-    given text not null
-)
-"""
-# 10 s, as for the outbox in the same file.
-_BUSY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +30,8 @@ class _Functions:
     confirm: Callable[[Any, Done], object] | None
 
 
-class _Stored(NamedTuple):
-    """One action of the queue, as the file has it."""
+class _Applied(NamedTuple):
+    """One action that the state shows."""
 
     key: str
     lane: str
@@ -53,30 +39,12 @@ class _Stored(NamedTuple):
     given: Any  # to the functions
 
 
-class OptimisticQueue:
-    """Actions of *outbox* that the application shows before the server has answered."""
+class _Base:
+    """What the queues for threads and for event loops have in common: the functions, and order."""
 
-    def __init__(self, outbox: Outbox) -> None:
-        """
-        Open the queue of an outbox; use one process and one thread for each queue.
-
-        `register` the functions of each kind of action, then call `settle`.
-        """
-        self._outbox = outbox
-        self._path = outbox._file.path  # noqa: SLF001 - the queue is a part of the outbox
+    def __init__(self) -> None:
         self._functions: dict[str, _Functions] = {}
-        self._applied: dict[str, _Stored] = {}  # by key, in the order in which they were applied
-        with self._connection() as connection:
-            connection.execute(_SCHEMA)
-
-    @contextmanager
-    def _connection(self) -> Iterator[sqlite3.Connection]:
-        connection = sqlite3.connect(self._path, timeout=_BUSY_S, isolation_level=None)
-        try:
-            connection.execute("pragma synchronous = full")
-            yield connection
-        finally:
-            connection.close()
+        self._applied: dict[str, _Applied] = {}  # by key, in the order in which they were applied
 
     def register(
         self,
@@ -98,6 +66,63 @@ class OptimisticQueue:
         if name in self._functions:
             raise Misconfigured(f"there are two optimistic actions named {name!r}")
         self._functions[name] = _Functions(apply, revert, confirm)
+
+    def _check(self, name: str) -> None:
+        if name not in self._functions:
+            raise Misconfigured(f"there is no optimistic action named {name!r}; register it first")
+
+    def _settle(self, stored: list[Stored]) -> Iterable[str]:
+        """Make the state what *stored* says; yields the keys of the actions that are settled."""
+        if missing := {action.memo["name"] for action in stored} - self._functions.keys():
+            raise Misconfigured(f"register {', '.join(sorted(missing))} before settle()")
+        known = {action.key for action in stored}
+        for gone in [applied for key, applied in self._applied.items() if key not in known]:
+            self._revert(gone)  # it was discarded
+        for action in stored:
+            applied = self._applied.get(action.key)
+            if action.state == "done":
+                assert action.answer is not None
+                yield action.key  # first: what `confirm` does is not done twice
+                if applied is not None:
+                    del self._applied[action.key]
+                    confirm = self._functions[applied.name].confirm
+                    if confirm is not None:
+                        confirm(applied.given, Done(action.answer))
+            elif action.state == "refused":
+                if applied is not None:
+                    self._revert(applied)
+            elif applied is None:
+                memo = action.memo
+                self._apply(_Applied(action.key, action.lane, memo["name"], memo["given"]))
+
+    def _apply(self, action: _Applied) -> None:
+        self._functions[action.name].apply(action.given)
+        self._applied[action.key] = action
+
+    def _revert(self, action: _Applied) -> None:
+        """Take *action* back, after those that were applied to it; then apply these again."""
+        applied = list(self._applied.values())
+        position = applied.index(action)
+        later = [other for other in applied[position + 1 :] if other.lane == action.lane]
+        for other in reversed(later):
+            self._functions[other.name].revert(other.given)
+        del self._applied[action.key]
+        self._functions[action.name].revert(action.given)
+        for other in later:
+            self._functions[other.name].apply(other.given)
+
+
+class OptimisticQueue(_Base):
+    """Actions of *outbox* that the application shows before the server has answered."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        """
+        Open the queue of an outbox; use one process and one thread for each queue.
+
+        `register` the functions of each kind of action, then call `settle`.
+        """
+        super().__init__()
+        self._outbox = outbox
 
     def submit(
         self,
@@ -122,21 +147,18 @@ class OptimisticQueue:
             lane: actions that build on each other share a lane, and are sent in their order.
             reference: what the action is for: the same reference is the same action.
         """
-        if name not in self._functions:
-            raise Misconfigured(f"there is no optimistic action named {name!r}; register it first")
-        settings = self._outbox._settings  # noqa: SLF001 - the queue is a part of the outbox
-        key = settings.new_key() if reference is None else key_of_reference(reference)
-        action = _Stored(key, lane or key, name, json if given is None else given)
-        is_new = self._outcome(key) is None
+        self._check(name)
+        key = self._outbox.key_of(reference)
+        action = _Applied(key, lane or key, name, json if given is None else given)
+        memo = {"name": name, "given": action.given}
+        is_new = key not in self._applied and self._outbox.store.state_of(key) is None
         if is_new:
             self._apply(action)
         try:
-            self._store(action)
-            return self._outbox.submit(method, url, json=json, lane=action.lane, key=key)
+            return self._outbox.submit(method, url, json=json, lane=action.lane, key=key, memo=memo)
         except BaseException:
             if is_new:
                 self._revert(action)
-                self._forget(action)
             raise
 
     def settle(self) -> None:
@@ -147,63 +169,57 @@ class OptimisticQueue:
         after a restart. An action whose outcome is unknown stays applied; `outbox.retry` sends it
         again, and `outbox.discard` reverts it.
         """
-        stored = self._stored()
-        if missing := {action.name for action in stored} - self._functions.keys():
-            raise Misconfigured(f"register {', '.join(sorted(missing))} before settle()")
-        for action in stored:
-            outcome = self._outcome(action.key)
-            is_applied = action.key in self._applied
-            if outcome is None or isinstance(outcome, Done):
-                self._forget(action)
-            if isinstance(outcome, Done):
-                confirm = self._functions[action.name].confirm
-                if self._applied.pop(action.key, None) is not None and confirm is not None:
-                    confirm(action.given, outcome)
-            elif outcome is None or isinstance(outcome, Refused):
-                if is_applied:
-                    self._revert(action)
-            elif not is_applied:
+        for key in self._settle(self._outbox.store.with_memo()):
+            self._outbox.store.clear_memo(key)
+
+
+class AsyncOptimisticQueue(_Base):
+    """
+    The same for an `AsyncOutbox`; use one event loop for each queue.
+
+    The functions are not async: they change state in memory.
+    """
+
+    def __init__(self, outbox: AsyncOutbox) -> None:
+        """Open the queue of an outbox; `register` the functions, then await `settle`."""
+        super().__init__()
+        self._outbox = outbox
+        self._mutex = asyncio.Lock()  # `settle` would revert an action that is not stored yet
+
+    async def submit(
+        self,
+        name: str,
+        method: str,
+        url: str,
+        *,
+        json: object,
+        given: object = None,
+        lane: str | None = None,
+        reference: str | None = None,
+    ) -> AsyncTicket:
+        """Apply an action and store it; see `OptimisticQueue.submit`."""
+        self._check(name)
+        outbox = self._outbox
+        key = outbox.key_of(reference)
+        action = _Applied(key, lane or key, name, json if given is None else given)
+        memo = {"name": name, "given": action.given}
+        async with self._mutex:
+            state = await asyncio.to_thread(outbox.store.state_of, key)
+            is_new = key not in self._applied and state is None
+            if is_new:
                 self._apply(action)
+            try:
+                return await outbox.submit(
+                    method, url, json=json, lane=action.lane, key=key, memo=memo
+                )
+            except BaseException:
+                if is_new:
+                    self._revert(action)
+                raise
 
-    def _apply(self, action: _Stored) -> None:
-        self._functions[action.name].apply(action.given)
-        self._applied[action.key] = action
-
-    def _revert(self, action: _Stored) -> None:
-        """Take *action* back, after those that were applied to it; then apply these again."""
-        applied = list(self._applied.values())
-        position = applied.index(action)
-        later = [other for other in applied[position + 1 :] if other.lane == action.lane]
-        for other in reversed(later):
-            self._functions[other.name].revert(other.given)
-        del self._applied[action.key]
-        self._functions[action.name].revert(action.given)
-        for other in later:
-            self._functions[other.name].apply(other.given)
-
-    # --------------------------------------------------------------------------------- the file
-
-    def _outcome(self, key: str) -> Outcome | None:
-        stored = self._outbox._file.get(key)  # noqa: SLF001 - the queue is a part of the outbox
-        return None if stored is None else outcome_of(stored)
-
-    def _stored(self) -> list[_Stored]:
-        with self._connection() as connection:
-            rows = connection.execute("select key, lane, name, given from optimistic order by id")
-            return [
-                _Stored(key, lane, name, json_module.loads(given))
-                for key, lane, name, given in rows
-            ]
-
-    def _store(self, action: _Stored) -> None:
-        row = (action.key, action.lane, action.name, json_module.dumps(action.given))
-        with self._connection() as connection:
-            connection.execute(
-                "insert into optimistic (key, lane, name, given) values (?, ?, ?, ?)"
-                " on conflict (key) do nothing",
-                row,
-            )
-
-    def _forget(self, action: _Stored) -> None:
-        with self._connection() as connection:
-            connection.execute("delete from optimistic where key = ?", (action.key,))
+    async def settle(self) -> None:
+        """Make the state what the outbox knows; see `OptimisticQueue.settle`."""
+        store = self._outbox.store
+        async with self._mutex:
+            for key in self._settle(await asyncio.to_thread(store.with_memo)):
+                await asyncio.to_thread(store.clear_memo, key)

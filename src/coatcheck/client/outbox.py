@@ -3,229 +3,49 @@
 `submit` returns when the key and the request are on disk. A sender, in this process or another,
 sends each action until the answer is definite: in order within a lane, at the same time across
 lanes. After a crash or a reboot the next sender continues, with the same keys.
+
+`Outbox` sends in threads and `AsyncOutbox` on an event loop; `outbox_base.py` has the rest.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json as json_module
+import inspect
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, cast
 
-from coatcheck.client.call import Action, result_of
-from coatcheck.client.keys import checked_key, key_of_reference
-from coatcheck.client.outbox_file import OutboxFile, Stored
-from coatcheck.client.settings import Settings
-from coatcheck.core.client.outbox import TOO_LATE, Entry, Verdict, is_too_late, pause_ms, verdict_of
-from coatcheck.core.client.retry_policy import seconds
-from coatcheck.core.client.send import Result
+from coatcheck.client.outbox_base import (
+    Headers,
+    OutboxBase,
+    Request,
+    log_outage,
+    log_probe_failure,
+    response_of,
+)
+from coatcheck.client.outbox_store import Stored
+from coatcheck.client.outcomes import Done, Outcome, Pending, Refused, SendAgain, Unknown
+from coatcheck.core.client.outbox import Entry
 from coatcheck.core.policy import Duration
-from coatcheck.core.response import Response
-from coatcheck.errors import Misconfigured
 
+__all__ = [
+    "AsyncOutbox",
+    "AsyncTicket",
+    "Done",
+    "Outbox",
+    "Outcome",
+    "Pending",
+    "Refused",
+    "SendAgain",
+    "Ticket",
+    "Unknown",
+]
 
-@dataclass(frozen=True, slots=True)
-class Done:
-    """It happened."""
-
-    response: Response
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """It did not happen: the server refused it."""
-
-    response: Response
-
-
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """It has no definite answer yet, and is sent again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Unknown:
-    """It may have happened; a person has to find out. *response* is the last answer, if any."""
-
-    reason: str
-    response: Response | None = None
-
-
-Outcome: TypeAlias = Done | Refused | Pending | Unknown
-# Returns headers for a request that is about to be sent, such as `Authorization`.
-Sign: TypeAlias = Callable[[str, str, bytes], Mapping[str, str]]
-
-# How often `result` looks into the file, and a sender for new actions of other processes.
+# How often `outcome` looks into the database, and a sender for new actions of other processes.
 LOOK_S = 0.05
 IDLE_S = 0.5
-# 8: enough to keep a connection pool busy.
-WORKERS = 8
-# How much longer a lease lasts than the longest call: another process waits for so long before it
-# takes over.
-LEASE_MARGIN_S = 30.0
-
-
-class _Base:
-    """What the outboxes for threads and for event loops have in common."""
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        client: Any,
-        server_window: Duration = "24h",
-        sign: Sign | None = None,
-        workers: int = WORKERS,
-    ) -> None:
-        """
-        Open an outbox.
-
-        Args:
-            url: the file, `sqlite:///outbox.db`.
-            client: a client of `coatcheck.client`, which sends.
-            server_window: how long the server remembers keys; an action that has no answer by then
-                is `Unknown`.
-            sign: returns headers with credentials, which are never stored; called with the method,
-                the URL and the body before each call.
-            workers: how many actions are sent at the same time.
-        """
-        settings = getattr(client, "_coatcheck", None)
-        if not isinstance(settings, Settings):
-            raise Misconfigured("client must be a client of coatcheck.client, which retries safely")
-        self._window_ms = round(seconds("server_window", server_window) * 1_000)
-        self._horizon_ms = round(settings.retry.horizon_s * 1_000)
-        if self._window_ms <= self._horizon_ms:
-            raise Misconfigured(
-                f"server_window ({server_window!r}) is not longer than the deadline of the client"
-            )
-        if workers < 1:
-            raise Misconfigured(f"workers is {workers!r}; it must be 1 or more")
-        self._settings, self._client, self._sign = settings, client, sign
-        self._workers = workers
-        self._lease_ms = round((settings.retry.deadline_s + LEASE_MARGIN_S) * 1_000)
-        self._file = OutboxFile(url)
-        self._is_stopping = False
-
-    def _now_ms(self) -> int:
-        return round(self._settings.clock.wall_s() * 1_000)
-
-    def _entry(self, method: str, url: str, given: dict[str, Any]) -> Entry:
-        """The action that the arguments of `submit` describe."""
-        json, content, headers = given["json"], given["content"], dict(given["headers"] or {})
-        if json is not None and content is not None:
-            raise Misconfigured("submit takes json= or content=, and not both")
-        body = content or b""
-        if json is not None:
-            body = json_module.dumps(json).encode()
-            headers.setdefault("Content-Type", "application/json")
-        if given["key"] is not None and given["reference"] is not None:
-            raise Misconfigured("submit takes key= or reference=, and not both")
-        if given["key"] is not None:
-            key = checked_key(given["key"], self._settings.preset)
-        elif given["reference"] is not None:
-            key = key_of_reference(given["reference"])
-        else:
-            key = self._settings.new_key()
-        lane = key if given["lane"] is None else given["lane"]
-        pairs = tuple((str(name), str(value)) for name, value in headers.items())
-        return Entry(0, key, lane, method.upper(), url, pairs, body, None, 0)
-
-    def _take(self) -> Entry | None:
-        """The next action to send; those that are too old become unknown."""
-        while not self._is_stopping:
-            now_ms = self._now_ms()
-            entry = self._file.take(now_ms, self._lease_ms)
-            if entry is None or not is_too_late(entry, now_ms, self._window_ms, self._horizon_ms):
-                return entry
-            self._file.end(entry, TOO_LATE, None, now_ms)
-        return None
-
-    def _options(self, entry: Entry) -> dict[str, Any]:
-        headers = dict(entry.headers)
-        if self._sign is not None:
-            headers.update(self._sign(entry.method, entry.url, entry.body))
-        return {"headers": headers, "content": entry.body}
-
-    def _action(self, entry: Entry) -> Action[Any]:
-        action: Action[Any] = self._client.action(key=entry.key)
-        return action
-
-    def _settle(self, entry: Entry, result: Result, answer: Response | None) -> None:
-        """Store what came of a call."""
-        now_ms = self._now_ms()
-        verdict = verdict_of(entry, result, answer and answer.status)
-        if verdict.state == "pending":
-            wait_ms = pause_ms(entry.calls, self._settings.clock.random())
-            self._file.put_off(entry, verdict, now_ms + wait_ms)
-        else:
-            self._file.end(entry, verdict, answer, now_ms)
-
-    def _failed(self, entry: Entry, error: Exception) -> None:
-        """Store what came of a call that raised *error*; one that is not of the network, again."""
-        result = result_of(error)
-        if result is None:  # the request cannot be sent, or `sign` failed
-            wait_ms = pause_ms(entry.calls, self._settings.clock.random())
-            verdict = Verdict("pending", f"{type(error).__name__}: {error}")
-            self._file.put_off(entry, verdict, self._now_ms() + wait_ms)
-            return
-        self._settle(entry, result, None)
-
-    def outcome(self, key: str) -> Outcome:
-        """What is known of the action with this *key*, in whichever process it was submitted."""
-        stored = self._file.get(key)
-        if stored is None:
-            raise Misconfigured("the outbox has no action with this key; it may be forgotten")
-        return outcome_of(stored)
-
-    def dead_letters(self) -> list[Stored]:
-        """The actions that were refused or are unknown, the oldest first."""
-        return self._file.dead()
-
-    def retry(self, key: str) -> bool:
-        """
-        Send a refused or unknown action again, with its key; False if there is none.
-
-        If it is older than the window of the server, it becomes unknown again: find out what
-        happened, `discard` it, and submit a new action where that is right.
-        """
-        return self._file.again(key, self._now_ms())
-
-    def discard(self, key: str) -> bool:
-        """Delete a refused or unknown action, so that its lane continues; False if none."""
-        return self._file.discard(key)
-
-    def forget(self, older_than: Duration = "7d") -> int:
-        """Delete the actions that were done longer ago; returns their number."""
-        age_ms = round(seconds("older_than", older_than) * 1_000)
-        return self._file.forget(self._now_ms() - age_ms)
-
-
-def outcome_of(stored: Stored) -> Outcome:
-    """What the file says of one action."""
-    match stored.state:
-        case "done":
-            assert stored.answer is not None
-            return Done(stored.answer)
-        case "refused":
-            assert stored.answer is not None
-            return Refused(stored.answer)
-        case "unknown":
-            return Unknown(stored.reason, stored.answer)
-        case _:
-            return Pending()
-
-
-def _response_of(response: Any, body: bytes) -> Response:
-    status = getattr(response, "status_code", None) or response.status
-    headers = [
-        (str(name).lower().encode("latin-1"), str(value).encode("latin-1"))
-        for name, value in response.headers.items()
-    ]
-    return Response(status, headers, body)
 
 
 class Ticket:
@@ -237,17 +57,13 @@ class Ticket:
 
     def result(self, timeout: float = 0.0) -> Outcome:
         """What is known of the action; waits for up to *timeout* seconds while it is pending."""
-        clock = self._outbox._settings.clock  # noqa: SLF001 - the ticket is a part of the outbox
-        until_s = clock.monotonic_s() + timeout
-        while True:
-            outcome = self._outbox.outcome(self.key)
-            if not isinstance(outcome, Pending) or clock.monotonic_s() >= until_s:
-                return outcome
-            clock.sleep(LOOK_S)
+        return self._outbox.outcome(self.key, timeout)
 
 
-class Outbox(_Base):
+class Outbox(OutboxBase):
     """Actions on disk, sent by threads; *client* is one of httpx2, httpx or requests."""
+
+    _is_async = False
 
     def submit(
         self,
@@ -260,6 +76,7 @@ class Outbox(_Base):
         lane: str | None = None,
         key: str | None = None,
         reference: str | None = None,
+        memo: object = None,
     ) -> Ticket:
         """
         Store an action; when this returns, a crash does not lose it.
@@ -273,46 +90,63 @@ class Outbox(_Base):
             lane: actions of one lane are sent in their order, each after the one before it ended.
             key: the key; by default a new one.
             reference: what the action is for: the same reference is the same action.
+            memo: a value of JSON that is stored with it, for an `OptimisticQueue`.
         """
-        given = {
-            "json": json,
-            "content": content,
-            "headers": headers,
-            "lane": lane,
-            "key": key,
-            "reference": reference,
-        }
-        entry = self._entry(method, url, given)
-        self._file.add(entry, self._now_ms())
+        entry = self._entry(Request(method, url, json, content, headers, lane, key, reference))
+        self.store.add(entry, memo)
         return Ticket(self, entry.key)
 
     def drain(self) -> int:
         """Send all actions that are due; returns how many calls were made."""
-        if self._workers == 1:
-            return self._drain_one_by_one()
-        with ThreadPoolExecutor(self._workers, "coatcheck-outbox") as pool:
-            sent = [pool.submit(self._drain_one_by_one) for _ in range(self._workers)]
-            return sum(future.result() for future in sent)
+        return self._work(None)
 
-    def _drain_one_by_one(self) -> int:
+    def _work(self, stopping: threading.Event | None) -> int:
+        """Send what is due, until there is nothing, or until *stopping* is set."""
         calls = 0
-        while (entry := self._take()) is not None:
-            self._send(entry)
-            calls += 1
-        return calls
+        with ThreadPoolExecutor(self._workers, "coatcheck-outbox") as pool:
+            flying: set[Future[None]] = set()
+            while True:
+                is_stopping = stopping is not None and stopping.is_set()
+                entry = None
+                if not is_stopping and len(flying) < self._workers:
+                    entry = self._take()
+                if entry is not None:
+                    flying.add(pool.submit(self._send, entry))
+                    calls += 1
+                elif flying:  # one that ends may let the next of its lane go
+                    ended, flying = wait(flying, IDLE_S, FIRST_COMPLETED)
+                    for future in ended:
+                        future.result()
+                elif stopping is None or is_stopping:
+                    return calls
+                else:
+                    stopping.wait(IDLE_S)
 
     def _send(self, entry: Entry) -> None:
+        if entry.state == "unknown":
+            self._look_for(entry)
+            return
         action = self._action(entry)
         try:
-            options = self._options(entry)
-            if not hasattr(self._client, "build_request"):  # of httpx; requests says data=
-                options["data"] = options.pop("content")
+            signed = self._sign(entry.method, entry.url, entry.body) if self._sign else {}
+            options = self._options(entry, cast("Headers", signed))
             response = action.request(entry.method, entry.url, **options)
+            answer = response_of(response, response.content)
         except Exception as error:  # noqa: BLE001 - stored, and sent again
-            self._failed(entry, error)
+            self._failed(entry, action, error)
             return
         assert action.result is not None
-        self._settle(entry, action.result, _response_of(response, response.content))
+        self._settle(entry, action.result, answer)
+
+    def _look_for(self, entry: Entry) -> None:
+        stored = self._to_look_for(entry)
+        found: object = None
+        try:
+            assert self._probe is not None
+            found = self._probe(stored)
+        except Exception as error:  # noqa: BLE001 - logged, and asked again
+            log_probe_failure(entry, error)
+        self._found(entry, stored.reason, found)
 
     @contextmanager
     def running(self) -> Iterator[Outbox]:
@@ -321,7 +155,10 @@ class Outbox(_Base):
 
         def work() -> None:
             while not stopping.is_set():
-                if self.drain() == 0:
+                try:
+                    self._work(stopping)
+                except Exception as error:  # noqa: BLE001 - logged, and the sender goes on
+                    log_outage(error)
                     stopping.wait(IDLE_S)
 
         sender = threading.Thread(target=work, name="coatcheck-outbox")
@@ -329,10 +166,48 @@ class Outbox(_Base):
         try:
             yield self
         finally:
-            self._is_stopping = True
             stopping.set()
             sender.join()
-            self._is_stopping = False
+
+    def outcome(self, key: str, timeout: float = 0.0) -> Outcome:
+        """
+        What is known of the action with this *key*, in whichever process it was submitted.
+
+        Waits for up to *timeout* seconds while it is pending.
+        """
+        clock = self._settings.clock
+        until_s = clock.monotonic_s() + timeout
+        while clock.monotonic_s() < until_s and self._is_pending(key):
+            clock.sleep(LOOK_S)
+        return self._outcome(key)
+
+    def dead_letters(self) -> list[Stored]:
+        """The actions that were refused or are unknown, the oldest first."""
+        return self.store.dead()
+
+    def retry(self, key: str, *, did_not_happen: bool = False, new_key: bool = False) -> bool:
+        """
+        Send a refused or unknown action again, with its key; False if there is none.
+
+        Args:
+            key: the key of the action.
+            did_not_happen: you know that it did not happen; otherwise an action that is older than
+                the window of the server becomes unknown again.
+            new_key: send it with a new key; if it did happen, it happens twice.
+        """
+        return self._send_again(key, did_not_happen=did_not_happen, new_key=new_key)
+
+    def discard(self, key: str) -> bool:
+        """
+        Delete an action, so that its lane continues.
+
+        False if there is none, if it is done, or if it is being sent.
+        """
+        return self._discard(key)
+
+    def forget(self, older_than: Duration = "7d") -> int:
+        """Delete the actions that were done longer ago; returns their number."""
+        return self._forget(older_than)
 
 
 class AsyncTicket:
@@ -344,17 +219,17 @@ class AsyncTicket:
 
     async def result(self, timeout: float = 0.0) -> Outcome:  # noqa: ASYNC109 - as in `Ticket`
         """What is known of the action; waits for up to *timeout* seconds while it is pending."""
-        clock = self._outbox._settings.clock  # noqa: SLF001 - the ticket is a part of the outbox
-        until_s = clock.monotonic_s() + timeout
-        while True:
-            outcome = await asyncio.to_thread(self._outbox.outcome, self.key)
-            if not isinstance(outcome, Pending) or clock.monotonic_s() >= until_s:
-                return outcome
-            await clock.async_sleep(LOOK_S)
+        return await self._outbox.outcome(self.key, timeout)
 
 
-class AsyncOutbox(_Base):
-    """Actions on disk, sent by tasks; *client* is an `AsyncClient` or a `ClientSession`."""
+class AsyncOutbox(OutboxBase):
+    """
+    Actions on disk, sent by tasks; *client* is an `AsyncClient` or a `ClientSession`.
+
+    It waits for the database in threads, so that the event loop goes on.
+    """
+
+    _is_async = True
 
     async def submit(
         self,
@@ -367,46 +242,79 @@ class AsyncOutbox(_Base):
         lane: str | None = None,
         key: str | None = None,
         reference: str | None = None,
+        memo: object = None,
     ) -> AsyncTicket:
         """Store an action; when this returns, a crash does not lose it; see `Outbox.submit`."""
-        given = {
-            "json": json,
-            "content": content,
-            "headers": headers,
-            "lane": lane,
-            "key": key,
-            "reference": reference,
-        }
-        entry = self._entry(method, url, given)
-        await asyncio.to_thread(self._file.add, entry, self._now_ms())
+        entry = self._entry(Request(method, url, json, content, headers, lane, key, reference))
+        await asyncio.to_thread(self.store.add, entry, memo)
         return AsyncTicket(self, entry.key)
 
     async def drain(self) -> int:
         """Send all actions that are due; returns how many calls were made."""
-        return sum(await asyncio.gather(*(self._drain_one() for _ in range(self._workers))))
+        return await self._work(None)
 
-    async def _drain_one(self) -> int:
-        calls = 0
-        while (entry := await asyncio.to_thread(self._take)) is not None:
-            await self._send(entry)
-            calls += 1
-        return calls
+    async def _work(self, stopping: asyncio.Event | None) -> int:
+        """Send what is due, until there is nothing, or until *stopping* is set."""
+        calls, flying = 0, set[asyncio.Task[None]]()
+        try:
+            while True:
+                is_stopping = stopping is not None and stopping.is_set()
+                entry = None
+                if not is_stopping and len(flying) < self._workers:
+                    entry = await asyncio.to_thread(self._take)
+                if entry is not None:
+                    flying.add(asyncio.create_task(self._send(entry)))
+                    calls += 1
+                elif flying:  # one that ends may let the next of its lane go
+                    ended, flying = await asyncio.wait(
+                        flying, timeout=IDLE_S, return_when=asyncio.FIRST_COMPLETED
+                    )
+                    for task in ended:
+                        task.result()
+                elif stopping is None or is_stopping:
+                    return calls
+                else:
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(stopping.wait(), IDLE_S)
+        finally:  # a cancelled caller sends nothing more; the leases of these calls expire
+            for task in flying:
+                task.cancel()
+            await asyncio.gather(*flying, return_exceptions=True)
 
     async def _send(self, entry: Entry) -> None:
+        if entry.state == "unknown":
+            await self._look_for(entry)
+            return
         action = self._action(entry)
         try:
-            options = self._options(entry)
-            is_httpx = hasattr(self._client, "build_request")
-            if not is_httpx:  # aiohttp says data=
-                options["data"] = options.pop("content")
+            options = self._options(entry, await self._signed(entry))
             response = await action.request(entry.method, entry.url, **options)
-            body = response.content if is_httpx else await response.read()
+            body = response.content if "content" in options else await response.read()
+            answer = response_of(response, body)
         except Exception as error:  # noqa: BLE001 - stored, and sent again
-            await asyncio.to_thread(self._failed, entry, error)
+            await asyncio.to_thread(self._failed, entry, action, error)
             return
         assert action.result is not None
-        answer = _response_of(response, body)
         await asyncio.to_thread(self._settle, entry, action.result, answer)
+
+    async def _signed(self, entry: Entry) -> Headers:
+        if self._sign is None:
+            return {}
+        # In a thread: one that is not async may ask another server for a token.
+        signed = await asyncio.to_thread(self._sign, entry.method, entry.url, entry.body)
+        return await signed if inspect.isawaitable(signed) else signed
+
+    async def _look_for(self, entry: Entry) -> None:
+        stored = await asyncio.to_thread(self._to_look_for, entry)
+        found: Any = None
+        try:
+            assert self._probe is not None
+            found = await asyncio.to_thread(self._probe, stored)
+            if inspect.isawaitable(found):
+                found = await found
+        except Exception as error:  # noqa: BLE001 - logged, and asked again
+            log_probe_failure(entry, error)
+        await asyncio.to_thread(self._found, entry, stored.reason, found)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[AsyncOutbox]:
@@ -415,7 +323,10 @@ class AsyncOutbox(_Base):
 
         async def work() -> None:
             while not stopping.is_set():
-                if await self.drain() == 0:
+                try:
+                    await self._work(stopping)
+                except Exception as error:  # noqa: BLE001 - as in `Outbox`
+                    log_outage(error)
                     with suppress(TimeoutError):
                         await asyncio.wait_for(stopping.wait(), IDLE_S)
 
@@ -423,7 +334,31 @@ class AsyncOutbox(_Base):
         try:
             yield self
         finally:
-            self._is_stopping = True
             stopping.set()
             await sender
-            self._is_stopping = False
+
+    async def outcome(self, key: str, timeout: float = 0.0) -> Outcome:  # noqa: ASYNC109 - as in `Outbox`
+        """What is known of the action with this *key*; see `Outbox.outcome`."""
+        clock = self._settings.clock
+        until_s = clock.monotonic_s() + timeout
+        while clock.monotonic_s() < until_s and await asyncio.to_thread(self._is_pending, key):
+            await clock.async_sleep(LOOK_S)
+        return await asyncio.to_thread(self._outcome, key)
+
+    async def dead_letters(self) -> list[Stored]:
+        """The actions that were refused or are unknown, the oldest first."""
+        return await asyncio.to_thread(self.store.dead)
+
+    async def retry(self, key: str, *, did_not_happen: bool = False, new_key: bool = False) -> bool:
+        """Send a refused or unknown action again; see `Outbox.retry`."""
+        return await asyncio.to_thread(
+            self._send_again, key, did_not_happen=did_not_happen, new_key=new_key
+        )
+
+    async def discard(self, key: str) -> bool:
+        """Delete an action, so that its lane continues; see `Outbox.discard`."""
+        return await asyncio.to_thread(self._discard, key)
+
+    async def forget(self, older_than: Duration = "7d") -> int:
+        """Delete the actions that were done longer ago; returns their number."""
+        return await asyncio.to_thread(self._forget, older_than)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Unpack
 from urllib.parse import urljoin, urlsplit
 
 from coatcheck.errors import MissingExtra
@@ -16,59 +16,24 @@ except ImportError as error:
     raise MissingExtra("requests", "requests") from error
 
 from coatcheck.client.body import BodyCopy, BodyReader, copied
-from coatcheck.client.call import PORTS, Action, Exchange
-from coatcheck.client.keys import key_in_body
-from coatcheck.client.settings import Clock, settings_of
-from coatcheck.core.client.retry_policy import Preset, RetryBudget, RetryPolicy
+from coatcheck.client.call import PORTS, Action, Actions, Exchange
+from coatcheck.client.keys import key_in_body, key_out_of_body
+from coatcheck.client.settings import ClientSettings, settings_of
 from coatcheck.core.client.send import Answer, Lost, Send, is_body_read
 
+_HALF = (requests.exceptions.ChunkedEncodingError, requests.exceptions.ContentDecodingError)
 # The options of `Session.request` that belong to the sending and not to the request.
 _OF_SENDING = ("proxies", "stream", "verify", "cert", "timeout", "allow_redirects")
 
 
-class Session(requests.Session):
+class Session(Actions[requests.Response], requests.Session):
     """`requests.Session` that sends a request until there is a definite answer."""
 
-    def __init__(
-        self,
-        *,
-        retry: RetryPolicy | None = None,
-        preset: Preset | str = "default",
-        budget: RetryBudget | None = None,
-        clock: Clock | None = None,
-        key_version: Literal[4, 7] = 4,
-    ) -> None:
+    __attrs__ = [*requests.Session.__attrs__, "_coatcheck"]  # noqa: RUF012 - what is pickled
+
+    def __init__(self, **settings: Unpack[ClientSettings]) -> None:
         super().__init__()
-        self._coatcheck = settings_of(
-            retry=retry, preset=preset, budget=budget, clock=clock, key_version=key_version
-        )
-
-    def action(
-        self,
-        *,
-        key: str | None = None,
-        reference: str | None = None,
-        send_key: bool = True,
-        retry: RetryPolicy | None = None,
-    ) -> Action[requests.Response]:
-        """
-        One action of the application, with a key of its own.
-
-        Args:
-            key: the key; by default a new one.
-            reference: what the action is for, such as "order-17": the same reference always has the
-                same key, in every process.
-            send_key: False sends no key, for an API that does not take one.
-            retry: another policy than that of the session.
-        """
-        return Action(
-            self._coatcheck,
-            self._send_action,
-            key=key,
-            reference=reference,
-            send_key=send_key,
-            retry=retry,
-        )
+        self._coatcheck = settings_of(**settings)
 
     def _send_action(
         self, action: Action[requests.Response], method: str, url: str, **options: Any
@@ -116,13 +81,13 @@ class Session(requests.Session):
             limited = {**options, "timeout": hop.limited(timeout, effect.time_left_s)}
             try:
                 response = plain_send(sent, **limited, allow_redirects=False)
-                if response.status_code >= 400:
+                if hop.is_read(response.status_code, effect):
                     _ = response.content  # read, so that its connection is free again
+            except (requests.exceptions.InvalidSchema, requests.exceptions.InvalidURL) as error:
+                raise hop.unsendable(error) from None
             except (requests.ConnectionError, requests.Timeout) as error:
-                if isinstance(error, requests.exceptions.SSLError):
-                    raise
                 return hop.lost(error, may_have_arrived=not _is_not_sent(error))
-            except requests.exceptions.ChunkedEncodingError as error:  # the response broke off
+            except _HALF as error:  # the response broke off, or is damaged
                 return hop.lost(error)
             if hop.is_repeatable and _is_cut_off(response):
                 response.close()
@@ -152,17 +117,25 @@ class Hop(Exchange[requests.Response]):
         parts = urlsplit(url)
         return f"{parts.scheme}://{parts.hostname}:{parts.port or PORTS.get(parts.scheme)}"
 
+    def late(self, words: str) -> BaseException:
+        """The error of the library for a request that is not sent in time."""
+        return requests.ConnectTimeout(words, request=self.request)
+
     def freeze(self) -> None:
         """Copy a body that can be read only once, and put the key in its place."""
         body: Any = self.request.body
         member = self.settings.preset.key_member
         in_body = member is not None and self.key is not None
-        if not isinstance(body, (bytes, str, type(None))) and (self.is_repeatable or in_body):
+        if isinstance(body, BodyReader):  # after a redirect
+            self._copy = body.copy
+        elif not isinstance(body, (bytes, str, type(None))) and (self.is_repeatable or in_body):
             copy = copied(_chunks_of(body))
             if copy.is_small:
                 self.request.body = copy.content()
             else:
                 self._copy = copy
+            # Otherwise a redirect would rewind the file that the copy was made of.
+            setattr(self.request, "_body_position", None)  # noqa: B010 - no type has it
         self._body = self._content() if in_body else b""
         self._place_key(self.key)
 
@@ -178,13 +151,20 @@ class Hop(Exchange[requests.Response]):
         if preset.key_member is not None and key is not None:
             body, found = key_in_body(self._body, preset.key_member, key)
             self.use_key(found)
-            self._copy, self.request.body = None, body
-            headers.pop("Transfer-Encoding", None)
-            headers["Content-Length"] = str(len(body))
-        elif key is None and name and not self._is_first:
+            self._copy = None
+            self._set_body(body)
+        elif key is None and not self._is_first:
             headers.pop(name, None)
+            sent = self.request.body
+            if preset.key_member is not None and isinstance(sent, bytes):
+                self._set_body(key_out_of_body(sent, preset.key_member, self.action.key or ""))
         elif value is not None and not (self.is_own_key and key == self.key):
             headers[name] = value
+
+    def _set_body(self, body: bytes) -> None:
+        self.request.body = body
+        self.request.headers.pop("Transfer-Encoding", None)
+        self.request.headers["Content-Length"] = str(len(body))
 
     def prepared(self, effect: Send) -> requests.PreparedRequest:
         """The request of the next attempt."""
@@ -215,7 +195,9 @@ class Hop(Exchange[requests.Response]):
         limit_s = self.timeout_s(time_left_s)
         if isinstance(timeout, tuple):
             return tuple(limit_s if part is None else min(part, limit_s) for part in timeout)
-        return limit_s if timeout is None else min(timeout, limit_s)
+        if timeout is None or isinstance(timeout, (int, float)):
+            return limit_s if timeout is None else min(timeout, limit_s)
+        return timeout  # an object of urllib3
 
     def noted(self, response: requests.Response, effect: Send) -> Answer:
         """Note *response*, and reduce it to what decides about a retry."""

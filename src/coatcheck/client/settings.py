@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypedDict
 
 from coatcheck.client.keys import new_uuid4, new_uuid7
 from coatcheck.client.presets import preset_of
@@ -38,6 +38,35 @@ class Settings:
     buffer: bool
 
 
+class ClientSettings(TypedDict, total=False):
+    """
+    What every client takes, beside the options of its library.
+
+    *retry* says how often and how long a request is sent.
+    """
+
+    retry: RetryPolicy | None
+    # What the API expects: "default", "ietf", "stripe", "paypal", "adyen", "square", or a `Preset`.
+    preset: Preset | str
+    # Limits the retries of all calls; give several clients of one server the same.
+    budget: RetryBudget | None
+    # Time and pauses, for tests.
+    clock: Clock | None
+    # The version of the UUIDs that are the keys; those of version 7 begin with the time.
+    key_version: Literal[4, 7]
+
+
+class BufferSettings(ClientSettings, total=False):
+    """
+    What a transport and a client of aiohttp take.
+
+    *buffer*: whether the whole response of a request with a key is read, so that a response that
+    breaks off is a reason to send the request again; by default True.
+    """
+
+    buffer: bool
+
+
 def settings_of(
     *,
     retry: RetryPolicy | None = None,
@@ -47,37 +76,30 @@ def settings_of(
     key_version: Literal[4, 7] = 4,
     buffer: bool = True,
 ) -> Settings:
-    """
-    The settings of a client.
-
-    Args:
-        retry: how often and how long it sends a request.
-        preset: what the API expects: "default", "ietf", "stripe", "paypal", "adyen", "square", or a
-            `Preset`.
-        budget: limits the retries of all calls; give several clients of one server the same.
-        clock: time and pauses, for tests.
-        key_version: the version of the UUIDs that are the keys.
-        buffer: whether a transport or middleware reads the whole response of a request with a key,
-            so that a response that breaks off is a reason to send it again.
-    """
+    """The settings of a client; see `ClientSettings`."""
     retry = RetryPolicy() if retry is None else retry
     budget = RetryBudget() if budget is None else budget
     for name, given, kind in (("retry", retry, RetryPolicy), ("budget", budget, RetryBudget)):
         if not isinstance(given, kind):
-            raise Misconfigured(f"{name} is a {type(given).__name__}; it is a {kind.__name__}")
+            raise Misconfigured(f"{name} is a {type(given).__name__}; it must be a {kind.__name__}")
     preset = preset_of(preset)
     if key_version not in (4, 7):
         raise Misconfigured(f"key_version is {key_version!r}; choose 4 or 7")
-    if preset.window is not None and retry.deadline_s > seconds("window", preset.window):
-        raise Misconfigured(
-            f"deadline ({retry.deadline!r}) is longer than the {preset.window} for which "
-            f"{preset.name} remembers a key"
-        )
     return Settings(
-        retry=retry,
+        retry=checked_policy(retry, preset),
         preset=preset,
         budget=budget,
         clock=Clock() if clock is None else clock,
         new_key=new_uuid7 if key_version == 7 else new_uuid4,
         buffer=buffer,
     )
+
+
+def checked_policy(retry: RetryPolicy, preset: Preset) -> RetryPolicy:
+    """*retry*; raises `Misconfigured` if it is longer than the API of *preset* remembers keys."""
+    if preset.window is not None and retry.deadline_s > seconds("window", preset.window):
+        raise Misconfigured(
+            f"deadline ({retry.deadline!r}) is longer than the {preset.window} for which "
+            f"{preset.name} remembers a key"
+        )
+    return retry

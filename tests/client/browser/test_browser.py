@@ -329,6 +329,65 @@ def test_an_action_is_not_sent_again_when_the_server_may_have_forgotten_its_key(
     assert len(shop.keys) == 1
 
 
+SIGNED_OUT = """
+let signed = 0;
+const sign = () => {
+  signed += 1;
+  if (signed % 2 === 0) throw new Error("signed out");
+  return {};
+};
+const signing = createClient({ database: "signed-out", retry, sign });
+const { outcome, gaveUp, attempts, error } = await signing.post("/orders", { item: "a" });
+const put = new Promise((resolve) => {
+  signing.outbox.addEventListener("change", async ({ detail }) => {
+    const action = await signing.outbox.get(detail.key);
+    if (action.reason) resolve(action);
+  });
+});
+await signing.outbox.start();
+await signing.outbox.submit("POST", "/orders", { item: "b" });
+const { state, reason, firstSentMs } = await put;
+return [outcome, gaveUp, attempts, String(error), state, reason, firstSentMs === null];
+"""
+
+
+def test_a_lost_answer_is_not_forgotten_when_the_next_attempt_cannot_be_signed(context, shop):
+    """C3, C-18: it may have happened, and its age counts."""
+    page = context.new_page()
+    page.goto(f"{shop.url}/coatcheck.js")
+    shop.script += ["half", "half"]
+    got = call(page, SIGNED_OUT)
+    assert got[:4] == ["unknown", "sign", 2, "Error: signed out"]
+    assert got[4:] == ["pending", "sign", False]
+
+
+SET_BACK = """
+const real = Date.now;
+Date.now = () => real() + 40 * 86_400_000;
+const once = { ...retry, attemptsMax: 1 };
+const ahead = createClient({ database: "clock", retry: once });
+await ahead.outbox.start();
+const { key } = await ahead.outbox.submit("POST", "/orders", { item: "a" });
+while (!(await ahead.outbox.get(key)).reason) await new Promise((next) => setTimeout(next, 5));
+Date.now = real;
+const again = createClient({ database: "clock", retry: once });
+await again.outbox.start();
+const { state, reason } = await again.outbox.result(key);
+return [state, reason];
+"""
+
+
+def test_a_clock_that_is_set_back_does_not_hide_the_age_of_an_action(context, shop):
+    """C3, C-17: the next call would be due in forty days, longer than a timer can wait."""
+    page = context.new_page()
+    page.goto(f"{shop.url}/coatcheck.js")
+    shop.script += ["half"]
+    state, reason = call(page, SET_BACK)
+    assert state == "unknown"
+    assert reason.startswith("the clock was set back")
+    assert len(shop.keys) == 1
+
+
 def test_what_cannot_be_repeated_is_refused_before_anything_is_sent(context, shop):
     """Wrong arguments are errors, and change nothing."""
     page = context.new_page()
@@ -342,6 +401,9 @@ def test_what_cannot_be_repeated_is_refused_before_anything_is_sent(context, sho
         "createClient({timeout: 3})",
         "createClient({retry: {deadlineMs: 86400001}})",
         "client.optimistic({apply() {}, revert() {}})",
+        """await client.outbox.submit('POST', '/orders', {item: 'a'}, {reference: 'order-1'});
+        await client.outbox.submit('POST', '/orders', {item: 'a'}, {reference: 'order-1'});
+        await client.outbox.submit('POST', '/orders', {item: 'b'}, {reference: 'order-1'})""",
     ):
         name = call(page, f"try {{ {script} }} catch (error) {{ return error.name }}")
         assert name == "Misconfigured", script

@@ -65,13 +65,12 @@ def test_the_pause_doubles_up_to_its_limit():
     [
         ({"attempts_max": 1}, 0.0),
         ({"attempts_max": 1, "timeout": "5s"}, 0.0),
-        ({"attempts_max": 2, "timeout": "5s", "retry_after_max": "3s"}, 5 + 3 + 0.2),
-        ({"attempts_max": 3, "timeout": "5s", "retry_after_max": 0}, 10 + 0.2 + 0.4),
-        ({"attempts_max": 100, "timeout": "5s"}, 60.0),
+        ({"attempts_max": 2}, 60.0),
+        ({"attempts_max": 2, "timeout": "5s", "retry_after_max": 0, "deadline": "30s"}, 30.0),
     ],
 )
 def test_the_horizon_is_the_longest_time_to_the_last_attempt(settings, horizon_s):
-    """T4: the client's policy knows its own horizon."""
+    """T4: also if each answer comes byte by byte, which no timeout of httpx or requests ends."""
     assert RetryPolicy(**settings).horizon_s == pytest.approx(horizon_s)
 
 

@@ -65,7 +65,7 @@ export interface Result {
   wasReplayed: boolean;
   key: string | null;
   /** Why the client stopped without a definite answer; empty if it had one. */
-  gaveUp: "" | "attempts" | "deadline" | "budget" | "no-key";
+  gaveUp: "" | "attempts" | "deadline" | "budget" | "no-key" | "sign";
   /** Of the problem document. */
   code: string | null;
   advice: "same-key" | "new-key" | "never" | null;

@@ -167,7 +167,13 @@ async function send(client, request, givenKey) {
   let key = givenKey;
   let mayHaveRun = false;
   for (let attempts = 1; ; attempts += 1) {
-    const answer = await attempt(client, request, key, until - performance.now());
+    let answer;
+    try {
+      answer = await attempt(client, request, key, until - performance.now());
+    } catch (error) {
+      if (!mayHaveRun) throw error; // `sign` failed, and nothing was sent
+      return { ...NO_ANSWER, attempts, key, error, gaveUp: "sign", outcome: "unknown" };
+    }
     mayHaveRun ||= [0, 408, 409].includes(answer.status) || answer.status >= 500;
     const renews = retry.renewExpired && key === givenKey && answer.code === "key-expired";
     const result = {
@@ -199,6 +205,8 @@ async function send(client, request, givenKey) {
     if (renews) key = crypto.randomUUID();
   }
 }
+
+const NO_ANSWER = { wasReplayed: false, code: null, advice: null, response: null };
 
 /** One attempt; `status` is 0 if no whole answer came, and the server may then have got it. */
 async function attempt(client, { method, url, headers, body }, key, leftMs) {
@@ -307,6 +315,9 @@ function outcomeOf({ status, code, isReplay }, mayHaveRun) {
 const PAUSE_MS = 1_000;
 const PAUSE_MS_MAX = 300_000;
 const TOO_LATE = "it was first sent before the window of the server, and not answered";
+// A time that is further ahead was stored before the clock was set back.
+const CLOCK_MS = 60_000;
+const CLOCK_SET_BACK = "the clock was set back since it was sent, so its age is not known";
 
 /**
  * Actions that survive a closed tab.
@@ -353,6 +364,8 @@ class Outbox extends EventTarget {
       optimistic: optimistic ?? null,
     };
     const stored = await this.#actions.add(action);
+    if (!(await isSameRequest(stored, action)))
+      throw new Misconfigured("the outbox has another action with this key or reference");
     await this.#tell(stored);
     return { key: made, result: () => this.result(made) };
   }
@@ -535,6 +548,12 @@ class Outbox extends EventTarget {
   }
 }
 
+async function isSameRequest(one, other) {
+  const bytes = async ({ body }) => (body instanceof Blob ? await body.text() : body);
+  const isSameTarget = one.method === other.method && one.url === other.url;
+  return isSameTarget && (await bytes(one)) === (await bytes(other));
+}
+
 const isDead = ({ state }) => state === "refused" || state === "unknown";
 
 /** What *result* means for the stored action. */
@@ -662,11 +681,14 @@ class Actions {
         const head = target.result.find(open);
         const now = Date.now();
         const sentMs = head?.firstSentMs ?? now;
+        const pauseMs = (head?.dueMs ?? 0) - now;
+        const isDue = pauseMs <= 0 || pauseMs > PAUSE_MS_MAX + CLOCK_MS;
+        const isLate = now + deadlineMs > sentMs + serverWindowMs;
         if (head === undefined || head.state === "unknown") done(null);
-        else if (head.dueMs > now && !isForced) done({ pauseMs: head.dueMs - now });
-        else if (now + deadlineMs > sentMs + serverWindowMs) {
+        else if (!isDue && !isForced) done({ pauseMs });
+        else if (isLate || sentMs > now + CLOCK_MS) {
           // The server may have forgotten the key, and would execute the action again.
-          const late = { ...head, state: "unknown", reason: TOO_LATE };
+          const late = { ...head, state: "unknown", reason: isLate ? TOO_LATE : CLOCK_SET_BACK };
           store.put(late);
           done(late);
         } else {

@@ -23,7 +23,8 @@ class RetryPolicy:
     attempts_max: int = 6
     # How long all attempts together may take; no attempt begins later. 60 s: a person waits less.
     deadline: Duration = "60s"
-    # How long one attempt may take. None: the timeout of the HTTP library counts.
+    # How long an attempt may wait to connect, to send a part of the body, and for each part of the
+    # answer; in aiohttp, how long it may take. None: the timeout of the HTTP library counts.
     timeout: Duration | None = None
 
     # The pause before the nth retry is a random part (full jitter) of backoff_base * 2 ** (n - 1).
@@ -83,13 +84,10 @@ class RetryPolicy:
         """
         The longest time from the first attempt to the last.
 
-        The server must remember a key for longer than this.
+        The server must remember a key for longer than this. It is the deadline, because an attempt
+        may last longer than `timeout` if the answer comes in many small parts.
         """
-        if self.timeout_s is None:  # an attempt may then last until the deadline
-            return self.deadline_s if self.attempts_max > 1 else 0.0
-        retries = range(1, self.attempts_max)
-        pauses_s = sum(self.backoff_s(n) + self.retry_after_max_s for n in retries)
-        return min(self.deadline_s, pauses_s + self.timeout_s * len(retries))
+        return self.deadline_s if self.attempts_max > 1 else 0.0
 
 
 # 408 and 425 ask for a retry, 429 and 5xx are transient. A 409 is decided by its problem.

@@ -31,7 +31,7 @@ from coatcheck.core.problem import Retry
 
 Outcome: TypeAlias = Literal["done", "refused", "unknown"]
 # Why the client stopped before it had a definite answer; "": it had one.
-GaveUp: TypeAlias = Literal["", "attempts", "deadline", "budget", "no-key"]
+GaveUp: TypeAlias = Literal["", "attempts", "deadline", "budget", "no-key", "cannot-send"]
 
 
 class Answer(NamedTuple):
@@ -89,6 +89,9 @@ class Order(NamedTuple):
     key: str | None
     policy: RetryPolicy
     preset: Preset
+    # What requests of the same action have done that were redirected to this one.
+    spent_s: float = 0.0
+    may_have_run: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +101,9 @@ class Result:
 
     *outcome* is "done", "refused" (it did not happen), or "unknown" (it may have happened; send it
     again with the same key to find out). *gave_up* is why the client stopped without a definite
-    answer: "attempts", "deadline", "budget" or "no-key"; empty if it had one. *advice* is what the
-    server advised: "same-key", "new-key" or "never".
+    answer: "attempts", "deadline", "budget", "no-key", or "cannot-send" if the certificate of the
+    server is wrong, or the URL; empty if it had one. *advice* is what the server advised:
+    "same-key", "new-key" or "never".
     """
 
     outcome: Outcome
@@ -114,9 +118,9 @@ class Result:
 def send(order: Order, budget: RetryBudget, now_s: float) -> Flow[Result]:
     """Send the request of *order*, and again until there is a definite answer or a limit."""
     policy = order.policy
-    until_s = now_s + policy.deadline_s
+    until_s = now_s + policy.deadline_s - order.spent_s
     key = order.key
-    may_have_run = False
+    may_have_run = order.may_have_run
     attempts = 0
     while True:
         attempts += 1
@@ -126,7 +130,7 @@ def send(order: Order, budget: RetryBudget, now_s: float) -> Flow[Result]:
             may_have_run = True
             reply = yield from _followed(answer, reply, policy, until_s)
             answer = reply.answer
-        may_have_run = may_have_run or _may_have_run(answer)
+        may_have_run = may_have_run or may_have_run_after(answer)
         wants_renewal = _wants_renewal(answer, policy, is_renewed=key != order.key)
         if not wants_renewal and not is_retried(answer, order.preset):
             budget.give()
@@ -234,8 +238,10 @@ def _pause_s(answer: Answer | Lost, policy: RetryPolicy, retry: int, jitter: flo
     return pause_s
 
 
+# Redirects that nothing followed: another address has to do it. 302 and 303 lead to a result.
+_REDIRECTS = frozenset({301, 307, 308})
 # Given before the server looks for the key: after a lost attempt they say nothing about it.
-BEFORE_THE_KEY = frozenset({401, 403, 407, 413, 415, 425, 429})
+BEFORE_THE_KEY = _REDIRECTS | {401, 403, 407, 413, 415, 425, 429}
 # Problems that say what is known of the operation.
 _OUTCOMES: dict[str | None, Outcome] = {
     "result-unavailable": "done",
@@ -245,7 +251,7 @@ _OUTCOMES: dict[str | None, Outcome] = {
 }
 
 
-def _may_have_run(answer: Answer | Lost) -> bool:
+def may_have_run_after(answer: Answer | Lost) -> bool:
     """Whether the application may have run because of this attempt, or of one before it."""
     if isinstance(answer, Lost):
         return answer.may_have_arrived
@@ -255,7 +261,7 @@ def _may_have_run(answer: Answer | Lost) -> bool:
 def _ended(answer: Answer, attempts: int, key: str | None, *, may_have_run: bool) -> Result:
     """The result of a definite *answer*."""
     outcome: Outcome
-    if answer.status < 400:
+    if answer.status < 400 and answer.status not in _REDIRECTS:
         outcome = "done"
     elif answer.code in _OUTCOMES:
         outcome = _OUTCOMES[answer.code]
@@ -319,12 +325,16 @@ _HINTS: dict[str | None, bool] = {"true": True, "false": False}
 
 def is_body_read(status: int, content_type: str | None, *, is_poll: bool = False) -> bool:
     """Whether the body of a response can decide about a retry."""
-    return (status >= 400 or (is_poll and status == 200)) and "json" in (content_type or "")
+    return (status >= 400 or (is_poll and status == 200)) and _is_json(content_type)
+
+
+def _is_json(content_type: str | None) -> bool:
+    return content_type is not None and "json" in content_type.lower()
 
 
 def _problem_of(content_type: str | None, body: bytes) -> tuple[str | None, Retry | None]:
     """The code and the advice in a problem document, whatever its other members say."""
-    if not body or len(body) > PROBLEM_BYTES_MAX or "json" not in (content_type or ""):
+    if not body or len(body) > PROBLEM_BYTES_MAX or not _is_json(content_type):
         return None, None
     try:
         members: Any = json.loads(body)
