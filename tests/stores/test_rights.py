@@ -1,5 +1,6 @@
 """The rights that docs/howto/database-rights.md grants are enough, and no more than that."""
 
+import asyncio
 import re
 from contextlib import closing
 from pathlib import Path
@@ -7,14 +8,19 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from coatcheck import Engine, Policy
+from coatcheck import Engine, Policy, current_async_operation
+from coatcheck.cli import main
+from coatcheck.consumer import Acknowledge, Inbox, Message
+from coatcheck.consumer.relay import Relay
+from coatcheck.core.messages.offset import PartitionOffset
 from coatcheck.errors import StoreUnavailable
-from coatcheck.stores import Query, migrate_store, open_store
+from coatcheck.stores import Query, open_store
 from tests.support.servers import START_S_MAX
 from tests.support.servers.mariadb import mariadb
 from tests.support.servers.postgres import postgres
 
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "database-rights.md"
+OF_CONSUMERS = "Outgoing events and Kafka's offsets"
 DAY_MS = 86_400_000
 
 
@@ -33,10 +39,10 @@ def on_postgres():
     with psycopg.connect(server.url, autocommit=True) as owner:
         owner.execute("create database rights")
         url = server.url.removesuffix("/postgres") + "/rights"
-        migrate_store(url)
+        assert main(["migrate", url, "--events", "--offsets"]) == 0
         with psycopg.connect(url, autocommit=True) as there:
-            for role, heading in (("shop", "PostgreSQL"), ("support", "Operators")):
-                there.execute(f"create role {role} login")
+            there.execute("create role shop login; create role support login")
+            for heading in ("PostgreSQL", OF_CONSUMERS, "Operators"):
                 for statement in grants(heading):
                     there.execute(statement)
         try:
@@ -51,8 +57,9 @@ def on_mysql():
     server = mariadb()
     server.ask("create database shop", "create user shop", "flush privileges")
     url = f"{server.url}/shop?ssl=0"
-    migrate_store(url)
-    server.ask(*grants("MySQL and MariaDB"))
+    assert main(["migrate", url, "--events", "--offsets"]) == 0
+    more = [statement.replace(" on ", " on shop.") for statement in grants(OF_CONSUMERS)]
+    server.ask(*grants("MySQL and MariaDB"), *more)
     try:
         yield url.replace("root@", "{role}@")
     finally:
@@ -81,6 +88,46 @@ def test_the_rights_of_the_page_are_enough_on_postgresql(on_postgres):
 def test_the_rights_of_the_page_are_enough_on_mysql(on_mysql):
     """D4, R6."""
     works_and_is_swept(on_mysql.format(role="shop") + "&create=0")
+
+
+def emits_and_stores_its_offset(url: str) -> None:
+    """A handler emits an event and stores an offset, and a relay publishes the event."""
+    published = []
+
+    async def publish(event):
+        published.append(event.body)
+
+    async def consume_and_relay():
+        async with Inbox(url, consumer="c") as inbox:
+
+            @inbox.handler(mode="transaction")
+            async def on_order(_message):
+                await current_async_operation().emit("orders", b"1")
+
+            for number in (1, 2):  # the second changes the row
+                message = Message(b"", message_id=f"event-{number}")
+                offset = PartitionOffset("group", "orders", 0, number)
+                assert await on_order.handle(message, offset=offset) == Acknowledge()
+        relay = Relay(url, publish)
+        try:
+            assert await relay.publish_all() == 2
+        finally:
+            await relay.close()
+
+    asyncio.run(consume_and_relay())
+    assert published == [b"1", b"1"]
+
+
+@pytest.mark.timeout(START_S_MAX)
+def test_the_rights_of_the_page_are_enough_for_events_and_offsets_on_postgresql(on_postgres):
+    """D4, E2, E5."""
+    emits_and_stores_its_offset(on_postgres.format(role="shop") + "?create=0")
+
+
+@pytest.mark.timeout(START_S_MAX)
+def test_the_rights_of_the_page_are_enough_for_events_and_offsets_on_mysql(on_mysql):
+    """D4, E2, E5."""
+    emits_and_stores_its_offset(on_mysql.format(role="shop") + "&create=0")
 
 
 @pytest.mark.timeout(START_S_MAX)

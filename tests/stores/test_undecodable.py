@@ -129,17 +129,6 @@ def test_reading_what_cannot_be_read_stays_an_error(way):
             store.swap([Swap(bad.id, 0, bad)])
 
 
-def test_a_sweep_passes_by_what_cannot_be_read(way):
-    """D2: and takes what it should."""
-    url, spoil = way
-    with closing(open_store(url)) as store:
-        records = claimed(store, [1, 2])
-        spoil(store, id_of(20))
-        store.sweep(max(record.expires_ms for record in records) + 1)
-        left = records if url.startswith("redis") else []  # which forgets by itself
-        assert store.find(Query()).records == left
-
-
 def test_the_command_line_lists_what_can_be_read(way, capsys):
     """D2, O1: one foreign value is no reason to show nothing."""
     url, spoil = way

@@ -13,7 +13,6 @@ import sqlite3
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
-from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from sqlalchemy.ext.asyncio import (
 )
 
 from coatcheck import AsyncEngine, Engine, current_operation
+from tests.support.django_project import add_database
 from tests.support.servers.mariadb import PLAIN, mariadb
 from tests.support.servers.postgres import postgres
 
@@ -227,26 +227,15 @@ def orm_writes(session: Any, number: int) -> None:
 def django_source(shop: Shop) -> Any:
     from django.db import connections
 
-    _set_up_django()
-    alias = f"shop_{next(_NUMBERS)}"
-    connections.settings[alias] = connections.configure_settings(
-        {"default": {}, alias: django_settings(shop)}
-    )[alias]
+    alias = add_database(django_settings(shop))
     return connections[alias], connections[alias].close
-
-
-@cache
-def _set_up_django() -> None:
-    import django
-    from django.conf import settings
-
-    settings.configure(DATABASES={"default": {}})
-    django.setup()
 
 
 def django_settings(shop: Shop) -> dict[str, Any]:
     if shop.kind == "sqlite":
         return {"ENGINE": "django.db.backends.sqlite3", "NAME": shop.place}
+    if shop.kind == "mysql":
+        return _django_settings_of_mysql(shop.place)
     info = psycopg.conninfo.conninfo_to_dict(shop.place)
     return {
         "ENGINE": "django.db.backends.postgresql",
@@ -255,6 +244,19 @@ def django_settings(shop: Shop) -> dict[str, Any]:
         "HOST": info["host"],
         "PORT": info["port"],
         "OPTIONS": {"options": info["options"]},
+    }
+
+
+def _django_settings_of_mysql(place: dict[str, Any]) -> dict[str, Any]:
+    pymysql.version_info = (2, 2, 1, "final", 0)  # that of mysqlclient, which Django asks for
+    pymysql.install_as_MySQLdb()
+    return {
+        "ENGINE": "django.db.backends.mysql",
+        "NAME": place["database"],
+        "USER": place["user"],
+        "HOST": place["host"],
+        "PORT": place["port"],
+        "OPTIONS": {"ssl_disabled": True},
     }
 
 

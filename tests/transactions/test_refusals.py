@@ -164,7 +164,7 @@ def test_a_refusal_after_a_deadlock_is_not_kept_where_the_database_has_undone_th
             )
             waits.start()
             until(lambda: shop.ask(WAITING["mysql"])[0][0] > 0)
-            with pytest.raises(pymysql.err.OperationalError, match="Deadlock"):
+            with pytest.raises(pymysql.OperationalError, match="Deadlock"):
                 cursor.execute("update orders set number = 22 where number = 2")
             waits.join()
             rival.rollback()

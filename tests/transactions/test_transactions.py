@@ -400,7 +400,7 @@ def test_a_session_that_was_idle_for_too_long_is_exchanged(shop, open_engine):
     """D2: the server has ended it by `idle_session_timeout`; no operation fails."""
     role = f"idler_{shop.store.rpartition('_')[2]}"
     shop.ask(f"create role {role} login superuser")
-    shop.ask(f"alter role {role} set idle_session_timeout = '100ms'")
+    shop.ask(f"alter role {role} set idle_session_timeout = '1s'")
     url = shop.store.replace("postgres@", f"{role}@")
     engine = open_engine(Shop(shop.kind, url, url))
     pid = engine.transaction("a", session_pid, scope="orders")
@@ -588,6 +588,9 @@ def test_a_source_without_connections_is_refused_with_a_sentence(shop, tmp_path,
     other = SHOPS["sqlite"](tmp_path)
     with pytest.raises(Misconfigured, match="provides no connections"):
         Engine(shop.store, transactions=7).close()
+    with pytest.raises(Misconfigured, match="a str provides no connections") as refused:
+        Engine(shop.store, transactions="postgresql://shop:hunter2@localhost/shop").close()
+    assert "hunter2" not in str(refused.value)
     with pytest.raises(Misconfigured, match="needs a store in a SQL database"):
         Engine("memory://", Policy(mode="transaction"))
     with pytest.raises(Misconfigured, match="needs a store in a SQL database"):

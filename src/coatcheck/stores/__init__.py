@@ -3,8 +3,8 @@
 Read in this order: `contract` (what a store is), `memory` (the smallest one), `batching` (groups
 the calls of threads), `async_batching` and `async_store` (the same for event loops),
 `batch_errors` (when part of a batch fails), `lazy` (a store that is opened at its first use),
-`encryption` (a store around a store), `record_counts` (for operators). Then one package for each
-database. `registry` has the capabilities of each store.
+`encryption` (a store around a store), `record_counts` (for operators), `shared_connection` (for
+SQL databases). Then one package for each database. `registry` has the capabilities of each store.
 Stores do not import each other, and nothing here knows what a request is.
 """
 
@@ -57,7 +57,7 @@ def open_store(url: str, *, create: bool = True) -> Store:
 
 def open_async_store(url: str) -> AsyncStore:
     """Open the store that *url* names, for async code."""
-    return _async_store(open_store(url))
+    return async_store_of(open_store(url))
 
 
 def open_lazily(url: str) -> Store:
@@ -80,10 +80,11 @@ def open_lazily(url: str) -> Store:
 
 def open_async_lazily(url: str) -> AsyncStore:
     """Return the store that *url* names, for async code; see `open_lazily`."""
-    return _async_store(open_lazily(url))
+    return async_store_of(open_lazily(url))
 
 
-def _async_store(store: Store) -> AsyncStore:
+def async_store_of(store: Store) -> AsyncStore:
+    """Return *store* for async code."""
     return AsyncMemoryStore(store) if isinstance(store, MemoryStore) else BatchedAsyncStore(store)
 
 

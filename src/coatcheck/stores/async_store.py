@@ -26,7 +26,6 @@ from coatcheck.stores.contract import (
     SWEEP_BATCH,
     AsyncBackend,
     Finding,
-    HasAsyncBackend,
     Page,
     Query,
     Store,
@@ -140,9 +139,12 @@ class BatchedAsyncStore:
         return state
 
     def _new_backend(self) -> AsyncBackend:
-        if isinstance(self._store, HasAsyncBackend):
+        # Not `isinstance`: since Python 3.12 it ignores what `LazyStore` has by `__getattr__`.
+        new_backend = getattr(self._store, "async_backend", None)
+        if new_backend is not None:
             with suppress(NotImplementedError):
-                return self._store.async_backend()
+                backend: AsyncBackend = new_backend()
+                return backend
         return ThreadBackend(self._store)
 
 

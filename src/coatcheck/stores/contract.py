@@ -222,15 +222,6 @@ class Store(Protocol):
 
 
 @runtime_checkable
-class HasSegments(Protocol):
-    """A store whose `sweep` scans only a segment of it, because a full scan is expensive."""
-
-    def sweep_all(self, now_ms: int) -> Iterator[int]:
-        """Sweep the whole store, whatever that costs; yield how many records per segment."""
-        ...
-
-
-@runtime_checkable
 class AsyncStore(Protocol):
     """
     A store for async code: the same methods with `await`. Safe to use from any event loop.

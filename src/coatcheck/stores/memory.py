@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from coatcheck.core.record import GONE, Record, Swap, is_retention_over
 from coatcheck.errors import Misconfigured
-from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, Store, matching, page_of
+from coatcheck.stores.async_store import ThreadedStore
+from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, matching, page_of
 from coatcheck.stores.fork import renew_after_fork
 from coatcheck.stores.migration import Migration
 from coatcheck.stores.registry import MEMORY
@@ -102,16 +103,11 @@ class MemoryStore:
         """Do nothing: there is nothing to close, and the store stays usable."""
 
 
-class AsyncMemoryStore:
-    """The same store for event loops. No call waits for anything, so there are no batches."""
+class AsyncMemoryStore(ThreadedStore):
+    """The same store for event loops. A swap or a read does not wait, so it needs no thread."""
 
     def __init__(self, store: MemoryStore | None = None) -> None:
-        self._store = store or MemoryStore()
-
-    @property
-    def blocking(self) -> Store:
-        """The same store for threads."""
-        return self._store
+        super().__init__(store or MemoryStore())
 
     async def swap(self, swaps: Sequence[Swap]) -> Sequence[Record | None]:
         """Write each record if its version is still the expected one."""
@@ -120,22 +116,6 @@ class AsyncMemoryStore:
     async def get(self, ids: Sequence[bytes]) -> Sequence[Record | None]:
         """Return the current records, in the order of *ids*."""
         return self._store.get(ids)
-
-    async def find(self, query: Query) -> Page:
-        """Return records for operators."""
-        return self._store.find(query)
-
-    async def sweep(self, now_ms: int, limit: int = SWEEP_BATCH) -> int:
-        """Delete up to *limit* records whose retention is over."""
-        return self._store.sweep(now_ms, limit)
-
-    async def check(self) -> Sequence[Finding]:
-        """Warn that this store loses its records."""
-        return self._store.check()
-
-    async def now_ms(self) -> int:
-        """Return the clock of this machine."""
-        return self._store.now_ms()
 
     async def close(self) -> None:
         """Do nothing; see `MemoryStore.close`."""

@@ -25,6 +25,12 @@ def supported(what: str, found: int, wanted: int) -> int:
     return found
 
 
+def outdated(what: str, found: int, wanted: int) -> str:
+    """Return the message for tables that are missing, or older than this release."""
+    older = f"has coatcheck schema {found}, older than {wanted} of this release"
+    return f"{what} {older if found else 'is missing'}; {HOW}"
+
+
 def migration_of(what: str, found: int, wanted: int, *, only_look: bool) -> Migration:
     """Return the report on a schema that was upgraded just now, unless it was *only_look*."""
     return Migration(what, found, wanted, done=found < wanted and not only_look)

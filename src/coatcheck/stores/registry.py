@@ -121,6 +121,7 @@ DYNAMODB = StoreInfo(
     shared_by="any number of machines",
     keeps="400 kB; a longer response is not stored, and its retries get `result-unavailable`",
     record_bytes_max=ITEM_BYTES_MAX,
+    sweeps=False,
     archives="usually",
 )
 
@@ -140,6 +141,13 @@ def info_of(store: object) -> StoreInfo | None:
         return BY_SCHEME.get(store.partition(":")[0])
     info = getattr(store, "info", None)
     return info if isinstance(info, StoreInfo) else None
+
+
+def is_compact(store: object) -> bool:
+    """Return whether *store*, a URL or a store, keeps fewer texts for people; see `compact=1`."""
+    if isinstance(store, str):
+        return "compact=1" in store.partition("?")[2].split("&")
+    return getattr(store, "is_compact", False) is True
 
 
 def refuse_archive(store: object) -> None:

@@ -8,6 +8,7 @@ text and values; `coatcheck.transactions` sends them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -42,6 +43,9 @@ class TransactionStatements:
         connect: opens a connection of the store's own, if the application provides none.
         connect_async: the same for async code.
         is_pooled: opening a connection is slow, so that connections are pooled.
+        events_table: the name of the table of outgoing events, quoted.
+        offsets_table: the same of the table of Kafka's offsets.
+        may_create: whether these two tables may be created; not with `create=0` in the URL.
     """
 
     dialect: Dialect
@@ -50,6 +54,18 @@ class TransactionStatements:
     connect: Callable[[], Any]
     connect_async: Callable[[], Any]
     is_pooled: bool = True
+    events_table: str = "coatcheck_events"
+    offsets_table: str = "coatcheck_offsets"
+    may_create: bool = True
+
+    def run(self, text: str, values: Sequence[Any] = ()) -> Sequence[Any]:
+        """Run a statement on a connection of the store's own, and commit; its rows."""
+        with closing(self.connect()) as connection:
+            cursor = connection.cursor()
+            cursor.execute(text, *[values] if values else [])
+            rows: Sequence[Any] = cursor.fetchall() if cursor.description else ()
+            connection.commit()
+            return rows
 
     def over(self, packed: Callable[[Swap], Swap]) -> TransactionStatements:
         """Return the statements that write what *packed* makes of a swap."""

@@ -12,12 +12,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any, TypeAlias
+from urllib.parse import parse_qsl
 
 from coatcheck.core.policy import duration_ms
 from coatcheck.errors import CoatcheckError, Misconfigured, StoreUnavailable
 
-# For each option of a URL: the keyword argument that it sets, and what parses its value.
-Options: TypeAlias = Mapping[str, tuple[str, Callable[[str], object]]]
+# For each option of a URL: the keyword argument that it sets, what parses its value, and how it is
+# explained in errors.
+Options: TypeAlias = Mapping[str, tuple[str, Callable[[str], object], str]]
+
+# The option that every store but the one in memory has.
+COMPACT = "compact=0 or 1 (keep neither scopes nor keys)"
 
 # 5: shorter pieces occur in many words and reveal little. But a whole part of the password between
 # two special characters may have been taken for a host or an option: there 3 are enough.
@@ -50,22 +55,21 @@ def refuse_no_text(url: object) -> None:
         raise Misconfigured(message)
 
 
-def parse_options(
-    store: str, pairs: Iterable[tuple[str, str]], known: Options, explained: str
-) -> dict[str, Any]:
+def parse_options(store: str, query: str, known: Options, others: str = "") -> dict[str, Any]:
     """
-    Return the keyword arguments for the options of a URL, its *pairs* of name and value.
+    Return the keyword arguments for the options in the *query* of a URL.
 
-    *explained* lists the *known* options, for errors about the store *store*.
+    *store* and *others*, options that are not among the *known* ones, are for errors.
     """
     arguments: dict[str, Any] = {}
-    for name, value in pairs:
+    explained = ", ".join([text for _, _, text in known.values()] + [others] * bool(others))
+    for name, value in parse_qsl(query, keep_blank_values=True):
         if name not in known:  # the value may be a secret
             hint = did_you_mean(name, known)
             raise Misconfigured(
                 f"{store}: {name}=… is no option{hint}; the options are {explained}"
             )
-        argument, parse = known[name]
+        argument, parse, _ = known[name]
         try:
             arguments[argument] = parse(value)
         except (ValueError, OverflowError) as error:

@@ -55,6 +55,7 @@ _MYSQL = {
 }
 # PostgreSQL: there is no such savepoint, or no transaction at all. MySQL: no such savepoint.
 _NO_SAVEPOINT = ("3B001", "25P01", 1305)
+_NO_TABLE = ("42P01", 1146)
 # Read-only. For a claim that means a standby, so the server counts as unreachable. For an end it
 # means that the handler has made its transaction read-only, because the claim was written before.
 _READ_ONLY = ("25006", 1792)
@@ -83,6 +84,14 @@ def is_savepoint_gone(error: BaseException, dialect: Dialect) -> bool:
         _code_of(cause, dialect) in _NO_SAVEPOINT
         or str(cause).startswith("no such savepoint")  # SQLite has no code for it
         or type(cause).__name__ == "ResourceClosedError"  # a session of SQLAlchemy has closed it
+        for cause in _causes(error)
+    )
+
+
+def is_table_missing(error: BaseException, dialect: Dialect) -> bool:
+    """The table of a statement does not exist."""
+    return any(
+        _code_of(cause, dialect) in _NO_TABLE or str(cause).startswith("no such table")  # SQLite
         for cause in _causes(error)
     )
 

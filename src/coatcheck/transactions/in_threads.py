@@ -79,6 +79,12 @@ class ThreadedConnection(TransactionConnection):
             raise
         return is_written
 
+    def write(self, statement: Statement) -> Flow[int]:
+        """Execute *statement* and return the number of affected rows."""
+        write = self._connection.write(statement)
+        affected: int = yield from Call(self._call, (_ENDING, call, write))
+        return affected
+
     def end(self, completion: Statement, *, undo: bool = False) -> Flow[None]:
         """Write *completion* and commit; raises `NotCommitted` if our transaction is over."""
         end = self._connection.end(completion, undo=undo)

@@ -56,9 +56,10 @@ def connection_source(given: object) -> ConnectionSource:
         method = getattr(given, name, None)
         if method is not None:
             return ConnectionSource(method, is_async=_is_for_event_loops(method))
+    # Not its value: a URL may have a password in it.
     raise Misconfigured(
-        f"{given!r} provides no connections; pass a pool, an engine, a session maker, a "
-        "connection, or a function that returns one"
+        f"a {type(given).__name__} provides no connections; pass a pool, an engine, a session "
+        "maker, a connection, or a function that returns one"
     )
 
 

@@ -1,7 +1,6 @@
 """What only DynamoDB has: one request per swap, items, the table, its limits."""
 
 import asyncio
-import json
 import os
 import threading
 import time
@@ -15,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coatcheck import Engine, KeyRing
-from coatcheck.cli import main
-from coatcheck.core.record import GONE, RUNNING, Record, Swap, completed, is_same_write, renewed
+from coatcheck.core.record import GONE, RUNNING, Record, Swap, completed, is_same_write
 from coatcheck.errors import Misconfigured, ResultUnavailable, StoreUnavailable
 from coatcheck.stores import (
     Batcher,
@@ -352,47 +350,6 @@ def test_a_page_leaves_out_records_that_changed_since_the_scan(store):
         end = Swap(first.id, first.version, completed(first, b"201"))
         on(store, "after-call.dynamodb.Scan", lambda **_: another.swap([end]) and None)
         assert store.find(Query(state=RUNNING)).records == [second]
-
-
-def test_a_sweep_scans_a_part_of_the_table_and_the_next_one_continues_there(
-    store, pages, monkeypatch
-):
-    """T3: the cost does not grow with the table."""
-    monkeypatch.setattr(module, "_SWEEP_PAGES", 1)
-    taken, over_ms = 0, max(record.expires_ms for record in pages)
-    with requests_of(store) as sent:
-        for _ in range(8):
-            taken += (some := store.sweep(over_ms))
-            assert some < len(pages)
-    assert taken == len(pages)
-    assert sent.count("Scan") == 8
-    assert store.find(Query()).records == []
-
-
-def test_the_command_sweeps_the_whole_of_a_table_of_many_pages(store, pages, monkeypatch, capsys):
-    """T3, O1: a page without expired records is not the end."""
-    monkeypatch.setattr(module, "_SWEEP_PAGES", 1)
-    monkeypatch.setattr(module.os, "urandom", lambda _size: pages[0].id)
-    now_ms = store.now_ms()
-    last = [pages[-1]._replace(version=1, lease_until_ms=0, expires_ms=now_ms - 1)]
-    last.append(last[0]._replace(id=claim_of(10).id))
-    assert swap(store, pages[-1].id, pages[-1].version, None) is None
-    assert store.swap([Swap(record.id, 0, record) for record in last]) == [None, None]
-    url = f"dynamodb://{store.config.table}?{dynamodb().place}"
-    assert main(["sweep", "--store", url, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"swept": 2}
-    assert store.find(Query()).records == pages[:-1]
-
-
-def test_a_sweep_does_not_delete_a_record_that_changed_since_the_scan(store):
-    """L5, T3: a renewed claim has another version."""
-    claim = claimed(store)
-    longer = renewed(claim, claim.expires_ms + 60_000)
-    with beside(store) as another:
-        renewal = Swap(claim.id, claim.version, longer)
-        on(store, "after-call.dynamodb.Scan", lambda **_: another.swap([renewal]) and None)
-        assert store.sweep(claim.expires_ms) == 0
-    assert store.get([claim.id]) == [longer]
 
 
 # ------------------------------------------------------------------------------------- the table

@@ -14,7 +14,7 @@ from tests.stores.mysql.support import claim, other_session, query
 
 def test_a_store_that_may_not_create_creates_nothing(url):
     """D4: and reads an existing table with nothing but the right to select."""
-    with pytest.raises(Misconfigured, match="there is no table coatcheck_records"):
+    with pytest.raises(Misconfigured, match="coatcheck_records is missing; run"):
         open_store(url, create=False)
     with other_session(url) as other:
         assert query(other, "show tables") == ()

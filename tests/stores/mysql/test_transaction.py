@@ -108,7 +108,7 @@ def test_a_statement_of_the_handler_may_take_longer_than_the_timeout_of_the_stor
             return len(query(current_operation().connection, statement))
 
         assert engine.transaction("a", run, SLOW, scope="s") == 1
-        with pytest.raises(pymysql.err.OperationalError, match="timed out"):
+        with pytest.raises(pymysql.OperationalError, match="timed out"):
             engine.transaction("b", run, "select sleep(2)", scope="s")
         # The server notices after the statement that the connection is closed; this waits for it.
         assert engine.transaction("b", lambda: "done", scope="s") == "done"

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import subprocess
+import sys
 from contextlib import closing
 
 import pytest
@@ -53,6 +54,29 @@ def test_the_schemes_of_other_libraries_name_the_same_store(url, scheme):
     assert migrate_store(other).found == 1
     with pytest.raises(Misconfigured, match="must be mysql://user"):
         open_store(f"{scheme}://shop")
+
+
+AS_MYSQLDB = """
+import pymysql
+pymysql.version_info = (2, 2, 1, "final", 0)
+pymysql.install_as_MySQLdb()
+import django.db.backends.mysql.base
+is_one_class = pymysql.OperationalError is pymysql.err.OperationalError
+from coatcheck.errors import StoreUnavailable
+from coatcheck.stores import open_store
+from tests.support.servers.mariadb import is_answered
+try:
+    open_store("mysql://root@127.0.0.1:1/shop?timeout=1s")
+except StoreUnavailable:
+    print(is_one_class, is_answered(1))
+"""
+
+
+def test_errors_are_recognised_where_django_uses_pymysql_as_mysqldb():
+    """D2: PyMySQL's own modules are then imported twice, and `pymysql.err` has other classes."""
+    command = [sys.executable, "-c", AS_MYSQLDB]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "False False\n"
 
 
 def test_names_and_passwords_may_hold_anything(url):

@@ -96,7 +96,7 @@ def waiting_sessions(url):
 def test_a_deadlock_is_retried(opened, url):
     """L5: PostgreSQL aborts one of the two, which must not look like an outage."""
     # PostgreSQL looks for a deadlock once, so long after our wait began; by then the other waits.
-    sooner = f"{url}&options=-c%20deadlock_timeout%3D2s"
+    sooner = f"{url}&options=-c%20deadlock_timeout%3D300ms"
     with opened(sooner) as access, session(url) as other:
         access.swap(*(claim(id) for id in MANY))
         other.execute("set deadlock_timeout = '60s'")

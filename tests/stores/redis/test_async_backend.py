@@ -215,6 +215,26 @@ def test_one_store_serves_many_event_loops(new_loop, server: Redis):
     gc.collect()  # an unclosed connection would warn, and fail the test
 
 
+@pytest.mark.parametrize("turns", range(1, 5))
+def test_a_close_that_is_cancelled_leaves_no_connection_open(run, server: Redis, turns: int):
+    """L1: also if the loop ends at once."""
+
+    async def story() -> None:
+        with closing(open_store(server.url)) as store:
+            assert isinstance(store, HasAsyncBackend)
+            backend = store.async_backend()
+            assert await backend.swap([claim(claim_of())]) == [None]
+            task = asyncio.ensure_future(backend.close())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait({task})
+
+    before = connections(server)
+    run(story())
+    until(lambda: connections(server) <= before)
+
+
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # a closed loop leaves its sockets open
 def test_a_backend_of_a_closed_loop_can_be_closed_from_another(new_loop, server: Redis):
     """L1: without waiting, and the server's connection is gone."""

@@ -126,7 +126,6 @@ class Heading(NamedTuple):
     """What a scan reads of a record."""
 
     id: bytes
-    version: int
     created_ms: int
 
 
@@ -134,7 +133,7 @@ def heading_of(item: Item) -> Heading:
     """Return the heading of the record in *item*; raise `UnreadableItem` if it is not a record."""
     id = item["id"]["B"]
     try:
-        return Heading(id, int(item["version"]["N"]), int(item["created_ms"]["N"]))
+        return Heading(id, int(item["created_ms"]["N"]))
     except (KeyError, ValueError) as error:
         raise UnreadableItem(f"item {id.hex()} is not a record of coatcheck") from error
 
@@ -185,7 +184,7 @@ def scan_of(query: Query) -> dict[str, Any]:
     DynamoDB checks all conditions but those about ids, which the caller checks.
     """
     filters = list(_filters(query))
-    scan: dict[str, Any] = {"ProjectionExpression": "#id, #version, #created_ms"}
+    scan: dict[str, Any] = {"ProjectionExpression": "#id, #created_ms"}
     if filters:
         scan["FilterExpression"] = " and ".join(text for text, _ in filters)
     values = {name: value for _, used in filters for name, value in used.items()}

@@ -137,8 +137,8 @@ def expiry_finding(client: DynamoClient) -> Finding:
         return Finding(
             "ok", f"DynamoDB deletes expired records (time to live on {EXPIRY_ATTRIBUTE})"
         )
-    message = f"table {table} has no time to live on {EXPIRY_ATTRIBUTE}: enable it, otherwise only"
-    return Finding("warning", f"{message} sweeps delete expired records, and they scan the table")
+    message = f"table {table} has no time to live on {EXPIRY_ATTRIBUTE}: enable it, otherwise"
+    return Finding("warning", f"{message} no expired record is ever deleted")
 
 
 def table_findings(client: DynamoClient) -> Iterator[Finding]:

@@ -9,14 +9,13 @@ use this store through threads, one request per call (`batch_max`), so a slow re
 other.
 
 The table has no order but that of a hash, and no index, which would double the cost of every write.
-So `find`, which is rare and for people, scans the whole table. The sweep scans a part of it at a
-time; DynamoDB itself deletes expired items within days.
+So `find`, which is rare and for people, scans the whole table. Nothing is swept: DynamoDB itself
+deletes expired items, usually within days.
 """
 
 from __future__ import annotations
 
 import heapq
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -43,9 +42,6 @@ from coatcheck.stores.registry import DYNAMODB
 
 T = TypeVar("T")
 
-# A page of a scan is 1 MB of the table. 4 pages: half a thousand read units per sweep, which once a
-# minute costs a few dollars a month. Scanning a large table each time would cost hundreds a day.
-_SWEEP_PAGES = 4
 # No record has this id, so a conditional write for it fails its condition and changes nothing.
 _ABSENT = Record(bytes(ID_BYTES), 2, RUNNING, 1, b"", 1, 1, 1, 1, 1, "", "", "", None, None)
 
@@ -67,8 +63,6 @@ class DynamoStore:
         self.in_flight = config.concurrency  # for event loops: calls at the same time
         self._client = DynamoClient(config)
         self._skip = SkipUndecodable()
-        # A random start, so that the nodes do not sweep the same part; None: the table's beginning.
-        self._sweep_from: bytes | None = os.urandom(16)
         try:
             schema.prepare(self._client, create=create)
         except BaseException:
@@ -128,98 +122,32 @@ class DynamoStore:
         return Page(page, next_after_id)
 
     def _matching(self, query: Query) -> Iterator[records.Heading]:
-        start: bytes | None = None
-        while True:
-            found, start = self._scan_page(query, start, consistent=True)
-            for heading in found:
-                if heading.id.startswith(query.id_prefix) and heading.id > query.after_id:
-                    yield heading
-            if start is None:
-                return
-
-    def _scan_page(
-        self, query: Query, start: bytes | None, *, consistent: bool
-    ) -> tuple[list[records.Heading], bytes | None]:
-        """Scan 1 MB of the table; return the headings that match, and the next start."""
-        items, start = self._scan(records.scan_of(query), start, consistent=consistent)
-        return self._decoded(records.heading_of, items), start
+        for heading in self._scan(records.heading_of, records.scan_of(query)):
+            if heading.id.startswith(query.id_prefix) and heading.id > query.after_id:
+                yield heading
 
     def count_records(self) -> Iterator[RecordCount]:
         """Count each record by itself, because DynamoDB cannot group them; scans the table once."""
-        start: bytes | None = None
+        return map(record_count_of, self._scan(records.record_of, {}))
+
+    def _scan(self, decode: Callable[[records.Item], T], parameters: dict[str, Any]) -> Iterator[T]:
+        """Scan the table, 1 MB at a time; yield what *decode* makes of each item."""
         while True:
-            items, start = self._scan({}, start, consistent=True)
-            yield from map(record_count_of, self._decoded(records.record_of, items))
-            if start is None:
+            answer = self._client.call("scan", ConsistentRead=True, **parameters)
+            for item in answer["Items"]:
+                try:
+                    yield decode(item)
+                except records.UnreadableItem as error:
+                    self._skip.warn_once(UndecodableRecord(f"{self.config}: {error}"))
+            if "LastEvaluatedKey" not in answer:
                 return
-
-    def _scan(
-        self, scan: dict[str, Any], start: bytes | None, *, consistent: bool
-    ) -> tuple[list[records.Item], bytes | None]:
-        """Scan 1 MB of the table from *start*; return items, and the next start."""
-        if start is not None:
-            scan["ExclusiveStartKey"] = {"id": {"B": start}}
-        answer = self._client.call("scan", ConsistentRead=consistent, **scan)
-        last = answer.get("LastEvaluatedKey")
-        return answer["Items"], None if last is None else last["id"]["B"]
-
-    def _decoded(
-        self, decode: Callable[[records.Item], T], items: Sequence[records.Item]
-    ) -> list[T]:
-        """Return what *decode* makes of *items*, without those that are not records."""
-        decoded = []
-        for item in items:
-            try:
-                decoded.append(decode(item))
-            except records.UnreadableItem as error:
-                self._skip.warn_once(UndecodableRecord(f"{self.config}: {error}"))
-        return decoded
+            parameters["ExclusiveStartKey"] = answer["LastEvaluatedKey"]
 
     def sweep(self, now_ms: int, limit: int = SWEEP_BATCH) -> int:
-        """
-        Delete up to *limit* records whose retention is over; return how many.
-
-        Scans at most four megabytes and continues where the last sweep stopped, so the cost does
-        not grow with the table. The time to live deletes what no sweep has reached.
-        """
-        query = Query(expired_at_ms=now_ms)
-        start, deleted = self._sweep_from, 0
-        is_second_round = start is None
-        for _ in range(_SWEEP_PAGES):
-            # An inconsistent read costs half, and `_delete` compares the versions anyway.
-            expired, start = self._scan_page(query, start, consistent=False)
-            count, stopped_at = self._delete(expired, limit - deleted)
-            deleted += count
-            if stopped_at is not None:
-                start = stopped_at
-                break
-            if start is None:  # the end of the table: continue at its beginning, but only once
-                if is_second_round:
-                    break
-                is_second_round = True
-        self._sweep_from = start  # a concurrent sweep may overwrite it, which does no harm
-        return deleted
-
-    def sweep_all(self, now_ms: int) -> Iterator[int]:
-        """Sweep the whole table, page by page; yield how many records each page had."""
-        query = Query(expired_at_ms=now_ms)
-        start: bytes | None = None
-        while True:
-            expired, start = self._scan_page(query, start, consistent=False)
-            count, _ = self._delete(expired, len(expired) + 1)
-            yield count
-            if start is None:
-                return
-
-    def _delete(self, expired: list[records.Heading], limit: int) -> tuple[int, bytes | None]:
-        """Delete up to *limit* unchanged records; return how many, and the last id at the limit."""
-        deleted, last = 0, None
-        while deleted < limit and expired:
-            some, expired = expired[: limit - deleted], expired[limit - deleted :]
-            results = self.swap([Swap(heading.id, heading.version, None) for heading in some])
-            deleted += results.count(None)
-            last = some[-1].id
-        return deleted, last if deleted == limit else None
+        """Delete nothing: DynamoDB deletes a record when its time to live is over."""
+        del now_ms, limit
+        self._client.botocore_client()  # raises if the store is closed
+        return 0
 
     def check(self) -> Sequence[Finding]:
         """Check the table, its time to live and capacity, and our permissions."""

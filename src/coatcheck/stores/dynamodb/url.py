@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import urlsplit
 
 from coatcheck.errors import Misconfigured
-from coatcheck.stores.url import Options, flag, parse_options, shown, timeout_s
+from coatcheck.stores.url import COMPACT, Options, flag, parse_options, shown, timeout_s
 
 _TABLE_NAME = re.compile(r"[A-Za-z0-9_.-]{3,255}")
 
@@ -38,9 +38,7 @@ def parse_url(url: str) -> DynamoConfig:
             f"{shown(url)} names no table; write dynamodb://table?region=eu-west-1, with a name of "
             "3 to 255 letters, digits, '_', '-' or '.'"
         )
-    pairs = parse_qsl(parts.query, keep_blank_values=True)
-    options = parse_options("dynamodb", pairs, _OPTIONS, _EXPLAINED)
-    return DynamoConfig(table=parts.netloc, **options)
+    return DynamoConfig(table=parts.netloc, **parse_options("dynamodb", parts.query, _OPTIONS))
 
 
 def _region(value: str) -> str:
@@ -63,13 +61,9 @@ def _concurrency(value: str) -> int:
 
 
 _OPTIONS: Options = {
-    "region": ("region", _region),
-    "endpoint": ("endpoint", _endpoint),
-    "compact": ("compact", flag),
-    "timeout": ("timeout_s", timeout_s),
-    "concurrency": ("concurrency", _concurrency),
+    "region": ("region", _region, "region=eu-west-1"),
+    "endpoint": ("endpoint", _endpoint, "endpoint=http://localhost:8000"),
+    "compact": ("compact", flag, COMPACT),
+    "timeout": ("timeout_s", timeout_s, "timeout=5s"),
+    "concurrency": ("concurrency", _concurrency, "concurrency=32 (1 to 999)"),
 }
-_EXPLAINED = (
-    "region=eu-west-1, endpoint=http://localhost:8000, compact=0 or 1 (keep neither scopes nor "
-    "keys), timeout=5s and concurrency=32 (1 to 999)"
-)

@@ -1,22 +1,18 @@
 """Connections to a MySQL server, through PyMySQL.
 
 A `Session` is one login: a PyMySQL connection with the session settings that the store relies on,
-which also keeps track of what may have been committed. A `Connection` is what the store holds: it
-opens a session on first use, lets one thread use it at a time, repeats work after a deadlock, and
-replaces the session after an error, after a fork, or when the server has closed it.
+which also keeps track of what may have been committed. A `Connection` is what the store holds: one
+session that threads share, and that repeats work after a deadlock.
 
-Invariants: a session with an open transaction or an unread answer is never used again; no session
-is used on both sides of a fork.
+Invariant: a session with an open transaction or an unread answer is never used again.
 """
 
 from __future__ import annotations
 
-import os
 import secrets
 import selectors
 import socket
 import ssl
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -37,6 +33,7 @@ from coatcheck.stores.mysql.errors import (
     code_of,
     to_store_error,
 )
+from coatcheck.stores.shared_connection import SharedConnection
 
 R = TypeVar("R")
 Row: TypeAlias = tuple[Any, ...]
@@ -260,12 +257,16 @@ def _refuse_replica(read_only: object) -> None:
         raise pymysql.OperationalError(READ_ONLY, "read_only is on")
 
 
-class Connection:
+class Connection(SharedConnection[Session]):
     """
     One connection to the server, used by one thread at a time.
 
     *is_opening*: the store is being opened, so a permanent error is `Misconfigured`. *on_connect*:
     a statement for every new session; if it fails, the session is not used.
+
+    A forked child drops the parent's session: that closes the child's copy of the socket without
+    logging out, which would end the session for the parent. Keeping the copy open would keep the
+    session and its locks alive after the parent has ended.
     """
 
     def __init__(
@@ -276,103 +277,58 @@ class Connection:
         reply_timeout_s: float | None = None,
         on_connect: str = "",
     ) -> None:
+        super().__init__(str(server))
         self._server = server
         self._is_opening = is_opening
         self._reply_timeout_s = reply_timeout_s or server.timeout_s
         self._on_connect = on_connect
-        self._is_closed = False
-        self._renew()
         renew_after_fork(self)
-
-    def _renew(self) -> None:
-        """
-        Start without a session, in a forked child.
-
-        Dropping the parent's session closes the child's copy of the socket without logging out,
-        which would end the session for the parent. Keeping the copy open would keep the session and
-        its locks alive after the parent has ended.
-        """
-        self._lock = threading.Lock()
-        self._session: Session | None = None
-        self._pid = os.getpid()
-
-    def is_busy(self) -> bool:
-        """Another thread is using it at this moment."""
-        return self._lock.locked()
 
     def run(self, work: Callable[[Session], R]) -> R:
         """Return what *work* returns; call it again after a deadlock or a lock timeout."""
-        if self._pid != os.getpid():  # the fork bypassed Python's hooks
-            self._renew()
-        try:
-            with self._lock:
-                return self._run(work)
-        finally:
-            if self._is_closed:  # while this call was running
-                self.close()
-
-    def _run(self, work: Callable[[Session], R]) -> R:
         server = self._server
         # The last attempt may wait for a lock once more, and must still end in time.
         deadline_s = time.monotonic() + server.timeout_s - server.lock_timeout_s
         for attempt in count(1):
-            session = self._usable_session()
-            try:
-                return work(session)
-            except pymysql.MySQLError as error:
-                failure = to_store_error(
-                    error,
-                    str(server),
-                    is_opening=self._is_opening,
-                    is_committing=session.is_committing,
-                    has_committed=session.has_committed,
-                )
-                session.recover(error)
-                is_last = attempt == _ATTEMPTS_MAX or time.monotonic() > deadline_s
-                # Work that has committed something would conflict with its own first attempt.
-                if code_of(error) not in RETRYABLE or session.has_committed or is_last:
-                    raise failure from error
-            finally:
-                if not session.is_usable:
-                    self._discard()
+            with self as session:
+                session.start_work()
+                try:
+                    return work(session)
+                except pymysql.MySQLError as error:
+                    failure = to_store_error(
+                        error,
+                        self._where,
+                        is_opening=self._is_opening,
+                        is_committing=session.is_committing,
+                        has_committed=session.has_committed,
+                    )
+                    session.recover(error)
+                    is_last = attempt == _ATTEMPTS_MAX or time.monotonic() > deadline_s
+                    # Work that has committed something would conflict with its own first attempt.
+                    if code_of(error) not in RETRYABLE or session.has_committed or is_last:
+                        raise failure from error
             time.sleep(secrets.randbelow(_PAUSE_MS_MAX) / 1_000)
         raise AssertionError
 
-    def _usable_session(self) -> Session:
-        if self._is_closed:
-            raise StoreUnavailable(f"{self._server}: the store is closed")
-        if self._session is not None and self._session.is_stale():
-            self._discard()
-        if self._session is None:
-            self._session = self._opened()
-        self._session.start_work()
-        return self._session
-
-    def _opened(self) -> Session:
-        where = str(self._server)
+    def _open(self) -> Session:
         try:
             return Session(self._server, self._reply_timeout_s, self._on_connect)
         except (pymysql.MySQLError, OSError) as error:
-            raise to_store_error(error, where, is_opening=self._is_opening) from error
+            raise to_store_error(error, self._where, is_opening=self._is_opening) from error
         except Exception as error:
             # PyMySQL fails in many ways on a server that is no MySQL, or if a package for the
             # login method is missing.
-            raise StoreUnavailable(f"{where}: the login failed: {error!r}") from error
+            raise StoreUnavailable(f"{self._where}: the login failed: {error!r}") from error
 
-    def _discard(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            session.close()
+    def _close(self, connection: Session) -> None:
+        connection.close()
 
-    def close(self) -> None:
-        """Close it for good; if a thread is using it, that thread does so when it has finished."""
-        self._is_closed = True
-        # In a forked child the session belongs to the parent.
-        if self._pid == os.getpid() and self._lock.acquire(blocking=False):
-            try:
-                self._discard()
-            finally:
-                self._lock.release()
+    def _is_usable(self, connection: Session, error: BaseException | None) -> bool:
+        del error
+        return connection.is_usable
+
+    def _is_stale(self, connection: Session) -> bool:
+        return connection.is_stale()
 
 
 def free_one(connections: Sequence[Connection]) -> Connection:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import pymysql
 
 from coatcheck.errors import Misconfigured, StoreUnavailable
-from coatcheck.stores.migration import HOW, supported
+from coatcheck.stores.migration import outdated, supported
 from coatcheck.stores.mysql.connection import Connection, Server, Session
 from coatcheck.stores.mysql.errors import ALREADY_EXISTS, code_of
 
@@ -69,9 +69,7 @@ def prepare(connection: Connection, server: Server, table: str, *, create: bool)
     found = connection.run(lambda session: known_version(session, table))
     if found < len(MIGRATIONS):
         if not create:
-            missing = f"there is no table {table} of coatcheck"
-            older = f"{table} has schema {found}, older than {len(MIGRATIONS)} of this release"
-            raise Misconfigured(f"{server}: {older if found else missing}; {HOW}")
+            raise Misconfigured(outdated(f"{server}: {table}", found, len(MIGRATIONS)))
         found = connection.run(lambda session: _migrate(session, table))
     if problem := connection.run(lambda session: table_problem(session, table)):
         raise Misconfigured(f"{server}: {problem}")

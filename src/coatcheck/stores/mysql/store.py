@@ -43,11 +43,15 @@ class MysqlStore:
     ) -> None:
         self._server = server
         self._table = table
-        self._compact = compact
+        self.is_compact = compact
         self._statements = Statements(table)
         statement_bytes_max, is_encrypted = self._open(create=create)
         plain = transaction_statements_for(
-            server, table, statement_bytes_max=statement_bytes_max, is_encrypted=is_encrypted
+            server,
+            table,
+            statement_bytes_max=statement_bytes_max,
+            is_encrypted=is_encrypted,
+            may_create=create,
         )
         self.transaction_statements = plain.over(compact_swap) if compact else plain
         key = self._statements.require_primary_key
@@ -92,7 +96,7 @@ class MysqlStore:
         """Write each record if its version is still the expected one."""
         if not swaps:
             return []
-        if self._compact:
+        if self.is_compact:
             swaps = [compact_swap(swap) for swap in swaps]
         return free_one(self._writers).run(lambda s: operations.swap(s, self._statements, swaps))
 
@@ -118,17 +122,7 @@ class MysqlStore:
         return self._searcher.run(lambda s: operations.search(s, statement, limit_s))
 
     def sweep(self, now_ms: int, limit: int = SWEEP_BATCH) -> int:
-        """Delete up to *limit* records whose retention is over, some hundreds at a time."""
-        deleted = 0
-        for start in range(0, limit, SWEEP_BATCH):
-            portion = min(limit - start, SWEEP_BATCH)
-            count = self._sweep_some(now_ms, portion)
-            deleted += count
-            if count < portion:
-                break
-        return deleted
-
-    def _sweep_some(self, now_ms: int, limit: int) -> int:
+        """Delete up to *limit* records whose retention is over."""
         return self._maintenance.run(
             lambda session: operations.sweep(session, self._statements, now_ms, limit)
         )

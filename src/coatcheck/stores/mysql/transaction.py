@@ -39,7 +39,7 @@ _LOCK_WAIT = "/*M! set statement innodb_lock_wait_timeout = {:d} for */ "
 
 
 def transaction_statements_for(
-    server: Server, table: str, *, statement_bytes_max: int, is_encrypted: bool
+    server: Server, table: str, *, statement_bytes_max: int, is_encrypted: bool, may_create: bool
 ) -> TransactionStatements:
     """
     Return the statements for *table*, and how to connect to *server*.
@@ -53,6 +53,7 @@ def transaction_statements_for(
         change=writer.change,
         connect=partial(_connect, server),
         connect_async=partial(_connect_async, server, is_encrypted=is_encrypted),
+        may_create=may_create,
     )
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 import ssl
 from typing import NamedTuple
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from coatcheck.errors import Misconfigured
 from coatcheck.stores.mysql.connection import Server
 from coatcheck.stores.mysql.schema import META_TABLE
-from coatcheck.stores.url import Options, flag, parse_options, timeout_s
+from coatcheck.stores.url import COMPACT, Options, flag, parse_options, timeout_s
 
 _PORT = 3306
 TABLE = "coatcheck_records"
@@ -36,8 +36,7 @@ class ParsedUrl(NamedTuple):
 def parse_url(url: str) -> ParsedUrl:
     """Return the parts of *url*; raise `Misconfigured` if a part or an option makes no sense."""
     parts = urlsplit(url)
-    pairs = parse_qsl(parts.query, keep_blank_values=True)
-    options = parse_options("mysql", pairs, _OPTIONS, _EXPLAINED)
+    options = parse_options("mysql", parts.query, _OPTIONS)
     table, compact = options.pop("table", TABLE), options.pop("compact", False)
     server = Server(
         host=parts.hostname or "",
@@ -83,15 +82,13 @@ def _table(value: str) -> str:
 
 
 _OPTIONS: Options = {
-    "table": ("table", _table),
-    "compact": ("compact", flag),
-    "timeout": ("timeout_s", timeout_s),
-    "transaction_timeout": ("transaction_timeout_s", timeout_s),
-    "ssl": ("ssl", flag),
-    "ssl_ca": ("ssl_ca", str),
+    "table": ("table", _table, f"table={TABLE}"),
+    "compact": ("compact", flag, COMPACT),
+    "timeout": ("timeout_s", timeout_s, "timeout=5s (how long to wait for the server)"),
+    "transaction_timeout": (
+        *("transaction_timeout_s", timeout_s),
+        "transaction_timeout=60s (the same for each statement of transaction mode)",
+    ),
+    "ssl": ("ssl", flag, "ssl=0 or 1 (require TLS and verify it)"),
+    "ssl_ca": ("ssl_ca", str, "ssl_ca=FILE (by this certificate)"),
 }
-_EXPLAINED = (
-    f"table={TABLE}, compact=0 or 1 (keep neither scopes nor keys), timeout=5s (how long to wait "
-    "for the server), transaction_timeout=60s (the same for each statement of transaction mode), "
-    "ssl=0 or 1 (require TLS and verify it) and ssl_ca=FILE (by this certificate)"
-)

@@ -1,7 +1,7 @@
 """psycopg connections for threads.
 
-`Connection` bounds every wait for the server. `SharedConnection` is one connection that threads use
-one at a time; it is replaced when it is broken.
+`Connection` bounds every wait for the server. `PostgresConnection` is one connection that threads
+use one at a time; it is replaced when it is broken.
 
 Invariants: every failure of server and network is raised as `StoreUnavailable` within the timeout;
 a connection that may be broken is closed, and the next caller opens a new one; a connection is
@@ -11,30 +11,26 @@ never used or closed in a forked child.
 from __future__ import annotations
 
 import select
-import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from math import inf
-from types import TracebackType
 from typing import Any, TypeVar
 
 import psycopg
 from psycopg import BaseConnection, RawCursor, errors
 
 from coatcheck.core.flow import Flow, run
-from coatcheck.errors import StoreUnavailable
 from coatcheck.stores.fork import renew_after_fork
 from coatcheck.stores.postgres.errors import (
-    ATTEMPTS_MAX,
     NoAnswer,
-    is_rolled_back,
     is_session_stale,
     to_store_error,
 )
 from coatcheck.stores.postgres.statements import Row
 from coatcheck.stores.postgres.swap import Execute, with_store_errors
 from coatcheck.stores.search_timeout import took_too_long
+from coatcheck.stores.shared_connection import SharedConnection
 
 T = TypeVar("T")
 
@@ -112,33 +108,29 @@ class AsyncConnection(BoundedConnection, psycopg.AsyncConnection[Any]):
         return await super().wait(self.bounded(gen), *args, **kwargs)
 
 
-class SharedConnection:
+class PostgresConnection(SharedConnection[Connection]):
     """
-    One connection for many threads, one at a time: `with shared as connection`.
+    One connection for many threads, one at a time.
 
-    It connects on first use. *writes*: statements on it change records, so a lost answer is
-    ambiguous. *prepares*: prepare every statement, for a plan that uses an index; not behind a
-    pooler.
+    *writes*: statements on it change records, so a lost answer is ambiguous. *prepares*: prepare
+    every statement, for a plan that uses an index; not behind a pooler.
     """
 
     def __init__(
         self, conninfo: str, timeout_s: float, *, writes: bool = False, prepares: bool = False
     ) -> None:
+        super().__init__("postgresql")
         self._conninfo = conninfo
         self._timeout_s = timeout_s
         self._writes = writes
         self._prepares = prepares
-        self._connection: Connection | None = None
         self._inherited: list[Connection | None] = []
-        self._closed = False
-        self._renew()
         renew_after_fork(self)
 
     def _renew(self) -> None:
         # The reference is kept: closing it would end the session of the parent process.
         self._inherited.append(self._connection)
-        self._connection = None
-        self._mutex = threading.Lock()
+        super()._renew()
 
     def run_flow(self, flow: Flow[T]) -> T:
         """Execute the statements of *flow*."""
@@ -146,72 +138,42 @@ class SharedConnection:
             return connection.run(with_store_errors(flow, writes=self._writes))
 
     def run(self, work: Callable[[Connection], T]) -> T:
-        """Call *work* with the connection; again, if the server rolled it back."""
-        for attempts_left in reversed(range(ATTEMPTS_MAX)):
-            try:
-                with self as connection:
-                    return work(connection)
-            except psycopg.Error as error:
-                if not is_rolled_back(error):
-                    raise
-                if not attempts_left:
-                    raise to_store_error(error, writes=self._writes) from error
-        raise AssertionError
+        """Call *work* with the connection."""
+        with self as connection:
+            return work(connection)
 
-    def __enter__(self) -> Connection:
-        self._mutex.acquire()
+    def _open(self) -> Connection:
+        return connect(self._conninfo, self._timeout_s, prepares=self._prepares)
+
+    def _close(self, connection: Connection) -> None:
+        close_quietly(connection)
+
+    def _is_usable(self, connection: Connection, error: BaseException | None) -> bool:
+        if error is None:
+            return True
+        if is_session_stale(error) or connection.closed:
+            return False
+        return connection.info.transaction_status == psycopg.pq.TransactionStatus.IDLE
+
+    def _is_stale(self, connection: Connection) -> bool:
+        """An idle connection has something to read, which is nearly always its end."""
+        if not hasattr(select, "poll"):  # on Windows the next statement fails instead
+            return False
         try:
-            if self._connection is not None and _was_closed_by_server(self._connection):
-                self._discard()
-            if self._connection is None:
-                if self._closed:
-                    raise StoreUnavailable("the store is closed")
-                self._connection = connect(self._conninfo, self._timeout_s, prepares=self._prepares)
-        except BaseException:
-            self._mutex.release()
-            raise
-        return self._connection
+            idle = select.poll()
+            idle.register(connection.fileno(), select.POLLIN)
+            return bool(idle.poll(0))
+        except (psycopg.OperationalError, OSError):  # it is closed already
+            return True
 
-    def __exit__(
-        self,
-        _type: type[BaseException] | None,
-        error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
-        try:
-            if error and self._connection and _is_broken(self._connection, error):
-                self._discard()
-        finally:
-            self._mutex.release()
-            if self._closed:  # `close` did not wait for this caller
-                self.close(wait_s=0)
-        if isinstance(error, Exception) and not is_rolled_back(error):
-            store_error = to_store_error(error, writes=self._writes)
-            if store_error is not error:
-                raise store_error from error
-
-    def _discard(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            close_quietly(connection)
-
-    def close(self, wait_s: float = -1) -> None:
-        """
-        Close the connection for good.
-
-        Waits for a caller that is using it, but at most *wait_s* (-1: as long as it takes). A
-        caller that is not waited for closes the connection when it has finished.
-        """
-        self._closed = True
-        if self._mutex.acquire(timeout=wait_s):
-            try:
-                self._discard()
-            finally:
-                self._mutex.release()
+    def _raise_store_error(self, error: Exception) -> None:
+        store_error = to_store_error(error, writes=self._writes)
+        if store_error is not error:
+            raise store_error from error
 
 
 def connect(conninfo: str, timeout_s: float, *, prepares: bool) -> Connection:
-    """Open a connection; *prepares* as in `SharedConnection`."""
+    """Open a connection; *prepares* as in `PostgresConnection`."""
     try:
         connection = Connection.connect(
             conninfo, autocommit=True, prepare_threshold=None, cursor_factory=RawCursor
@@ -237,24 +199,6 @@ def is_direct(connection: Connection) -> bool:
     prepared belongs to another client's statement. So nothing is prepared there.
     """
     return connection.fetch("select pg_backend_pid()") == [(connection.info.backend_pid,)]
-
-
-def _was_closed_by_server(connection: Connection) -> bool:
-    """Whether an idle connection has something to read, which is nearly always its end."""
-    if not hasattr(select, "poll"):  # on Windows the next statement fails instead
-        return False
-    try:
-        idle = select.poll()
-        idle.register(connection.fileno(), select.POLLIN)
-        return bool(idle.poll(0))
-    except (psycopg.OperationalError, OSError):  # it is closed already
-        return True
-
-
-def _is_broken(connection: Connection, error: BaseException) -> bool:
-    if is_session_stale(error) or connection.closed:
-        return True
-    return connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE
 
 
 def close_quietly(connection: Connection) -> None:

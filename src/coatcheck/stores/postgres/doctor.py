@@ -18,11 +18,11 @@ from coatcheck.core.identity import ID_BYTES
 from coatcheck.core.record import COMPLETED, RUNNING, Record, Swap
 from coatcheck.errors import Misconfigured
 from coatcheck.stores.contract import Finding
-from coatcheck.stores.migration import HOW
+from coatcheck.stores.migration import HOW, outdated
 from coatcheck.stores.postgres import schema as schemas
 from coatcheck.stores.postgres.connection import Connection
 from coatcheck.stores.postgres.errors import NO_PRIMARY_KEY, one_line
-from coatcheck.stores.postgres.schema import Names, known_version, outdated
+from coatcheck.stores.postgres.schema import Names, known_version
 from coatcheck.stores.postgres.swap import RecordTable
 
 # 1 s: a transaction that only writes records is over by then.
@@ -58,7 +58,7 @@ def _check_table(connection: Connection, names: Names) -> Iterator[Finding]:
         yield Finding("error", str(error))
         return
     if version < len(schemas.MIGRATIONS):
-        yield Finding("error", outdated(names, version))
+        yield Finding("error", outdated(names.records, version, len(schemas.MIGRATIONS)))
         return
     found = connection.fetch(_TABLE, names.records)
     if not found:

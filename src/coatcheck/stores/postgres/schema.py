@@ -10,7 +10,7 @@ from __future__ import annotations
 from psycopg import sql
 
 from coatcheck.errors import Misconfigured
-from coatcheck.stores.migration import HOW, supported
+from coatcheck.stores.migration import outdated, supported
 from coatcheck.stores.postgres.connection import Connection
 from coatcheck.stores.postgres.statements import CREATED_MS
 
@@ -78,6 +78,8 @@ class Names:
         self.schema = schema
         self.records = self._quoted("coatcheck_records")
         self.versions = self._quoted("coatcheck_schema")
+        self.events = self._quoted("coatcheck_events")
+        self.offsets = self._quoted("coatcheck_offsets")
         self.age_statistics = self._quoted("coatcheck_records_created")
 
     def _quoted(self, table: str) -> str:
@@ -95,7 +97,7 @@ def migrate(connection: Connection, names: Names, *, create: bool) -> int:
     if found == len(MIGRATIONS):
         return found
     if not create:
-        raise Misconfigured(outdated(names, found))
+        raise Misconfigured(outdated(names.records, found, len(MIGRATIONS)))
     with connection.transaction():
         # Whatever the role's default: a snapshot from before the lock would not see the tables that
         # another node created while we waited for it.
@@ -112,12 +114,6 @@ def migrate(connection: Connection, names: Names, *, create: bool) -> int:
         if connection.info.server_version >= _AGE_STATISTICS_SINCE:
             _execute(connection, _AGE_STATISTICS.format(names.age_statistics, names.records))
     return found
-
-
-def outdated(names: Names, found: int) -> str:
-    """Return the message for tables that are missing, or older than this release."""
-    older = f"has schema {found}, older than {len(MIGRATIONS)} of this release"
-    return f"{names.records} {older if found else 'is missing'}; {HOW}"
 
 
 def _create_schema(connection: Connection, schema: str) -> None:

@@ -31,7 +31,7 @@ from coatcheck.stores.postgres import statements
 from coatcheck.stores.postgres.async_backend import PostgresBackend
 from coatcheck.stores.postgres.connection import (
     PLAN_WITH_INDEX,
-    SharedConnection,
+    PostgresConnection,
     is_direct,
     search,
 )
@@ -69,10 +69,11 @@ class PostgresStore:
         create: bool = True,
     ) -> None:
         self._names = names = Names(schema)
+        self.is_compact = compact
         self._table = RecordTable(names.records, compact=compact)
         self._timeout_s = timeout_s
         conninfo = conninfo_of(conninfo, timeout_s)
-        self._maintenance = SharedConnection(conninfo, timeout_s)
+        self._maintenance = PostgresConnection(conninfo, timeout_s)
         try:
             self._maintenance.run(
                 lambda connection: schemas.migrate(connection, names, create=create)
@@ -85,10 +86,12 @@ class PostgresStore:
             self._maintenance.close()
             raise
         self._async_options = asyncpg_options(conninfo, PLAN_WITH_INDEX if prepares else None)
-        self._writer = SharedConnection(conninfo, timeout_s, writes=True, prepares=prepares)
-        self._reader = SharedConnection(conninfo, timeout_s, prepares=prepares)
-        self._searcher = SharedConnection(conninfo, timeout_s)
-        plain = transaction_statements_for(conninfo, names.records, timeout_s, prepares=prepares)
+        self._writer = PostgresConnection(conninfo, timeout_s, writes=True, prepares=prepares)
+        self._reader = PostgresConnection(conninfo, timeout_s, prepares=prepares)
+        self._searcher = PostgresConnection(conninfo, timeout_s)
+        plain = transaction_statements_for(
+            conninfo, names, timeout_s, prepares=prepares, may_create=create
+        )
         self.transaction_statements = plain.over(compact_swap) if compact else plain
 
     @classmethod
@@ -103,7 +106,7 @@ class PostgresStore:
         conninfo, options = parse_url(url)
         timeout_s = options.get("timeout_s", TIMEOUT_S)
         names = Names(options.get("schema", ""))
-        with closing(SharedConnection(conninfo_of(conninfo, timeout_s), timeout_s)) as shared:
+        with closing(PostgresConnection(conninfo_of(conninfo, timeout_s), timeout_s)) as shared:
             if only_look:
                 found = shared.run(lambda connection: schemas.known_version(connection, names))
             else:
@@ -180,4 +183,4 @@ class PostgresStore:
         self._writer.close()
         self._reader.close()
         self._maintenance.close()
-        self._searcher.close(wait_s=0)
+        self._searcher.close()

@@ -17,6 +17,7 @@ from typing import Any
 
 from coatcheck.core.record import Swap
 from coatcheck.stores.postgres.connection import AsyncConnection, Connection
+from coatcheck.stores.postgres.schema import Names
 from coatcheck.stores.postgres.statements import PLACEHOLDERS, row_of
 from coatcheck.stores.transaction_statements import Statement, TransactionStatements
 
@@ -41,10 +42,10 @@ _PREPARE_THRESHOLD = 5
 
 
 def transaction_statements_for(
-    conninfo: str, table: str, timeout_s: float, *, prepares: bool
+    conninfo: str, names: Names, timeout_s: float, *, prepares: bool, may_create: bool
 ) -> TransactionStatements:
-    """Return the statements for *table*, a name that is already quoted."""
-    statements = _Statements(table, timeout_s)
+    """Return the statements for the tables with these *names*."""
+    statements = _Statements(names.records, timeout_s)
     # The handler's own statements have no time limit.
     threshold = _PREPARE_THRESHOLD if prepares else None
     return TransactionStatements(
@@ -53,6 +54,9 @@ def transaction_statements_for(
         change=statements.change,
         connect=partial(Connection.connect, conninfo, prepare_threshold=threshold),
         connect_async=partial(AsyncConnection.connect, conninfo, prepare_threshold=threshold),
+        events_table=names.events,
+        offsets_table=names.offsets,
+        may_create=may_create,
     )
 
 

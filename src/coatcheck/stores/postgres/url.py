@@ -16,7 +16,7 @@ from psycopg.pq import Conninfo
 
 from coatcheck.errors import Misconfigured
 from coatcheck.stores.postgres.errors import one_line
-from coatcheck.stores.url import Options, flag, parse_options, timeout_s
+from coatcheck.stores.url import COMPACT, Options, flag, parse_options, timeout_s
 
 # 5 s: thousands of round trips. A server that takes longer is down for all that a client can tell.
 TIMEOUT_S = 5.0
@@ -30,13 +30,10 @@ def _schema(value: str) -> str:
 
 
 _OPTIONS: Options = {
-    "schema": ("schema", _schema),
-    "compact": ("compact", flag),
-    "timeout": ("timeout_s", timeout_s),
+    "schema": ("schema", _schema, "schema=NAME"),
+    "compact": ("compact", flag, COMPACT),
+    "timeout": ("timeout_s", timeout_s, "timeout=5s"),
 }
-_EXPLAINED = (
-    "schema=NAME, compact=0 or 1 (keep neither scopes nor keys), timeout=5s, and those of libpq"
-)
 
 
 def parse_url(url: str) -> tuple[str, dict[str, Any]]:
@@ -46,7 +43,7 @@ def parse_url(url: str) -> tuple[str, dict[str, Any]]:
     pairs = parse_qsl(query, keep_blank_values=True)
     ours = [pair for pair in pairs if pair[0] in _OPTIONS]
     rest = urlencode([pair for pair in pairs if pair not in ours], quote_via=quote)
-    options = parse_options("postgresql", ours, _OPTIONS, _EXPLAINED)
+    options = parse_options("postgresql", urlencode(ours), _OPTIONS, "those of libpq")
     # Not `urlunsplit`, which drops the two slashes of a URL without a host.
     return f"postgresql://{parts.netloc}{parts.path}{'?' if rest else ''}{rest}", options
 

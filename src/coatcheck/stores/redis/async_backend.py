@@ -28,6 +28,9 @@ from coatcheck.stores.redis.safety import QUESTIONS
 from coatcheck.stores.redis.swap import Flows, Send, Wait
 from coatcheck.stores.redis.url import RedisConfig
 
+# 1 s: to close a socket takes a turn of the loop; a cancelled caller does not wait longer.
+CLOSE_S = 1.0
+
 
 class RedisBackend:
     """One event loop's connections to one server, or to the current master."""
@@ -99,8 +102,17 @@ class RedisBackend:
             raise
 
     async def close(self) -> None:
-        """Close all connections; if the loop is closed already, without waiting."""
+        """Close all connections, also if this is cancelled meanwhile."""
         self._closed = True
+        closing = asyncio.ensure_future(self._close_connections())
+        try:
+            await asyncio.shield(closing)
+        except asyncio.CancelledError:
+            await asyncio.wait({closing}, timeout=CLOSE_S)
+            raise
+
+    async def _close_connections(self) -> None:
+        """If the loop is closed already, without waiting."""
         for opened in (self._pool, *sentinels_of(self._pool)):
             # asyncio cannot close a socket of a closed loop.
             with suppress(*[RuntimeError] if self._loop.is_closed() else []):

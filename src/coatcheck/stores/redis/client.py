@@ -91,7 +91,7 @@ class Client:
     ) -> None:
         self._config = config
         self._address = address
-        self._name = name
+        self.name = name
         self._wait = Wait(config.wait, config.timeout_s)
         self._monitor = monitor
         self._closed = False
@@ -121,7 +121,7 @@ class Client:
         try:
             connection = pool.get_connection()
         except (exceptions.RedisError, OSError) as error:
-            raise to_store_error(self._name, error) from error
+            raise to_store_error(self.name, error) from error
         try:
             connection.send_packed_command(connection.pack_commands(sent))
             replies = [_read(connection) for _ in sent]
@@ -131,10 +131,10 @@ class Client:
                 raise
             # Of several commands the server may have accepted others.
             is_ambiguous = is_write and (len(sent) > 1 or not is_refusal(error))
-            raise to_store_error(self._name, error, is_ambiguous=is_ambiguous) from error
+            raise to_store_error(self.name, error, is_ambiguous=is_ambiguous) from error
         finally:
             pool.release(connection)
-        return self._wait.checked(self._name, replies) if is_write else replies
+        return self._wait.checked(self.name, replies) if is_write else replies
 
     def _check(self, connection: Any) -> None:  # noqa: ANN401 - redis-py's
         """Log in on a new connection, and check the server behind it."""
@@ -142,7 +142,7 @@ class Client:
         try:
             connection.on_connect()
             connection.send_packed_command(connection.pack_commands(QUESTIONS))
-            self._monitor.on_connect(self._name, [_read(connection) for _ in QUESTIONS])
+            self._monitor.on_connect(self.name, [_read(connection) for _ in QUESTIONS])
         except BaseException:
             connection.disconnect()  # redis-py does so only for its own errors
             raise
@@ -158,7 +158,7 @@ class Client:
     def check_open(self) -> None:
         """Raise if the client was closed."""
         if self._closed:
-            raise StoreUnavailable(f"{self._name}: the store is closed")
+            raise StoreUnavailable(f"{self.name}: the store is closed")
 
     def close(self) -> None:
         """Close all connections."""
@@ -175,7 +175,7 @@ def _read(connection: Any) -> Reply:  # noqa: ANN401 - redis-py's
         return error
 
 
-class Server:
+class Server(Client):
     """
     One server, or the current master if *config* names Sentinels, as the store uses it.
 
@@ -188,14 +188,13 @@ class Server:
     def __init__(
         self, config: RedisConfig, address: Address, name: str, monitor: SafetyMonitor
     ) -> None:
-        self.name = name
-        self._requests = Client(config, address, name, monitor)
+        super().__init__(config, address, name, monitor)
         self.operators = Client(config, address, name, None)
 
     def write(self, commands: Sequence[Command]) -> list[Reply]:
         """Send commands that may change records; return their replies."""
         try:
-            replies = self._requests.send([command.words for command in commands], is_write=True)
+            replies = self.send([command.words for command in commands], is_write=True)
         except StoreUnavailable:
             self.disconnect_idle()  # after a failover they may lead to the old master
             raise
@@ -205,7 +204,7 @@ class Server:
 
     def read(self, commands: Sequence[Command]) -> list[Reply]:
         """Send commands that change nothing; return their replies."""
-        return self._requests.send([command.words for command in commands])
+        return self.send([command.words for command in commands])
 
     def servers(self) -> Iterable[Server]:
         """Return each server that holds records."""
@@ -217,14 +216,10 @@ class Server:
 
     def disconnect_idle(self) -> None:
         """Close the idle connections."""
-        self._requests.disconnect_idle()
+        super().disconnect_idle()
         self.operators.disconnect_idle()
-
-    def check_open(self) -> None:
-        """Raise if the store was closed."""
-        self._requests.check_open()
 
     def close(self) -> None:
         """Close all connections."""
-        self._requests.close()
+        super().close()
         self.operators.close()

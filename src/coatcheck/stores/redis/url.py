@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from coatcheck.errors import Misconfigured
-from coatcheck.stores.url import Options, flag, parse_options, shown, timeout_s
+from coatcheck.stores.url import COMPACT, Options, flag, parse_options, shown, timeout_s
 
 # The risks that the store refuses unless the URL allows them by name; see `safety.py`.
 RISKS = ("eviction", "no-persistence", "replica")
@@ -30,12 +30,6 @@ SENTINEL_EXAMPLE = "redis+sentinel://host1:26379,host2:26379/service/0"
 _EXAMPLES = (
     f"redis://host:6379/0, rediss://host:6379/0, {SENTINEL_EXAMPLE} "
     "or redis+cluster://host1:6379,host2:6379"
-)
-_EXPLAINED = (
-    "prefix=coatcheck: (of all keys, without braces), compact=0 or 1 (keep neither "
-    "scopes nor keys), timeout=5s, wait=1 (replicas that must acknowledge a write), tls=0 or 1, "
-    "tls_ca=/path/to/ca.pem, sentinel_username=NAME and sentinel_password=WORD (of the Sentinels) "
-    f"and allow=NAME,NAME of {', '.join(RISKS)}"
 )
 
 
@@ -79,11 +73,10 @@ def parse_url(url: str) -> RedisConfig:
     """Return the servers and the options in *url*."""
     parts = urlsplit(url)
     shape = _SHAPES[parts.scheme]
-    pairs = parse_qsl(parts.query, keep_blank_values=True)
-    for name, _ in pairs:
-        if name in _OF_SENTINELS and shape != "sentinel":
+    options = parse_options("redis", parts.query, _OPTIONS)
+    for name in ("sentinel_username", "sentinel_password"):
+        if name in options and shape != "sentinel":
             raise Misconfigured(f"redis: {name}= is for redis+sentinel:// only")
-    options = parse_options("redis", pairs, _OPTIONS, _EXPLAINED)
     login, _, hosts = parts.netloc.rpartition("@")
     username, _, password = login.partition(":")
     service, database = _path(parts, shape)
@@ -145,14 +138,14 @@ def _risks(value: str) -> frozenset[str]:
     return risks
 
 
-_OF_SENTINELS = ("sentinel_username", "sentinel_password")
 _OPTIONS: Options = {
-    "prefix": ("prefix", _prefix),
-    "compact": ("compact", flag),
-    "timeout": ("timeout_s", timeout_s),
-    "wait": ("wait", _replicas),
-    "tls": ("is_tls", flag),
-    "tls_ca": ("tls_ca", str),
-    "allow": ("allow", _risks),
-    **{name: (name, str) for name in _OF_SENTINELS},
+    "prefix": ("prefix", _prefix, "prefix=coatcheck: (of all keys, without braces)"),
+    "compact": ("compact", flag, COMPACT),
+    "timeout": ("timeout_s", timeout_s, "timeout=5s"),
+    "wait": ("wait", _replicas, "wait=1 (replicas that must acknowledge a write)"),
+    "tls": ("is_tls", flag, "tls=0 or 1"),
+    "tls_ca": ("tls_ca", str, "tls_ca=/path/to/ca.pem"),
+    "sentinel_username": ("sentinel_username", str, "sentinel_username=NAME (of the Sentinels)"),
+    "sentinel_password": ("sentinel_password", str, "sentinel_password=WORD (of the Sentinels)"),
+    "allow": ("allow", _risks, f"allow=NAME,NAME of {', '.join(RISKS)}"),
 }

@@ -1,7 +1,7 @@
 """Connections to the SQLite file.
 
 `connect` opens one with the settings that a store needs, `execute_with_retry` waits for the write
-lock, and `SharedConnection` lets the threads of a process take turns on one connection.
+lock, and `SqliteConnection` lets the threads of a process take turns on one connection.
 
 Invariants: after an error no transaction is open and no broken connection is kept; no connection
 crosses a fork, because SQLite's locks belong to a process.
@@ -15,11 +15,11 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from types import TracebackType
 from urllib.parse import quote
 from weakref import WeakSet
 
 from coatcheck.errors import StoreUnavailable
+from coatcheck.stores.shared_connection import SharedConnection
 from coatcheck.stores.sqlite.errors import code_of, is_file_error, is_temporary, to_store_error
 
 # 8 MB per connection: the inner pages of both indexes of some million records.
@@ -83,98 +83,59 @@ def execute_with_retry(
         time.sleep(_RETRY_S)
 
 
-class SharedConnection:
+class SqliteConnection(SharedConnection[sqlite3.Connection]):
     """
-    One connection for one thread at a time: `with shared as connection`.
+    One connection for one thread at a time.
 
     It opens on first use, and again after a fork or an error that may have broken it.
     """
 
     def __init__(self, path: str, busy_timeout_s: float, *, writes: bool = False) -> None:
-        self._path = path
+        super().__init__(path)
         self._busy_timeout_s = busy_timeout_s
         self._writes = writes
-        self._mutex = threading.Lock()
-        self._connection: sqlite3.Connection | None = None
-        self._pid = os.getpid()
-        self._is_closed = False
         with _fork_mutex:
             _CONNECTIONS.add(self)
 
-    def __enter__(self) -> sqlite3.Connection:
-        if self._pid != os.getpid():
-            self._continue_in_child()
-        self._mutex.acquire()
-        try:
-            return self._connection or self._open()
-        except BaseException:
-            self._mutex.release()
-            raise
-
-    def _continue_in_child(self) -> None:
+    def _renew(self) -> None:
         """Continue after a fork that did not run Python's hooks, if no connection was open."""
         if self._connection is not None:
             # A new connection beside the inherited one would trust locks that only the parent
             # holds, and could write to a log that the parent deletes.
             raise StoreUnavailable(
-                f"{self._path}: this process was forked while the store was in use, without "
+                f"{self._where}: this process was forked while the store was in use, without "
                 "running Python's at-fork hooks; open the store after the fork"
             )
-        self._mutex = threading.Lock()
-        self._pid = os.getpid()
+        super()._renew()
 
     def _open(self) -> sqlite3.Connection:
-        if self._is_closed:
-            raise StoreUnavailable(f"{self._path}: the store is closed")
         try:
-            self._connection = connect(self._path, self._busy_timeout_s, writes=self._writes)
+            return connect(self._where, self._busy_timeout_s, writes=self._writes)
         except sqlite3.Error as error:
-            raise to_store_error(error, self._path) from error
-        return self._connection
+            raise to_store_error(error, self._where) from error
 
-    def __exit__(
-        self,
-        _type: type[BaseException] | None,
-        error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def _close(self, connection: sqlite3.Connection) -> None:
+        with suppress(sqlite3.Error):
+            connection.close()
+
+    def _is_usable(self, connection: sqlite3.Connection, error: BaseException | None) -> bool:
         if error is None:
-            self._mutex.release()
-            return
+            return True
         try:
-            self._roll_back()
-            if is_file_error(error) and not is_temporary(error):
-                self._discard()
-        finally:
-            self._mutex.release()
-        if is_file_error(error):
-            assert isinstance(error, sqlite3.Error)
-            raise to_store_error(error, self._path) from error
-
-    def _roll_back(self) -> None:
-        assert self._connection is not None
-        try:
-            if self._connection.in_transaction:
-                self._connection.execute("rollback")
+            if connection.in_transaction:
+                connection.execute("rollback")
         except sqlite3.Error:
-            self._discard()  # closing rolls back as well
+            return False  # closing rolls back as well
+        return not is_file_error(error) or is_temporary(error)
 
-    def _discard(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            with suppress(sqlite3.Error):
-                connection.close()
+    def _raise_store_error(self, error: Exception) -> None:
+        if isinstance(error, sqlite3.Error) and is_file_error(error):
+            raise to_store_error(error, self._where) from error
 
     def disconnect(self) -> None:
         """Close the connection and drop its page cache; the next use opens another one."""
         with self._mutex:
             self._discard()
-
-    def close(self) -> None:
-        """Close for good; the last connection of all processes moves the log into the file."""
-        self._is_closed = True
-        if self._pid == os.getpid():  # otherwise the connection belongs to the parent process
-            self.disconnect()
 
     def pause_for_fork(self) -> None:
         """Wait for the running statement, close, and block other threads until after the fork."""
@@ -188,8 +149,8 @@ class SharedConnection:
 
 
 # All connections of this process: one fork hook serves them, and keeps none alive.
-_CONNECTIONS: WeakSet[SharedConnection] = WeakSet()
-_paused: list[SharedConnection] = []
+_CONNECTIONS: WeakSet[SqliteConnection] = WeakSet()
+_paused: list[SqliteConnection] = []
 # Held from before a fork until after it: no second fork and no new connection meanwhile.
 _fork_mutex = threading.Lock()
 

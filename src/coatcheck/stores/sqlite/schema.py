@@ -12,7 +12,7 @@ from contextlib import closing
 from pathlib import Path
 
 from coatcheck.errors import Misconfigured
-from coatcheck.stores.migration import HOW, supported
+from coatcheck.stores.migration import HOW, outdated, supported
 from coatcheck.stores.sqlite.connection import connect, execute_with_retry
 from coatcheck.stores.sqlite.errors import to_store_error
 
@@ -73,7 +73,7 @@ def prepare(path: str, busy_timeout_s: float, *, create: bool) -> None:
             "newer; use a newer Python, or another store"
         )
     if not create and not Path(path).is_file():
-        raise Misconfigured(f"there is no database at {path}; {HOW}")
+        raise Misconfigured(f"there is no database at {path}; check the path, or {HOW}")
     try:
         with closing(connect(path, busy_timeout_s, writes=True, mode="rwc")) as connection:
             _migrate(connection, path, busy_timeout_s, create=create)
@@ -86,17 +86,13 @@ def prepare(path: str, busy_timeout_s: float, *, create: bool) -> None:
 def _migrate(
     connection: sqlite3.Connection, path: str, busy_timeout_s: float, *, create: bool
 ) -> None:
-    if not create and _version_in(connection) == 0:  # checked before anything is locked
-        raise Misconfigured(f"{path} has no coatcheck tables; {HOW}")
+    found = supported(path, _version_in(connection), len(MIGRATIONS))
+    if found < len(MIGRATIONS) and not create:  # checked before anything is locked
+        raise Misconfigured(outdated(f"{path}: coatcheck_records", found, len(MIGRATIONS)))
     # Immediate: of several processes that start at once, the first one migrates and the others see
     # the result. It also makes a read-only file fail now instead of at the first request.
     execute_with_retry(connection, busy_timeout_s, "begin immediate")
     found = supported(path, _version_in(connection), len(MIGRATIONS))
-    if found < len(MIGRATIONS) and not create:
-        raise Misconfigured(
-            f"{path} has coatcheck schema {found}, older than {len(MIGRATIONS)} of this release; "
-            f"{HOW}"
-        )
     for version, statements in enumerate(MIGRATIONS[found:], found + 1):
         for statement in statements:
             connection.execute(statement)

@@ -24,7 +24,7 @@ from coatcheck.stores.migration import Migration, migration_of
 from coatcheck.stores.record_counts import RecordCount
 from coatcheck.stores.registry import SQLITE
 from coatcheck.stores.sqlite import doctor, schema, statements
-from coatcheck.stores.sqlite.connection import SharedConnection, execute_with_retry
+from coatcheck.stores.sqlite.connection import SqliteConnection, execute_with_retry
 from coatcheck.stores.sqlite.transaction import transaction_statements_for
 from coatcheck.stores.sqlite.url import parse_url
 
@@ -61,13 +61,13 @@ class SqliteStore:
         self.path = os.path.abspath(path)  # noqa: PTH100 - pathlib has no equivalent
         schema.prepare(self.path, busy_timeout_s, create=create)
         self._identity = _identity_of(self.path)
-        self._compact = compact
+        self.is_compact = compact
         self._busy_timeout_s = busy_timeout_s
-        plain = transaction_statements_for(self.path, busy_timeout_s)
+        plain = transaction_statements_for(self.path, busy_timeout_s, may_create=create)
         self.transaction_statements = plain.over(compact_swap) if compact else plain
-        self._writer = SharedConnection(self.path, busy_timeout_s, writes=True)
-        self._reader = SharedConnection(self.path, busy_timeout_s)
-        self._search = SharedConnection(self.path, busy_timeout_s)
+        self._writer = SqliteConnection(self.path, busy_timeout_s, writes=True)
+        self._reader = SqliteConnection(self.path, busy_timeout_s)
+        self._search = SqliteConnection(self.path, busy_timeout_s)
 
     @classmethod
     def from_url(cls, url: str, *, create: bool = True) -> SqliteStore:
@@ -89,7 +89,7 @@ class SqliteStore:
         """Write each record if its version in the file is still the expected one."""
         if not swaps:
             return []
-        if self._compact:
+        if self.is_compact:
             swaps = [compact_swap(swap) for swap in swaps]
         with self._writer as connection:
             if _identity_of(self.path) != self._identity:
@@ -113,7 +113,7 @@ class SqliteStore:
     def _swap_many(
         self, connection: sqlite3.Connection, swaps: Sequence[Swap]
     ) -> Sequence[Record | None]:
-        """One transaction; after an error `SharedConnection` rolls it back."""
+        """One transaction; after an error `SqliteConnection` rolls it back."""
         self._execute(connection, "begin immediate")
         if statements.write_all(connection, swaps):
             connection.execute("commit")

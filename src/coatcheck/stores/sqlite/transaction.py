@@ -18,7 +18,9 @@ from coatcheck.stores.sqlite.connection import connect
 from coatcheck.stores.transaction_statements import Statement, TransactionStatements
 
 
-def transaction_statements_for(path: str, busy_timeout_s: float) -> TransactionStatements:
+def transaction_statements_for(
+    path: str, busy_timeout_s: float, *, may_create: bool
+) -> TransactionStatements:
     """Return the statements for the store in *path*."""
     return TransactionStatements(
         dialect="sqlite",
@@ -27,6 +29,7 @@ def transaction_statements_for(path: str, busy_timeout_s: float) -> TransactionS
         connect=partial(connect, path, busy_timeout_s),
         connect_async=partial(_connect_async, path, busy_timeout_s),
         is_pooled=False,
+        may_create=may_create,
     )
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 from typing import Any
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 from coatcheck.errors import Misconfigured
-from coatcheck.stores.url import Options, duration_s, flag, parse_options, shown
+from coatcheck.stores.url import COMPACT, Options, duration_s, flag, parse_options, shown
 
-_OPTIONS: Options = {"compact": ("compact", flag), "busy_timeout": ("busy_timeout_s", duration_s)}
-_EXPLAINED = (
-    "compact=0 or 1 (keep neither scopes nor keys) and busy_timeout=5s (how long to wait while "
-    "another process holds the write lock)"
-)
+_OPTIONS: Options = {
+    "compact": ("compact", flag, COMPACT),
+    "busy_timeout": (
+        *("busy_timeout_s", duration_s),
+        "busy_timeout=5s (how long to wait while another process holds the write lock)",
+    ),
+}
 
 
 def parse_url(url: str) -> tuple[str, dict[str, Any]]:
@@ -30,8 +32,7 @@ def parse_url(url: str) -> tuple[str, dict[str, Any]]:
             "sqlite:////absolute.db ('#' as %23), or memory:// for a store that is lost when the "
             "process ends"
         )
-    pairs = parse_qsl(parts.query, keep_blank_values=True)
-    return path, parse_options("sqlite", pairs, _OPTIONS, _EXPLAINED)
+    return path, parse_options("sqlite", parts.query, _OPTIONS)
 
 
 def _is_file_name(path: str) -> bool:

@@ -1,0 +1,1 @@
+"""Messages: what becomes of those that come in, and what those that go out look like."""
