@@ -3,6 +3,7 @@
 Start reading at `coatcheck.core.lifecycle`; ARCHITECTURE.md is the map.
 """
 
+from coatcheck.core.answers import DidNotHappen, Happened, Unknown
 from coatcheck.core.client.plan import Plan, plan
 from coatcheck.core.policy import Policy
 from coatcheck.core.record import Record
@@ -27,23 +28,23 @@ from coatcheck.errors import (
     Refused,
     ResultUnavailable,
     Resumable,
+    SagaBlocked,
+    SagaUndone,
+    StepFailed,
     StepInDoubt,
     StepsChanged,
     StoreUnavailable,
     Uncertain,
     Unreadable,
 )
+from coatcheck.keyring import KeyRing
 from coatcheck.operation import (
     AsyncOperation,
-    DidNotHappen,
-    Happened,
     Operation,
-    Unknown,
     current_async_operation,
     current_operation,
 )
 from coatcheck.stores import open_async_store, open_store
-from coatcheck.stores.encryption import KeyRing
 from coatcheck.telemetry import Decision
 from coatcheck.transactions.contract import InTransaction
 
@@ -81,6 +82,9 @@ __all__ = [
     "Response",
     "ResultUnavailable",
     "Resumable",
+    "SagaBlocked",
+    "SagaUndone",
+    "StepFailed",
     "StepInDoubt",
     "StepsChanged",
     "StoreUnavailable",

@@ -15,6 +15,9 @@ CoatcheckError                        never raised itself
 ├── ClaimLost                         the lease expired and another attempt took over
 ├── StepInDoubt                       an attempt ended inside a step that must not run twice
 ├── StepsChanged                      the steps of a handler differ from those of an earlier attempt
+├── StepFailed                        a step of a saga failed, and had no effect
+├── SagaUndone                        a saga failed, and everything it did was undone
+├── SagaBlocked                       a saga cannot continue until a person has decided
 ├── Resumable                         raised by a handler: it may run again
 ├── Uncertain                         raised by a handler: it does not know what it did
 ├── StoreUnavailable       503        the store is unreachable; the driver's error is __cause__
@@ -174,6 +177,72 @@ class StepsChanged(CoatcheckError):
 
     def __reduce__(self) -> tuple[type[StepsChanged], tuple[str | None, str]]:
         return type(self), (self.name, self.expected)
+
+
+class StepFailed(CoatcheckError):
+    """
+    A step of a saga failed; raised by `saga.step`, the same in every attempt.
+
+    *error* is the name of the type that the function raised, and *text* the beginning of its text.
+    In the attempt that called the function, its own error is `__cause__`.
+    """
+
+    def __init__(self, step: str, error: str, text: str) -> None:
+        failed = f"the step {step!r} failed: {error}: {text}".rstrip(": ")
+        super().__init__(f"{failed}; unless its function catches this, the saga is undone")
+        self.step = step
+        self.error = error
+        self.text = text
+
+    def __reduce__(self) -> tuple[type[StepFailed], tuple[str, str, str]]:
+        return type(self), (self.step, self.error, self.text)
+
+
+class SagaUndone(CoatcheckError):
+    """
+    A saga failed, and the undos of all its steps have run; every later call raises the same.
+
+    *step* is the step that failed, empty if the function failed outside of its steps. *error* and
+    *text* are as in `StepFailed`.
+    """
+
+    def __init__(self, saga: str, key: str, step: str, error: str, text: str) -> None:
+        where = f"its step {step!r}" if step else "its function"
+        failed = f"{where} failed: {error}: {text}".rstrip(": ")
+        super().__init__(
+            f"the saga {saga!r} was undone, because {failed}; for another try, use another key"
+        )
+        self.saga = saga
+        self.key = key
+        self.step = step
+        self.error = error
+        self.text = text
+
+    def __reduce__(self) -> tuple[type[SagaUndone], tuple[str, str, str, str, str]]:
+        return type(self), (self.saga, self.key, self.step, self.error, self.text)
+
+
+class SagaBlocked(CoatcheckError):
+    """
+    A saga cannot continue until a person has decided: resume, resolve or skip.
+
+    *step* is where it is blocked ("charge", "charge:undo"), empty if it is at no step; *reference*
+    is what `coatcheck sagas show` takes.
+    """
+
+    def __init__(self, saga: str, reference: str, step: str, why: str) -> None:
+        at = f" at {step!r}" if step else ""
+        super().__init__(
+            f"the saga {saga!r} ({reference}) is blocked{at}: {why}; a person decides: see "
+            f"coatcheck sagas show {reference}"
+        )
+        self.saga = saga
+        self.reference = reference
+        self.step = step
+        self.why = why
+
+    def __reduce__(self) -> tuple[type[SagaBlocked], tuple[str, str, str, str]]:
+        return type(self), (self.saga, self.reference, self.step, self.why)
 
 
 class Resumable(CoatcheckError):

@@ -10,11 +10,9 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import re
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar, Token
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar, cast, overload
 
 from coatcheck.core.callables import check_function
@@ -22,10 +20,11 @@ from coatcheck.core.flow import Flow
 from coatcheck.core.identity import derive
 from coatcheck.core.key import reference_of
 from coatcheck.core.lifecycle import ClaimRequest
-from coatcheck.core.policy import Duration, Policy, duration_ms, header_name
-from coatcheck.core.progress import Note, progress_of
+from coatcheck.core.messages.event import OutgoingEvent, body_of
+from coatcheck.core.messages.offset import PartitionOffset
+from coatcheck.core.policy import Duration, Policy, positive_ms
+from coatcheck.core.progress import Note, has_notes, origin_of, progress_of
 from coatcheck.core.record import Record, Swap
-from coatcheck.core.response import NO_CONTENT
 from coatcheck.core.steps import StepProblem, missing_steps
 from coatcheck.errors import Misconfigured
 
@@ -137,10 +136,12 @@ class StepCall(NamedTuple):
     call: functools.partial[Any]
     at_most_once: bool = False
     probe: Callable[[], Any] | None = None
+    remembered_ms: int = 0  # how long the service that the step calls remembers its key
+    is_parallel: bool = False  # other steps run beside it, which a retry may ask for later
 
 
 class Exchange(Protocol):
-    """The HTTP exchange that waits for the operation's response; see `server/asgi_exchange.py`."""
+    """The HTTP exchange that waits for the operation's response; see `server/asgi/exchange.py`."""
 
     def accept(self) -> Any:  # noqa: ANN401 - None, awaited in async code
         """Answer 202 with a polling address now; the handler goes on."""
@@ -157,6 +158,14 @@ class Transaction(Protocol):
     @property
     def connection(self) -> Any:  # noqa: ANN401 - the application's own
         """The connection or session that it is open on."""
+        ...
+
+    def emit(self, event: OutgoingEvent) -> Any:  # noqa: ANN401 - None, or awaited
+        """Write *event* in it."""
+        ...
+
+    def store_offset(self, offset: PartitionOffset) -> Any:  # noqa: ANN401 - as above
+        """Write *offset* in it."""
         ...
 
 
@@ -192,10 +201,13 @@ class Operation(Lease):
     __slots__ = (
         *("_problem", "_secret", "_step_writer", "_transaction", "exchange", "flow", "has_notes"),
         *(
+            "emitted",
             "failure",
             "has_begun",
             "is_resumable",
+            "outer",
             "policy",
+            "raised",
             "repeats",
             "request",
             "step_problem",
@@ -227,12 +239,15 @@ class Operation(Lease):
         self.policy = policy
         self.request = request
         self.flow = flow  # the lifecycle, suspended at the execution
+        self.emitted = 0  # events
         self.repeats = 0  # how often the database had the handler run again before
         self.exchange: Exchange | None = None  # set by HTTP doors while the client waits
+        self.outer: Operation | None = None  # of another guard further out, for the same request
         self.has_begun = False  # set by endpoints that are marked `idempotent`
+        self.raised: Exception | None = None  # by the handler, and its framework answered for it
         # Whether this or an earlier attempt has noted anything, or called `resumable`: then the
         # handler's answer alone does not decide how the operation ends.
-        self.has_notes = claim.progress is not None
+        self.has_notes = claim.progress is not None and has_notes(claim)
         self.is_resumable = False
         self.failure = ""  # how it ended, for the log: "attempt 1 raised TimeoutError"
         self.step_problem: StepProblem | None = None  # found while a step ran
@@ -288,6 +303,42 @@ class Operation(Lease):
             )
         return self._transaction.connection
 
+    def emit(
+        self,
+        topic: str,
+        body: object,
+        *,
+        key: str = "",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """
+        Have an event published if, and only if, the transaction of this operation commits.
+
+        It is written in the transaction, and a `coatcheck.consumer.relay.Relay` publishes it
+        afterwards, with a message id that stays the same. In async code it is awaited.
+
+        Args:
+            topic: a routing key, subject or topic of the broker.
+            body: bytes, or a JSON value.
+            key: events with the same key are published in the order in which they were emitted.
+            headers: texts for the consumer.
+        """
+        if self._transaction is None:
+            raise Misconfigured(
+                "emit() writes in the transaction of the operation, and this one has none: write "
+                "mode='transaction'"
+            )
+        content, content_type = body_of(body)
+        self.emitted += 1
+        event = OutgoingEvent(
+            topic,
+            content,
+            self.derive(f"event {self.emitted}"),
+            key,
+            {"content-type": content_type, **(headers or {})},
+        )
+        return cast("None", self._transaction.emit(event))
+
     # --- what an attempt writes down for the next one -------------------------------------------
 
     def step(
@@ -298,6 +349,7 @@ class Operation(Lease):
         *args: Any,
         at_most_once: bool = False,
         probe: Callable[[Operation], Any] | None = None,
+        remembered_for: Duration | None = None,
         **kwargs: Any,
     ) -> T:
         """
@@ -308,11 +360,22 @@ class Operation(Lease):
         dies within the step, its outcome is unknown. Then *probe* is called, which returns
         `Happened(value=…)`, `DidNotHappen()` or `Unknown()`. Without a probe the step runs again,
         or, if it may happen *at_most_once*, the operation is in doubt.
+
+        *remembered_for*: how long the service that the step calls remembers the key that it is
+        sent (`operation.derive(name)`). Within that time, the step simply runs again.
         """
         call = functools.partial(function, *args, **kwargs)
         asks = None if probe is None else functools.partial(probe, self)
+        remembered_ms = (
+            0 if remembered_for is None else positive_ms("remembered_for", remembered_for)
+        )
         # In async code, what these five return is awaited: `AsyncOperation` has the types of that.
-        return cast("T", self._steps().step(self, StepCall(name, call, at_most_once, asks)))
+        step = StepCall(name, call, at_most_once, asks, remembered_ms)
+        return cast("T", self.record_step(step))
+
+    def record_step(self, call: StepCall) -> Any:  # noqa: ANN401 - what the step returned
+        """Call the function of *call* once for this operation; `step` for other packages."""
+        return self._steps().step(self, call)
 
     def note(self, what: object) -> None:
         """
@@ -354,8 +417,12 @@ class Operation(Lease):
         Answer the client now, with 202 and a polling address; the handler goes on.
 
         The handler's answer is stored, and served there and to every retry. In async code it is
-        awaited. Only ASGI applications can do this; a WSGI handler uses `defer`.
+        awaited. Only ASGI applications can do this; a WSGI handler uses `defer`. It does nothing if
+        the request is not recorded (observe mode, the kill switch, `on_outage="execute"`): there is
+        nothing to poll for, so the client waits.
         """
+        if self.exchange is None and not self.claim.version and self._step_writer is not None:
+            return cast("None", self._step_writer.note(self, ""))  # writes nothing
         return cast("None", self._waiting_exchange("accept").accept())
 
     def defer(self, lease: Duration | None = None) -> str:
@@ -365,16 +432,18 @@ class Operation(Lease):
         Put the token on a queue, and return: the client gets 202. The claim is kept for *lease*
         (the policy's unless given). If no worker has taken it by then, the recovery policy
         decides. If the handler fails after all, or answers with an error, the token is void. In
-        async code it is awaited.
+        async code it is awaited. Raises `StoreUnavailable` while the store does not answer; the
+        client then gets 503, unless the handler does the work itself.
         """
         exchange = self._waiting_exchange("defer")
-        return cast("str", exchange.defer(None if lease is None else _lease_ms(lease)))
+        return cast("str", exchange.defer(None if lease is None else positive_ms("lease", lease)))
 
     def _waiting_exchange(self, name: str) -> Exchange:
         if self.exchange is None:
+            why = "no client waits here" if self.claim.version else "this request has no record"
             raise Misconfigured(
                 f"{name}() is for the handler of an HTTP request in record mode, before it has "
-                "answered: no client waits here"
+                f"answered: {why}"
             )
         return self.exchange
 
@@ -430,7 +499,7 @@ class Operation(Lease):
         every provider accepts it.
         """
         claim = self.claim
-        generation, fingerprint = claim.created_ms, claim.fingerprint
+        generation, fingerprint = claim.created_ms, origin_of(claim)
         return derive(
             claim.id, name, generation=generation, request=fingerprint, secret=self._secret
         )
@@ -455,6 +524,7 @@ if TYPE_CHECKING:
             *args: Any,
             at_most_once: bool = False,
             probe: Probe | None = None,
+            remembered_for: Duration | None = None,
             **kwargs: Any,
         ) -> T: ...
         @overload
@@ -466,10 +536,22 @@ if TYPE_CHECKING:
             *args: Any,
             at_most_once: bool = False,
             probe: Probe | None = None,
+            remembered_for: Duration | None = None,
             **kwargs: Any,
         ) -> T: ...
         async def step(self, name: str, function: Any, /, *args: Any, **kwargs: Any) -> Any:
             """See `Operation.step`."""
+            ...
+
+        async def emit(  # type: ignore[override]  # as above
+            self,
+            topic: str,
+            body: object,
+            *,
+            key: str = "",
+            headers: Mapping[str, str] | None = None,
+        ) -> None:
+            """See `Operation.emit`."""
             ...
 
         async def note(self, what: object) -> None:  # type: ignore[override]  # as above
@@ -497,16 +579,6 @@ else:
     AsyncOperation = Operation
 
 
-def _lease_ms(lease: Duration) -> int:
-    try:
-        lease_ms = duration_ms(lease)
-    except (ValueError, OverflowError) as error:
-        raise Misconfigured(f"lease: {error}") from error
-    if lease_ms <= 0:
-        raise Misconfigured(f"lease is {lease!r}; it must be longer than zero")
-    return lease_ms
-
-
 _CURRENT: ContextVar[Operation | None] = ContextVar("coatcheck.operation", default=None)
 
 
@@ -524,54 +596,3 @@ def current_async_operation() -> AsyncOperation | None:
 # Make an operation the current one of this context; `leave` takes what this returns.
 enter: Callable[[Operation | None], Token[Operation | None]] = _CURRENT.set
 leave: Callable[[Token[Operation | None]], None] = _CURRENT.reset
-
-
-@dataclass(frozen=True, slots=True)
-class Happened:
-    """A reconcile function's answer: it happened, and this is what the client should get."""
-
-    status: int = 200
-    headers: tuple[tuple[str, str], ...] | list[tuple[str, str]] = ()
-    body: bytes = b""
-    # For guarded functions: what the function would have returned.
-    value: Any = field(default=None)
-
-    def __post_init__(self) -> None:
-        """Refuse what could not be sent as a response: every retry would fail."""
-        status: object = self.status
-        headers: object = self.headers
-        body: object = self.body
-        if not isinstance(status, int) or not 200 <= status <= 599:
-            raise Misconfigured(f"status is {status!r}; it is a number from 200 to 599")
-        if not isinstance(headers, (tuple, list)):
-            raise Misconfigured(f"headers is {headers!r}; it is a list of pairs of texts")
-        for header in headers:
-            _check_header(header)
-        if not isinstance(body, bytes):
-            raise Misconfigured(f"body is a {type(body).__name__}; it is bytes")
-        if body and status in NO_CONTENT:  # servers fail with it, or take it for the next answer
-            raise Misconfigured(f"a response of status {int(status)} has no body")
-
-
-# RFC 9110 §5.5: no control characters but tabs, and what Latin-1 can say.
-_HEADER_VALUE = re.compile(r"[\t -~\x80-\xff]*")
-
-
-def _check_header(header: object) -> None:
-    match header:
-        case (name, str(value)):
-            header_name(name)
-            if _HEADER_VALUE.fullmatch(value) is None:
-                raise Misconfigured(f"{value!r} cannot be the value of the header {name}")
-        case _:
-            raise Misconfigured(f"{header!r} is no header; it is a pair of texts")
-
-
-@dataclass(frozen=True, slots=True)
-class DidNotHappen:
-    """A reconcile function's answer: nothing happened, so it may run."""
-
-
-@dataclass(frozen=True, slots=True)
-class Unknown:
-    """A reconcile function's answer: it is not known; an operator must look."""

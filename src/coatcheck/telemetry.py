@@ -10,15 +10,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from coatcheck.core.keep import Outcome
 from coatcheck.core.key import reference_of
-from coatcheck.core.lifecycle import Answer, ClaimRequest, Executed, Refuse, Replay
-from coatcheck.core.record import Record
+from coatcheck.core.lifecycle import Answer, ClaimRequest, Executed, Replay
+from coatcheck.core.progress import trace_of
+from coatcheck.core.record import COMPLETED, FAILED, IN_DOUBT, Record, State
+from coatcheck.core.saga.actions import LABEL_PREFIX
 
 logger = logging.getLogger("coatcheck")
 
+
+# Why an operation is in doubt, if its reconcile function was called.
+STILL_UNKNOWN = "its reconcile function does not know what happened"
+# 10 000: a process with more operations in doubt at once may log some of them again.
+DOUBTS_MAX = 10_000
 
 DecisionOutcome: TypeAlias = Literal[
     "executed",
@@ -52,6 +60,7 @@ class Decision(NamedTuple):
     attempt: int  # 1 for the first; 0 if it was refused or failed
     code: str  # of the problem, if it was refused, would have been, or ran unguarded; else ""
     duration_ms: int
+    trace: str = ""  # of a replay: the `traceparent` of the original execution, if that was traced
 
 
 # Called in the thread or on the event loop of the request, so it must not block; in observe mode,
@@ -59,7 +68,8 @@ class Decision(NamedTuple):
 Observer: TypeAlias = Callable[[Decision], object]
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, which takes twice as long to make. Do not change one: other listeners get it, too.
+@dataclass(slots=True, unsafe_hash=True)
 class OperationEvent:
     """The base class of events about one operation."""
 
@@ -69,11 +79,22 @@ class OperationEvent:
     attempt: int
 
 
-class Claimed(OperationEvent):
+@dataclass(slots=True, unsafe_hash=True)
+class WriteEvent(OperationEvent):
+    """The base class of events about a write to the store."""
+
+    # How long the store took. None: not measured, because the write was part of a transaction or
+    # was made in the background.
+    write_s: float | None = field(default=None, compare=False)
+
+
+class Claimed(WriteEvent):
     """An attempt began: this process holds the claim."""
 
+    __slots__ = ()
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True, unsafe_hash=True)
 class Waited(OperationEvent):
     """A duplicate waited for the attempt of another request."""
 
@@ -83,31 +104,41 @@ class Waited(OperationEvent):
 class Renewed(OperationEvent):
     """The lease of a running attempt was renewed."""
 
+    __slots__ = ()
+
 
 class Lost(OperationEvent):
     """Another attempt took over while this one ran."""
 
+    __slots__ = ()
 
-class Completed(OperationEvent):
+
+class Completed(WriteEvent):
     """The final answer is stored."""
 
+    __slots__ = ()
 
-class Released(OperationEvent):
+
+class Released(WriteEvent):
     """The attempt ended without a final answer; the next retry runs again."""
 
+    __slots__ = ()
 
-class InDoubt(OperationEvent):
+
+class InDoubt(WriteEvent):
     """It is unknown whether the effect took place; an operator or a reconcile function decides."""
 
+    __slots__ = ()
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True, unsafe_hash=True)
 class Recovered(OperationEvent):
     """The background settled an abandoned operation."""
 
     outcome: Literal["completed", "released", "in doubt", "run again"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Observed(OperationEvent):
     """Observe mode: what record mode would have done with a request; see `Decision`."""
 
@@ -122,11 +153,29 @@ class Swept:
     records: int
 
 
-Event: TypeAlias = OperationEvent | Swept
+@dataclass(frozen=True, slots=True)
+class CountedInDoubt:
+    """The background has counted: so many operations of the store are in doubt now."""
+
+    records: int
+
+
+Event: TypeAlias = OperationEvent | Swept | CountedInDoubt
+
+# The event when an attempt has ended in this state.
+ENDS: dict[State, type[WriteEvent]] = {
+    COMPLETED: Completed,
+    FAILED: Released,
+    IN_DOUBT: InDoubt,
+}
 
 # Called in whatever thread the event happens in, so it must not block. An exception is logged and
 # goes no further.
 Listener: TypeAlias = Callable[[Event], object]
+
+# Called when a handler has ended, with its request and the time, before the answer is stored;
+# returns the trace context to store with it, or "".
+Tracing: TypeAlias = Callable[[ClaimRequest, int], str]
 
 
 class Telemetry:
@@ -135,8 +184,11 @@ class Telemetry:
     def __init__(self, observers: Sequence[Observer], listeners: Sequence[Listener]) -> None:
         self.observers = observers
         self.listeners = listeners
+        self.tracing: Tracing | None = None  # set by an exporter of spans
         # How many operations have become in doubt in this process, for metrics.
         self.in_doubt_count = 0
+        # The doubts that were logged: the key and generation of each, the oldest first.
+        self._doubts: dict[tuple[bytes, int], None] = {}
 
     def report(self, decision: Decision) -> None:
         """Log *decision*, and call the observers with it."""
@@ -147,13 +199,35 @@ class Telemetry:
             except Exception:  # the operation has its outcome, which this must not change
                 logger.exception("coatcheck: an observer raised; the operation is not affected")
 
+    def traced(
+        self, tracing: Tracing, request: ClaimRequest, outcome: Outcome, now_ms: int
+    ) -> Outcome:
+        """*outcome* of *request* with its trace context."""
+        try:
+            return outcome._replace(trace=tracing(request, now_ms))
+        except Exception:
+            logger.exception("coatcheck: tracing raised; the operation is not affected")
+            return outcome
+
     def became_in_doubt(self, record: Record, why: str) -> None:
-        """Count and log that *record* is in doubt: without a person it stays so."""
+        """
+        Count and log that *record* is in doubt: without a person it stays so.
+
+        That a reconcile function was called again in vain is logged only if this process has not
+        logged the doubt before.
+        """
+        doubt = record.id, record.created_ms
+        if why == STILL_UNKNOWN and doubt in self._doubts:
+            return
+        if len(self._doubts) >= DOUBTS_MAX:
+            self._doubts.pop(next(iter(self._doubts), doubt), None)
+        self._doubts[doubt] = None
         self.in_doubt_count += 1
         reference = reference_of(record.id)
+        command = "sagas show" if record.label.startswith(LABEL_PREFIX) else "lookup"
         logger.warning(
-            "coatcheck: operation %s (%s) is in doubt: %s; see coatcheck lookup %s",
-            *(reference, record.label, why, reference),
+            "coatcheck: operation %s (%s) is in doubt: %s; see coatcheck %s %s",
+            *(reference, record.label, why, command, reference),
             extra={"reference": reference, "label": record.label, "attempt": record.attempt},
         )
 
@@ -175,21 +249,18 @@ class Telemetry:
 def decision_of(request: ClaimRequest, answer: Answer | None, now_ms: int) -> Decision:
     """What became of *request*; None: its handler failed."""
     outcome: DecisionOutcome = "failed"
-    attempt, code = 0, ""
-    match answer:
-        case Executed(record):
-            outcome, attempt = "executed", record.attempt
-            if not record.version:
-                outcome, code = "unguarded", "store-unavailable"
-        case Replay(record):
-            outcome, attempt = "replayed", record.attempt
-        case Refuse(refusal):
-            outcome, code = "refused", refusal.code
-        case None:
-            pass
+    attempt, code, trace = 0, "", ""
+    if isinstance(answer, Executed):
+        outcome, attempt = "executed", answer.record.attempt
+        if not answer.record.version:
+            outcome, code = "unguarded", "store-unavailable"
+    elif isinstance(answer, Replay):
+        outcome, attempt, trace = "replayed", answer.record.attempt, trace_of(answer.record)
+    elif answer is not None:
+        outcome, code = "refused", answer.problem.code
     duration_ms = now_ms - request.now_ms
-    reference = reference_of(request.id)
-    return Decision(outcome, reference, request.label, request.scope, attempt, code, duration_ms)
+    reference, label, scope = reference_of(request.id), request.label, request.scope
+    return Decision(outcome, reference, label, scope, attempt, code, duration_ms, trace)
 
 
 def log_decision(decision: Decision) -> None:

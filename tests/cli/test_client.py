@@ -5,9 +5,11 @@ import json
 import httpx2
 import pytest
 
+from coatcheck import KeyRing
 from coatcheck.cli import main
 from coatcheck.client.httpx2 import Client
 from coatcheck.client.outbox import Outbox, Pending, Refused
+from tests.support.servers.postgres import postgres
 
 
 @pytest.fixture
@@ -83,8 +85,46 @@ def test_a_refused_action_is_sent_again_or_discarded(run, actions):
     assert isinstance(ticket.result(), Refused)
     assert run("outbox", "retry", ticket.key, "--outbox", url)[0] == 0
     assert isinstance(ticket.result(), Pending)
-    assert run("outbox", "discard", ticket.key, "--yes", "--outbox", url)[0] == 1
     assert run("outbox", "list", "--outbox", url)[2] == "coatcheck: no actions found\n"
+    assert run("outbox", "retry", ticket.key, "--outbox", url)[0] == 1  # it is pending
+    assert run("outbox", "discard", ticket.key, "--yes", "--outbox", url)[0] == 0
+    assert run("outbox", "discard", ticket.key, "--yes", "--outbox", url)[0] == 1
+    assert run("outbox", "list", "--all", "--outbox", url)[2] == "coatcheck: no actions found\n"
+
+
+def test_an_action_that_did_not_happen_is_sent_again_on_request(run, actions):
+    """C5: with a new key only where the person says so."""
+    url, ticket = actions
+    assert run("outbox", "retry", ticket.key, "--did-not-happen", "--outbox", url)[0] == 0
+    assert isinstance(ticket.result(), Pending)
+    ticket._outbox.drain()
+    assert run("outbox", "retry", ticket.key, "--new-key", "--outbox", url)[0] == 0
+    entry = ticket._outbox.store.take(10**14, 1, probes=False)
+    assert entry.key == ticket.key != entry.sent_key
+
+
+def test_an_encrypted_outbox_is_listed_without_its_keys(run, tmp_path):
+    """C3: what may be encrypted is not printed."""
+    url = f"sqlite:///{tmp_path}/outbox.db"
+    client = Client(base_url="http://shop", transport=httpx2.MockTransport(refuse))
+    outbox = Outbox(url, client=client, keyring=KeyRing({"k": b"k" * 32}))
+    outbox.submit("POST", "/charges", json={"cents": 5})
+    outbox.drain()
+    code, shown, _ = run("outbox", "list", "--json", "--outbox", url)
+    assert (code, json.loads(shown)[0]["answer"]) == (0, 402)
+
+
+def test_an_outbox_in_postgresql_is_listed_and_none_is_created(run):
+    """C3, O1."""
+    url = postgres().fresh_url()
+    code, _, error = run("outbox", "list", "--outbox", url)
+    assert (code, "there is no outbox" in error) == (2, True)
+    client = Client(base_url="http://shop", transport=httpx2.MockTransport(refuse))
+    outbox = Outbox(url, client=client)
+    ticket = outbox.submit("POST", "/charges", json={"cents": 5})
+    outbox.drain()
+    outbox.close()
+    assert ticket.key in run("outbox", "list", "--outbox", url)[1]
 
 
 def test_a_command_on_an_outbox_creates_none(run, tmp_path):

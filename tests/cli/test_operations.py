@@ -11,8 +11,11 @@ from coatcheck.core.identity import scope_of_caller
 from coatcheck.core.progress import NOTHING, Note, Resolution, Step, encoded
 from coatcheck.core.record import FAILED, IN_DOUBT, RUNNING
 from coatcheck.core.response import Response, encode_response, encode_value
+from coatcheck.server import callers
+from coatcheck.server.wsgi import IdempotencyMiddleware
 from coatcheck.stores.memory import MemoryStore
 from tests.cli.conftest import HOUR_MS
+from tests.support.http import environ_of, exchange_wsgi, with_key
 
 SECRET = "of the customer"
 BODY = json.dumps({"secret": SECRET}).encode()
@@ -60,6 +63,31 @@ def test_the_error_of_a_failed_attempt_is_shown_without_its_text(records):
     assert (code, facts_in(out)["state"]) == (0, "failed")
     assert facts_in(out)["failure"] == "attempt 1 raised KeyError"
     assert SECRET not in out
+
+
+def test_the_caller_s_name_and_the_policy_are_shown(records):
+    """O1, R3: of an operation in doubt; erasing the caller erases the name."""
+
+    def broken(_environ, _start_response):
+        raise TimeoutError(SECRET)
+
+    guarded = IdempotencyMiddleware(
+        broken,
+        store=records.url,
+        policy="payments",
+        caller=lambda _request: callers.Named(7, "Ada \x1b[2J"),
+    )
+    environ = environ_of("POST", "/charges", with_key("charge-1"), b"{}")
+    assert isinstance(exchange_wsgi(guarded, environ).error, TimeoutError)
+    guarded.engine.close()
+    facts = facts_in(records.run("lookup", "charge-1")[1])
+    scope = records.only().scope
+    assert facts["caller"] == f"Ada \\x1b[2J ({scope})"
+    assert facts["policy"].startswith("record mode, recovery manual, lease 20 s, window 3 d")
+    assert facts["failure"] == "attempt 1 raised TimeoutError"
+    assert records.json("lookup", "charge-1")[0]["caller_name"] == "Ada \x1b[2J"
+    assert records.run("erase", "--caller", "7", "--yes")[0] == 0
+    assert records.all() == []
 
 
 def test_one_key_of_two_callers_is_two_operations(records):

@@ -112,6 +112,19 @@ def test_an_operation_that_is_not_in_doubt_is_not_changed(records, resolve):
     assert records.only() == before
 
 
+def test_what_cannot_be_decided_is_refused_before_anyone_is_asked(records, resolve):
+    """L6: no question whose answer changes nothing."""
+    completed = records.put(1)
+    running = records.put(2, state=RUNNING, lease_until_ms=records.now_ms - 1)
+    for reference, option, words in (
+        (completed, "--abandoned", "is completed already"),
+        (running, "--abandoned", ""),
+        (running, "--correct", "nothing to correct"),
+    ):
+        code, _out, err = resolve(reference, "--failed", option, yes=())
+        assert (code, words in err) == ((1, True) if words else (2, True)), err
+
+
 def test_a_key_of_several_operations_is_not_resolved(records, resolve):
     """S1, L6: each is listed by its reference; two of one reference by their ids."""
     one = records.put(1, state=IN_DOUBT, key="k")

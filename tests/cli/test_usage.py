@@ -29,7 +29,7 @@ COMMANDS = (
     "plan",
 )
 # Commands with commands of their own.
-GROUPS = ("outbox",)
+GROUPS = ("outbox", "sagas")
 BY_ADA = ("--by", "ada", "--why", "asked the bank")
 URL = "postgresql://shop:hunt@er's@db/shop"
 
@@ -141,6 +141,16 @@ def test_without_a_command_the_help_is_printed(capsys):
     err = capsys.readouterr().err
     assert all(f"\n  {command} " in err for command in COMMANDS)
     assert "exit codes:" in err
+    assert err.count("...") == 1  # of "[ARGS]...": no summary is cut off
+
+
+def test_a_mistake_is_one_sentence_that_names_the_right_word(capsys):
+    """O1."""
+    assert main(["lok"]) == 2
+    said = "coatcheck: No such command 'lok'. Did you mean 'lookup'? (see coatcheck --help)\n"
+    assert capsys.readouterr().err == said
+    assert main(["list", "--state", "lost"]) == 2
+    assert capsys.readouterr().err.endswith(" (see coatcheck list --help)\n")
 
 
 def test_help_loads_no_servers_and_no_demo():
@@ -231,7 +241,7 @@ def test_a_database_without_our_tables_is_not_changed(tmp_path, capsys):
     connection.close()
     before = path.read_bytes()
     assert main(["list", "--store", f"sqlite:///{path}"]) == 2
-    assert "has no coatcheck tables" in capsys.readouterr().err
+    assert "coatcheck_records is missing; run" in capsys.readouterr().err
     assert path.read_bytes() == before
 
 

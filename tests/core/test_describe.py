@@ -184,7 +184,11 @@ RESOLVED = Resolution(NOW, "happened", "ada", "asked")
         (CLAIM, "attempt 1 is running", []),
         (in_doubt(CLAIM), "retries are refused", ["--completed --status", "--failed"]),
         (in_doubt(CLAIM)._replace(scope=""), "are refused", ["--completed --value", "--failed"]),
-        (CLAIM._replace(lease_until_ms=0), "takes over", ["--abandoned --c", "--abandoned --f"]),
+        (
+            CLAIM._replace(lease_until_ms=0),
+            "follows the recovery policy",
+            ["--abandoned --c", "--abandoned --f"],
+        ),
         (completed(CLAIM, b""), "retries get the stored response", []),
         (completed(WITH_PROGRESS, b""), "retries get the stored response", []),
         (failed(CLAIM), "the next retry executes it", []),
@@ -222,3 +226,35 @@ def test_the_failure_of_the_last_attempt_is_described():
     assert list(story_of(failed_once)) == [("failure", "attempt 1 raised TimeoutError")]
     assert facts_of(failed_once, NOW)["failure"] == "attempt 1 raised TimeoutError"
     assert facts_of(CLAIM, NOW)["failure"] is None
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        (Policy(), "window 24 h, kept for 1 h longer"),
+        (Policy(window="72h", margin="90s"), "window 3 d, kept for 90 s longer"),
+        (Policy(window="36h", margin="7d"), "window 36 h, kept for 7 d longer"),
+        (Policy(window="20.5s", margin=0), "window 20.5 s, kept for 0 s longer"),
+    ],
+)
+def test_the_times_of_its_policy_are_shown(policy, words):
+    """O1, T1: as the record has them."""
+    record = first_attempt(REQUEST, policy, GONE, NOW)
+    assert dict(lines_of(record, NOW))["policy"] == words
+    assert facts_of(record, NOW)["policy"] is None
+
+
+def test_the_policy_of_an_attempt_without_an_answer_is_shown():
+    """O1, L6: it decides what a retry gets."""
+    policy = Policy(recovery="manual", lease="90s")
+    record = with_failure(in_doubt(CLAIM), "raised TimeoutError", policy.words)
+    shown = dict(lines_of(record, NOW))
+    assert shown["policy"].startswith("record mode, recovery manual, lease 90 s, window ")
+    assert shown["failure"] == "attempt 1 raised TimeoutError"
+    assert facts_of(record, NOW)["policy"] == policy.words
+
+
+def test_an_operation_that_is_a_saga_is_decided_by_its_steps():
+    """O1, E3: a decision about the whole would leave its undos out."""
+    advice = advice_of(in_doubt(CLAIM._replace(label="saga checkout")), NOW)
+    assert advice.commands == (f"coatcheck sagas show {reference_of(CLAIM.id)}",)

@@ -21,7 +21,15 @@ from coatcheck.core.lifecycle import (
     retry_after_s,
 )
 from coatcheck.core.policy import Policy
-from coatcheck.core.progress import NOTHING, Progress, Step, encoded, noted, progress_of
+from coatcheck.core.progress import (
+    NOTHING,
+    Progress,
+    Step,
+    encoded,
+    noted,
+    progress_of,
+    with_failure,
+)
 from coatcheck.core.record import (
     COMPLETED,
     FAILED,
@@ -42,6 +50,7 @@ from coatcheck.errors import (
     Uncertain,
     Unreadable,
 )
+from coatcheck.operation import Operation
 
 from .flows import NOW, REQUEST, end_of
 
@@ -215,18 +224,36 @@ def test_a_refusal_names_what_differs(scope, sentence):
     assert sentence in met(FIRST, request=other)[1].problem.detail
 
 
+def never_finished(claim, policy):
+    """In doubt, with what operators read about it."""
+    return with_failure(in_doubt(claim), "never finished", policy.words)
+
+
+def test_an_attempt_that_cannot_be_read_is_marked_in_doubt_as_it_is():
+    """L6, X1: encrypted or damaged, it may still not run again."""
+    for progress in (b"\x03sealed", b"damaged"):
+        dead = DEAD._replace(progress=progress)
+        assert met(dead, MANUAL)[1].record == in_doubt(dead)
+
+
 # The request of FIRST again, by a client that has a session now.
 IN_SESSION = REQUEST._replace(fingerprint=b"s" * 16, without_session=REQUEST.fingerprint)
 
 
-def test_a_session_that_came_later_may_read_but_not_run():
-    """S4: or what runs in the session would be shown to requests without it."""
+def test_a_session_that_came_later_may_read_and_go_on():
+    """S4: what runs in the session is then bound to it, and not shown to requests without it."""
     assert met(DONE, request=IN_SESSION)[1] == Replay(DONE, b"answer")
     assert met(FIRST, request=IN_SESSION)[1].version == FIRST.version  # it waits
     assert refused(met(in_doubt(FIRST), request=IN_SESSION)[1]) == ("outcome-unknown", 409)
-    assert met(DEAD, MANUAL, IN_SESSION)[1].record == in_doubt(DEAD)
+    assert met(DEAD, MANUAL, IN_SESSION)[1].record == never_finished(DEAD, MANUAL)
     for current in (failed(FIRST), DEAD):
-        assert refused(met(current, request=IN_SESSION)[1]) == ("key-reused", 422)
+        claim = met(current, request=IN_SESSION)[1].record
+        assert (claim.attempt, claim.fingerprint) == (2, IN_SESSION.fingerprint)
+        assert refused(met(failed(claim))[1]) == ("key-reused", 422)
+        # The keys of downstream calls stay what they were.
+        assert Operation(claim).derive("charge") == Operation(current).derive("charge")
+        again = met(failed(claim), request=IN_SESSION)[1].record
+        assert Operation(again).derive("charge") == Operation(current).derive("charge")
     other = DONE._replace(fingerprint=b"g" * 16)
     assert refused(met(other, request=IN_SESSION)[1]) == ("key-reused", 422)
 
@@ -244,6 +271,34 @@ def test_a_running_attempt_is_waited_for_and_then_replayed():
     flow, watch = met(FIRST)
     assert watch == WaitForChange(REQUEST.id, FIRST.version, NOW + 2_000)
     assert end_of(flow, Snapshot(DONE, NOW + 500)) == Replay(DONE, b"answer")
+
+
+def test_a_waiter_gets_the_answer_although_the_window_ended_meanwhile():
+    """L1, L3: it came before that end."""
+    running = FIRST._replace(window_until_ms=NOW + 1)
+    flow, watch = met(running)
+    assert isinstance(watch, WaitForChange)
+    done = completed(running, b"answer")
+    assert end_of(flow, Snapshot(done, NOW + 500)) == Replay(done, b"answer")
+
+
+def test_a_waiter_that_came_after_the_window_begins_a_new_generation():
+    """T2: when the attempt that was still running has ended."""
+    running = FIRST._replace(window_until_ms=NOW)
+    flow, watch = met(running)
+    assert isinstance(watch, WaitForChange)
+    swap = flow.send(Snapshot(completed(running, b"answer"), NOW + 500))
+    assert (swap.expected, swap.record.attempt) == (running.version + 1, 1)
+    # L5: its lease counts from now, and not from when the request came.
+    assert swap.record.lease_until_ms == NOW + 500 + Policy().lease_ms
+
+
+def test_a_waiter_that_finds_another_attempt_than_it_waited_for_looks_at_its_window():
+    """T2: a later generation whose window is over as well."""
+    flow, _ = met(FIRST)
+    other = DONE._replace(nonce=99, window_until_ms=NOW + 400)
+    swap = flow.send(Snapshot(other, NOW + 500))
+    assert (swap.expected, swap.record.attempt) == (other.version, 1)
 
 
 def test_a_waiter_that_finds_another_request_is_refused():
@@ -336,7 +391,7 @@ def test_a_process_that_loses_a_swap_answers_from_the_record_that_won(policy):
 def test_under_manual_a_dead_attempt_is_marked_in_doubt():
     """L6."""
     flow, swap = met(DEAD, MANUAL)
-    assert swap.record == in_doubt(DEAD)
+    assert swap.record == never_finished(DEAD, MANUAL)
     assert refused(end_of(flow, None)) == ("outcome-unknown", 409)
     for policy in (MANUAL, POLICY):
         assert refused(met(in_doubt(FIRST), policy)[1]) == ("outcome-unknown", 409)
@@ -538,6 +593,13 @@ def test_after_the_last_attempt_has_failed_every_retry_is_refused():
     assert met(failed(SECOND))[1].record.attempt == 3  # without a limit
 
 
+def test_refusals_before_the_handler_began_do_not_reach_the_limit():
+    """L4, L6: nothing has run, so a corrected request may follow."""
+    unbound = failed(SECOND)._replace(fingerprint=b"")
+    flow, claim = met(unbound, TWICE)
+    assert flow.send(None) == Execute(claim.record)
+
+
 def test_a_limit_counts_the_attempts_of_one_generation():
     """T2: after the window the key is new."""
     late = REQUEST._replace(now_ms=NOW + 2 * DAY)
@@ -551,7 +613,7 @@ def test_if_the_last_attempt_died_it_is_in_doubt(recovery):
     policy = Policy(attempts_max=2, recovery=recovery, reconcile=RECONCILERS[recovery])
     dead = DEAD._replace(attempt=2)
     flow, swap = met(dead, policy)
-    assert swap == Swap(dead.id, dead.version, in_doubt(dead))
+    assert swap == Swap(dead.id, dead.version, never_finished(dead, policy))
     assert refused(end_of(flow, None)) == ("outcome-unknown", 409)
 
 
@@ -644,3 +706,19 @@ def test_a_duplicate_that_waits_when_the_store_goes_down_never_runs_unguarded():
     assert isinstance(effect, WaitForChange)
     with pytest.raises(StoreUnavailable):
         flow.throw(StoreUnavailable("down"))
+
+
+def test_the_trace_context_of_an_execution_is_stored_with_its_answer():
+    """O3: also on top of a renewal of our own; and only with a final answer."""
+    flow = lifecycle(REQUEST, POLICY)
+    claim = next(flow).record
+    flow.send(None)
+    write = flow.send(ANSWER._replace(trace="00-7-1-01"))
+    assert progress_of(write.record).trace == "00-7-1-01"
+    write = flow.send(renewed(claim, NOW + 1))
+    assert progress_of(write.record).trace == "00-7-1-01"
+    flow = lifecycle(REQUEST, POLICY)
+    next(flow)
+    flow.send(None)
+    write = flow.send(Outcome(OutcomeKind.RELEASE, trace="00-7-1-01"))
+    assert write.record.progress is None

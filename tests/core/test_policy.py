@@ -14,6 +14,7 @@ from coatcheck.core.policy import (
     PresetName,
     changed,
     duration_ms,
+    positive_ms,
 )
 from coatcheck.errors import Misconfigured
 
@@ -334,3 +335,10 @@ def test_what_must_not_run_twice_does_not_run_unguarded(fields, other):
         Policy(on_outage="execute", **fields)
     with pytest.raises(Misconfigured):
         Policy.preset("payments", on_outage="execute")
+
+
+def test_a_duration_that_must_be_longer_than_zero_names_its_argument():
+    assert positive_ms("lease", "2s") == 2_000
+    for wrong in ("soon", 0, "-1s", float("inf")):
+        with pytest.raises(Misconfigured, match="lease"):
+            positive_ms("lease", wrong)

@@ -134,6 +134,14 @@ def examples():
         elif error_class is errors.StepInDoubt:
             yield error_class("charge")
             yield error_class("charge", "it is done")
+        elif error_class is errors.StepFailed:
+            yield error_class("charge", "Declined", "no money")
+        elif error_class is errors.SagaUndone:
+            yield error_class("checkout", "42", "charge", "Declined", "no money")
+            yield error_class("checkout", "42", "", "KeyError", "")
+        elif error_class is errors.SagaBlocked:
+            yield error_class("checkout", "7D3F-92AB-1C4E", "charge:undo", "it raised OSError")
+            yield error_class("checkout", "7D3F-92AB-1C4E", "", "its definition has changed")
         elif error_class is errors.StoreUnavailable:
             yield error_class("down", is_ambiguous=True)
         else:

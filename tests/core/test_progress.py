@@ -12,9 +12,13 @@ from coatcheck.core.progress import (
     Resolution,
     Step,
     encoded,
+    has_notes,
     noted,
+    only_trace,
     progress_of,
     readable_progress_of,
+    trace_of,
+    with_trace,
 )
 from coatcheck.core.record import GONE, legal_moves
 from coatcheck.core.steps import StepPlan, missing_steps, take
@@ -40,9 +44,21 @@ def test_progress_is_read_as_it_was_written():
         resolutions=(Resolution(NOW, "failed", "ann", "asked the bank"),),
         handed=("charge",),
         input=b"\x03\x00\xff",
+        failure="attempt 1 raised TimeoutError",
+        policy="record mode",
+        caller="Zoë",
+        origin=b"f" * 16,
     )
     assert stored(progress) == progress
     assert stored(NOTHING) == progress_of(CLAIM) == NOTHING
+
+
+@pytest.mark.parametrize("length", [511, 512, 513, 60_000])
+def test_a_result_of_any_length_is_read_as_it_was_written(length):
+    """L7: a long one is written in another way, because it is faster."""
+    value = (bytes(range(256)) * 240)[:length]
+    progress = NOTHING.with_step(Step("charge", 1, value))
+    assert progress_of(CLAIM._replace(progress=encoded(progress))) == progress
 
 
 def test_an_empty_input_is_not_no_input():
@@ -50,6 +66,19 @@ def test_an_empty_input_is_not_no_input():
     for given in (b"", b"\x02null", b"\x03\xff"):
         assert stored(NOTHING._replace(input=given)).input == given
     assert stored(NOTHING).input is None
+
+
+def test_the_name_of_a_caller_is_no_note():
+    """L4, O1: the key of a request that is refused before its handler is free all the same."""
+    named = NOTHING._replace(caller="Zoë")
+    assert not has_notes(CLAIM)
+    assert not has_notes(CLAIM._replace(progress=encoded(named)))
+    others = (
+        *(named._replace(failure="attempt 1 failed"), named._replace(origin=b"f" * 16)),
+        *(named.with_note(Note(NOW, 1, "x")), NOTHING.with_step(BEGUN)),
+    )
+    assert all(has_notes(CLAIM._replace(progress=encoded(other))) for other in others)
+    assert has_notes(CLAIM._replace(progress=b'{"caller":'))
 
 
 def test_progress_only_ever_grows():
@@ -94,3 +123,29 @@ def test_nothing_continues_an_operation_whose_progress_cannot_be_read(progress, 
     with pytest.raises(Unreadable, match=reason):
         next_attempt(claim, REQUEST, Policy(), NOW)
     assert readable_progress_of(claim) is None
+
+
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def test_a_trace_context_is_stored_beside_all_other_progress():
+    """O3: and a record without one has the bytes it had before."""
+    record = CLAIM._replace(progress=encoded(Progress(steps=(BEGUN,))))
+    traced = with_trace(record, TRACE)
+    assert progress_of(traced) == Progress(steps=(BEGUN,), trace=TRACE)
+    assert trace_of(traced) == TRACE
+    assert trace_of(record) == trace_of(CLAIM) == ""
+    assert with_trace(CLAIM, TRACE).progress == f'{{"trace":"{TRACE}"}}'.encode()
+
+
+def test_of_progress_that_is_not_needed_only_the_trace_context_is_left():
+    """X2, O3."""
+    record = with_trace(CLAIM._replace(progress=encoded(Progress(steps=(BEGUN,)))), TRACE)
+    assert only_trace(record) == with_trace(CLAIM, TRACE)
+    assert only_trace(CLAIM._replace(progress=encoded(Progress(steps=(BEGUN,))))) == CLAIM
+
+
+@pytest.mark.parametrize("progress", [b'\xa5sealed "trace":', b'{"trace":'])
+def test_a_trace_context_that_cannot_be_read_is_none(progress):
+    """D4: a replay does not fail because of it."""
+    assert trace_of(CLAIM._replace(progress=progress)) == ""

@@ -5,7 +5,15 @@ import pytest
 from coatcheck.core.keep import Outcome, OutcomeKind
 from coatcheck.core.lifecycle import Execute, Executed, Reconcile, Snapshot, first_attempt
 from coatcheck.core.policy import Policy
-from coatcheck.core.progress import NOTHING, Note, Resolution, Step, encoded, progress_of
+from coatcheck.core.progress import (
+    NOTHING,
+    Note,
+    Resolution,
+    Step,
+    encoded,
+    progress_of,
+    with_failure,
+)
 from coatcheck.core.record import (
     COMPLETED,
     FAILED,
@@ -74,7 +82,8 @@ def test_under_retry_an_operation_waits_for_its_client(current):
 def test_under_manual_a_dead_attempt_is_marked_in_doubt():
     """L6."""
     flow, swap = recovered(DEAD, MANUAL)
-    assert swap == Swap(DEAD.id, DEAD.version, DOUBT)
+    doubt = with_failure(DOUBT, "never finished", MANUAL.words)
+    assert swap == Swap(DEAD.id, DEAD.version, doubt)
     assert legal_moves(DEAD, swap.record, NOW)
     assert end_of(flow, None) is OutcomeKind.IN_DOUBT
     assert recovered(DOUBT, MANUAL)[1] is None

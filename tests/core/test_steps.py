@@ -17,7 +17,16 @@ from coatcheck.core.progress import (
     progress_of,
 )
 from coatcheck.core.record import GONE, RUNNING, Swap, completed, renewed
-from coatcheck.core.steps import Probe, Run, StepPlan, missing_steps, remember, take
+from coatcheck.core.steps import (
+    ALWAYS_MS,
+    Probe,
+    Run,
+    StepPlan,
+    again_until_ms,
+    missing_steps,
+    remember,
+    take,
+)
 from coatcheck.errors import ClaimLost, Misconfigured, StepInDoubt, StepsChanged
 
 from .flows import NOW, REQUEST, end_of
@@ -124,6 +133,48 @@ def test_a_step_that_may_not_simply_run_again_is_written_before_it_runs(plan):
     assert done.expected == swap.record.version
     assert progress_of(done.record).steps == (DONE,)
     end_of(flow, None)
+
+
+def test_a_step_whose_key_is_remembered_is_written_with_the_end_of_that_time():
+    """L7, E3."""
+    flow = take(CLAIM, StepPlan("charge", now_ms=NOW, again_until_ms=NOW + 500))
+    swap = next(flow)
+    assert progress_of(swap.record).steps == (BEGUN._replace(again_until_ms=NOW + 500),)
+
+
+@pytest.mark.parametrize("plan", [StepPlan("charge"), PROBED, ONCE])
+def test_a_step_whose_key_is_remembered_runs_again_whatever_is_declared_now(plan):
+    """L7, E3: the time counts from the first call."""
+    begun = BEGUN._replace(again_until_ms=NOW + 500)
+    flow = take(claim_with(begun), plan._replace(now_ms=NOW + 499, again_until_ms=NOW + 9_000))
+    swap = next(flow)
+    assert progress_of(swap.record).steps == (begun,)
+    assert flow.send(None) == Run("charge")
+
+
+def test_a_step_whose_key_is_forgotten_is_left_to_its_probe_or_an_operator():
+    """L6, L7, E3."""
+    claim = claim_with(BEGUN._replace(again_until_ms=NOW + 500))
+    late = {"now_ms": NOW + 500, "again_until_ms": NOW + 9_000}
+    assert next(take(claim, PROBED._replace(**late))) == Probe("charge")
+    with pytest.raises(StepInDoubt):
+        next(take(claim, StepPlan("charge", **late)))
+
+
+def test_a_key_counts_as_remembered_until_shortly_before_the_end():
+    """E3: what is sent in the last moment may arrive after it."""
+    assert again_until_ms(NOW, 0) == 0
+    assert again_until_ms(NOW, 1_000) == NOW + 900
+    assert again_until_ms(NOW, 86_400_000) == NOW + 86_400_000 - 60_000
+    assert again_until_ms(NOW, ALWAYS_MS) == ALWAYS_MS
+
+
+def test_a_parallel_step_may_come_before_the_steps_of_its_neighbours():
+    """E3: a retry takes the branches in another order."""
+    plan = StepPlan("ship")
+    with pytest.raises(StepsChanged):
+        next(take(claim_with(DONE), plan))
+    assert next(take(claim_with(DONE), plan._replace(is_parallel=True))) == Run("ship")
 
 
 @pytest.mark.parametrize("plan", [ONCE, StepPlan("charge")])

@@ -228,14 +228,17 @@ def test_what_a_partial_holds_is_compared_like_any_argument(guards, engine):
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"sweep_every_s": "60s"}, "sweep_every_s is '60s'; it is a number of seconds, or None"),
+        (
+            {"sweep_every_s": "60s"},
+            "sweep_every_s is '60s'; it must be a number of seconds, or None",
+        ),
         ({"sweep_every_s": 0}, "sweep_every_s is 0"),
         ({"sweep_every_s": True}, "sweep_every_s is True"),
         ({"recover_every_s": -1}, "recover_every_s is -1"),
         ({"recover_every_s": float("nan")}, "recover_every_s is nan"),
-        ({"secret": 5}, "secret is a int; it is text or bytes"),
-        ({"keyring": {}}, "keyring is a dict; it is a KeyRing"),
-        ({"keyring": {"a": b"k" * 32}}, "keyring is a dict; it is a KeyRing"),
+        ({"secret": 5}, "secret is a int; it must be text or bytes"),
+        ({"keyring": {}}, "keyring is a dict; it must be a KeyRing"),
+        ({"keyring": {"a": b"k" * 32}}, "keyring is a dict; it must be a KeyRing"),
         ({"clock": 5}, "clock= is a int; it must be a function"),
         ({"archive": 5}, "archive= is a int; it must be a function"),
     ],
@@ -500,7 +503,7 @@ def test_the_result_of_a_reconcile_function_is_not_logged(guards, store, clock, 
     clock.advance(LEASE_S)
     with pytest.raises(OutcomeUnknown):
         guards.run(engine, "k", Handler())
-    assert "reconcile function returned a dict, not Happened" in caplog.text
+    assert "reconcile function returned a value of type dict, not Happened" in caplog.text
     assert "4242" not in caplog.text
 
 

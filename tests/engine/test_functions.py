@@ -149,8 +149,8 @@ def test_an_annotation_that_cannot_be_stored_is_refused_before_the_function_runs
 @pytest.mark.parametrize(
     "case",
     [
-        (Any, Vague(), "returned a Vague, which cannot be stored for a retry .it is neither JSON"),
-        (Any, {"secret": Vague()}, "returned a dict"),
+        (Any, Vague(), "of type Vague, which cannot be stored for a retry .it is neither JSON"),
+        (Any, {"secret": Vague()}, "returned a value of type dict"),
         (int | Decimal, "secret", "a str, where Decimal is declared; a str, where int is declared"),
         (Line, Line(Decimal(1), {"secret"}), "Line.tags: a set, where frozenset is declared"),
     ],
@@ -168,14 +168,14 @@ def test_a_result_that_cannot_be_stored_raises_at_the_first_call(
     with pytest.raises(ResultUnavailable):
         guards.done(engine.run("k", function))
     assert (len(calls), store.record.state) == (1, COMPLETED)
-    assert f"returned a {type(result).__name__}, which cannot be stored" in caplog.text
+    assert f"value of type {type(result).__name__}, which cannot be stored" in caplog.text
     assert "secret" not in caplog.text
 
 
 def test_in_transaction_mode_a_result_that_cannot_be_stored_commits_nothing(guards, tmp_path):
     """R4, T1."""
     engine = guards.engine(f"sqlite:///{tmp_path}/orders.db")
-    with pytest.raises(Misconfigured, match="returned a Vague"):
+    with pytest.raises(Misconfigured, match="returned a value of type Vague"):
         guards.done(engine.transaction("k", returning(guards, Any, Vague()), scope="s"))
     assert guards.done(engine.transaction("k", returning(guards, Line, LINE), scope="s")) == LINE
 
@@ -219,7 +219,7 @@ def test_what_cannot_be_a_codec_is_refused_before_anything_runs(guards, engine, 
 
 def test_an_error_of_a_codec_is_raised_at_the_first_call(guards, engine):
     """R4."""
-    with pytest.raises(Misconfigured, match=r"returned a int, .*TypeError"):
+    with pytest.raises(Misconfigured, match=r"returned a value of type int, .*TypeError"):
         guards.done(engine.run("k", returning(guards, Any, 5), codec=Reversed()))
 
 

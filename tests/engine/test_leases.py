@@ -350,7 +350,7 @@ def test_a_tick_that_fails_is_repeated(guards, caplog):
     store.wait_for(lambda record: record.version >= began + 1)
     handler.may_end.set()
     assert call.result() == "done"
-    assert "a heartbeat failed and is repeated: the store is down" in caplog.text
+    assert "leases could not be renewed, and are tried again: the store is down" in caplog.text
 
 
 @pytest.mark.parametrize("kind", [Engine, AsyncEngine])

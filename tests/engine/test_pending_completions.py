@@ -5,6 +5,7 @@ that the executor lives, or how it ended.
 """
 
 import asyncio
+import threading
 
 import pytest
 
@@ -100,6 +101,38 @@ def test_a_completion_is_written_although_its_event_loop_is_gone(store, clock):
     store.is_down = False
     store.wait_for(lambda record: record is not None and record.state == COMPLETED)
     asyncio.run(engine.close())
+
+
+def test_a_completion_that_is_pending_when_the_engine_closes_is_reported_once(store, clock):
+    """O3, L5: the heartbeat may be writing it at that moment."""
+    events: list[object] = []
+    engine = Engine(
+        store,
+        RECOVERIES[0],
+        clock=clock,
+        sweep_every_s=None,
+        recover_every_s=None,
+        listeners=[events.append],
+    )
+    with pytest.raises(StoreUnavailable):
+        engine.run("k", loses_its_store(store), scope="s")
+    is_writing, may_write, swap = threading.Event(), threading.Event(), store.swap
+
+    def slow(swaps):
+        is_writing.set()
+        assert may_write.wait(WAIT_S_MAX)
+        return swap(swaps)
+
+    store.swap, store.is_down = slow, False
+    engine.attempts.heartbeat.wake()
+    wait_for(is_writing)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    eventually(lambda: engine.attempts.heartbeat._stopped)
+    may_write.set()
+    closing.join(WAIT_S_MAX)
+    assert store.record.state == COMPLETED
+    assert [type(event).__name__ for event in events].count("Completed") == 1
 
 
 # --- an executor that lives -------------------------------------------------------------------

@@ -285,6 +285,30 @@ def test_an_operation_that_stays_unknown_is_asked_about_less_and_less_often(guar
     assert [operation.attempt for operation in ask.operations] == [2, 3, 4, 5, 6, 7]
 
 
+def test_a_doubt_that_lasts_is_one_warning(guards, store, clock, caplog):
+    """L6, O3: however often the function is asked; the next doubt of the same key is another."""
+    ask = Asked(Unknown(), ZeroDivisionError(), Unknown(), Unknown(), DidNotHappen())
+    policy = Policy(recovery="reconcile", reconcile=ask, keep="final")
+    engine = crashed(guards, store, clock, policy)
+    for _ in range(40):
+        recovery_round(engine, clock)
+    assert len(ask.operations) == 5
+
+    def doubts() -> list[str]:
+        found = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+        return [message for message in found if "is in doubt" in message]
+
+    assert len(doubts()) == 1
+    assert engine.attempts.telemetry.in_doubt_count == 1
+    with pytest.raises(ZeroDivisionError):
+        guards.run(engine, "k", Handler(lambda: 1 / 0), scope="charges", policy=policy)
+    ask.answers = [Unknown()]
+    for _ in range(40):
+        recovery_round(engine, clock)
+    assert len(doubts()) == 2
+    assert "attempt 7 raised ZeroDivisionError" in doubts()[1]
+
+
 def test_clients_that_retry_do_not_make_it_ask_less_often(guards, store, clock):
     """L6: what a client asks in a hurry is not what this engine has asked in vain for an hour."""
     ask = Asked(Unknown())

@@ -29,7 +29,8 @@ from coatcheck.core.progress import progress_of
 from coatcheck.core.record import COMPLETED, FAILED, IN_DOUBT, RUNNING, Record, Swap
 from coatcheck.core.response import decode_response
 from coatcheck.engine.resolution import BY_CHARS_MAX, WHY_CHARS_MAX
-from coatcheck.errors import Resumable, StepInDoubt
+from coatcheck.errors import Resumable, StepInDoubt, Uncertain
+from coatcheck.stores import Query
 from tests.support.engines import (
     BY_ADA,
     LEASE_S,
@@ -145,6 +146,19 @@ def test_a_step_in_doubt_is_taken_when_an_operator_runs_it_again(guards, engine)
     assert charges == [1, 1]
 
 
+def test_an_operator_decides_also_where_requests_run_without_the_store(guards, store, clock):
+    """L6, D2: the engine's own policy may say what contradicts a rerun under "manual"."""
+    engine = guards.engine(store, Policy(on_outage="execute"), clock=clock, recover_every_s=None)
+    for number in range(2):
+        with pytest.raises(Uncertain):
+            guards.run(engine, f"k{number}", Handler(Uncertain()), scope="s")
+    first, second = (reference_of(record.id) for record in store.find(Query()).records)
+    guards.done(engine.resolve(first, Happened(value="charged"), **BY_ADA))
+    work = guards.flavoured(Handler("charged"))
+    assert guards.done(engine.rerun(second, work, **BY_ADA)) == "charged"
+    assert {record.state for record in store.find(Query()).records} == {COMPLETED}
+
+
 def test_the_record_contains_the_operator_the_time_and_the_reason(guards, engine, clock, caplog):
     """L6, O1: and so does one line of the log."""
     reference = put_in_doubt(guards, engine)
@@ -220,18 +234,18 @@ def test_a_request_is_completed_with_a_response(guards, engine, outcome, respons
 @pytest.mark.parametrize(
     ("answer", "sentence"),
     [
-        ({"status": 99_999}, "status is 99999; it is a number from 200 to 599"),
+        ({"status": 99_999}, "status is 99999; it must be a number from 200 to 599"),
         ({"status": 199}, "status is 199"),
         ({"status": "201"}, "status is '201'"),
-        ({"headers": {"Location": "/x"}}, "headers is {.*it is a list of pairs of texts"),
-        ({"headers": [(b"x", b"y")]}, "is no header; it is a pair of texts"),
-        ({"headers": ["Location: /x"]}, "is no header; it is a pair of texts"),
+        ({"headers": {"Location": "/x"}}, "headers is {.*it must be a list of pairs of texts"),
+        ({"headers": [(b"x", b"y")]}, "is no header; it must be a pair of texts"),
+        ({"headers": ["Location: /x"]}, "is no header; it must be a pair of texts"),
         ({"headers": [("a b", "y")]}, "'a b' cannot be the name of a header"),
         ({"headers": [("X", "a\r\nSet-Cookie: evil=1")]}, "cannot be the value of the header X"),
         ({"headers": [("X", "\u20ac")]}, "cannot be the value of the header X"),
         ({"status": 204, "body": b"done"}, "a response of status 204 has no body"),
-        ({"body": "text"}, "body is a str; it is bytes"),
-        ({"body": None}, "body is a NoneType; it is bytes"),
+        ({"body": "text"}, "body is a str; it must be bytes"),
+        ({"body": None}, "body is a NoneType; it must be bytes"),
     ],
 )
 def test_an_answer_that_could_not_be_served_is_refused_when_it_is_made(answer, sentence):

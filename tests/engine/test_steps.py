@@ -28,7 +28,7 @@ from coatcheck.server.fastapi import CurrentOperation, IdempotencyMiddleware
 from coatcheck.stores.memory import AsyncMemoryStore
 from tests.engine.small_api import small_api
 from tests.support.engines import held_up
-from tests.support.times import wait_for
+from tests.support.times import Clock, wait_for
 
 MANUAL = Policy(recovery="manual")
 
@@ -264,6 +264,48 @@ def test_a_short_outage_does_not_lose_the_result_of_a_step(guards, engine, store
 
 
 # --- at most once -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("hours", "charges"), [(1, 2), (24, 1)])
+def test_a_step_whose_key_is_remembered_runs_again_within_that_time(guards, store, hours, charges):
+    """L6, L7, E3: and is in doubt after it."""
+    clock = Clock()
+    engine = guards.engine(store, Policy(window="48h"), clock=clock)
+    shop = Shop(remembered_for="24h")
+    shop.run_until_charge_fails(guards, engine)
+    clock.advance(hours * 3_600)
+    if charges == 2:
+        assert shop.run(guards, engine)[0] == {"charge": 2}
+    else:
+        with pytest.raises(StepInDoubt):
+            shop.run(guards, engine)
+    assert shop.charges == charges
+
+
+def test_each_step_renews_the_lease_so_that_many_in_a_row_do_not_hold_the_heartbeat_back(
+    guards, store
+):
+    """L5."""
+    clock = Clock()
+    engine = guards.engine(store, clock=clock)
+    leases = []
+
+    def handle():
+        operation = current_operation()
+        for number in range(3):
+            clock.advance(15)
+            yield operation.step(f"step {number}", lambda: 1)
+            leases.append(operation.claim.lease_until_ms - clock.now_ms)
+        return 1
+
+    guards.run(engine, "order", handle, scope="shop", policy=Policy(lease="20s"))
+    assert leases == [20_000] * 3
+
+
+def test_how_long_a_key_is_remembered_is_a_duration(guards, engine):
+    for wrong in (0, "soon"):
+        with pytest.raises(Misconfigured, match="remembered_for"):
+            Shop(remembered_for=wrong).run(guards, engine)
 
 
 def test_a_step_at_most_once_is_in_doubt_and_not_run_again(guards, engine, store):

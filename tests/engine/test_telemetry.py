@@ -16,12 +16,16 @@ from coatcheck import (
     OutcomeUnknown,
     Policy,
     StoreUnavailable,
+    Uncertain,
     Unknown,
 )
 from coatcheck.core.key import reference_of
+from coatcheck.core.record import IN_DOUBT
+from coatcheck.engine import recovery
 from coatcheck.telemetry import (
     Claimed,
     Completed,
+    CountedInDoubt,
     DecisionOutcome,
     InDoubt,
     Lost,
@@ -33,7 +37,7 @@ from coatcheck.telemetry import (
     log_decision,
 )
 from tests.support.engines import LEASE_S, ROUND_S, Handler, held_up
-from tests.support.times import Clock, eventually, wait_for
+from tests.support.times import WAIT_S_MAX, Clock, eventually, wait_for
 
 
 @pytest.fixture
@@ -239,8 +243,12 @@ def heard(guards, store, clock, events):
 
 
 def listening(clock, events):
+    def listen(event):  # a round of recovery also counts the doubts
+        if not isinstance(event, CountedInDoubt):
+            events.append(event)
+
     return {
-        "listeners": [events.append],
+        "listeners": [listen],
         "clock": clock,
         "sweep_every_s": None,
         "recover_every_s": None,
@@ -433,6 +441,42 @@ def test_a_registered_function_that_runs_again_is_an_event(guards, heard, events
     heard.recovery.round()
     assert kinds(events) == [Claimed, Claimed, Completed, Recovered]
     assert (events[-1].label, events[-1].outcome) == ("ship", "run again")
+
+
+def test_the_background_counts_the_operations_that_are_in_doubt(
+    guards, store, clock, events, monkeypatch
+):
+    """O3: also those of other processes, page by page, and if every policy is to retry."""
+    monkeypatch.setattr(recovery, "RECORDS_MAX", 2)
+    other = guards.engine(store, clock=clock)
+    for number in range(3):
+        with pytest.raises(Uncertain):
+            guards.run(other, f"k{number}", Handler(Uncertain()))
+    engine = guards.engine(store, listeners=[events.append], clock=clock)
+    for _ in range(2):
+        engine.recovery.round()
+    assert events == [CountedInDoubt(3)]
+    first = next(record for record in store.records if record.state == IN_DOUBT)
+    guards.done(engine.resolve(first.id, DidNotHappen(), by="ann", why="seen"))
+    for _ in range(2):
+        engine.recovery.round()
+    assert events[-1] == CountedInDoubt(2)
+
+
+@pytest.mark.parametrize("is_heard", [False, True])
+def test_doubts_are_counted_from_time_to_time_if_there_is_a_listener(
+    guards, store, clock, events, is_heard
+):
+    """O3: without one, the whole table is not searched for it."""
+    listeners = [events.append] if is_heard else []
+    engine = guards.engine(store, listeners=listeners, clock=clock, recover_every_s=60)
+    for _ in range(3):
+        clock.advance(ROUND_S)
+        engine.attempts.heartbeat.tick()
+        if engine.recovery._thread is not None:
+            engine.recovery._thread.join(WAIT_S_MAX)
+    assert (CountedInDoubt(0) in events) is is_heard
+    assert (engine.recovery._thread is not None) is is_heard
 
 
 def test_a_sweep_is_an_event_with_the_number_of_its_records(guards, store, clock, events):

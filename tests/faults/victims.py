@@ -31,7 +31,7 @@ from coatcheck import (
 )
 from coatcheck.core.record import Record, Swap
 from coatcheck.server.asgi import IdempotencyMiddleware
-from coatcheck.server.asgi_exchange import RUNNING_EXCHANGES
+from coatcheck.server.asgi.exchange import RUNNING_EXCHANGES
 from coatcheck.stores import AsyncStore, open_async_store
 from coatcheck.verify import crash
 from tests.faults.cells import Cell, Place

@@ -25,6 +25,9 @@ NAMES = {
     "coatcheck.records.swept": "coatcheck_swept_records_total",
     "coatcheck.recovered": "coatcheck_recovered_total",
     "coatcheck.wait": "coatcheck_wait_seconds",
+    "coatcheck.claim": "coatcheck_claim_seconds",
+    "coatcheck.complete": "coatcheck_complete_seconds",
+    "coatcheck.operations.in_doubt": "coatcheck_operations_in_doubt",
     "coatcheck.last_sweep": "coatcheck_last_sweep_timestamp_seconds",
 }
 

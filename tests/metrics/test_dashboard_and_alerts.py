@@ -9,11 +9,13 @@ from typing import get_args
 
 import pytest
 import yaml
-from prometheus_client import generate_latest
+from prometheus_client import generate_latest, start_http_server
 
 from coatcheck.core.problem import KINDS
 from coatcheck.telemetry import (
     Claimed,
+    Completed,
+    CountedInDoubt,
     Decision,
     DecisionOutcome,
     InDoubt,
@@ -24,6 +26,8 @@ from coatcheck.telemetry import (
     Waited,
 )
 from tests.metrics.readings import NAMES, PrometheusReadings
+from tests.support.servers import until
+from tests.support.servers.prometheus import Prometheus, expression_of
 
 ASSETS = Path(__file__).parents[2] / "docs" / "assets"
 ALERTS = ASSETS / "prometheus-alerts.yml"
@@ -45,15 +49,33 @@ def questions():
     return asked
 
 
+def busy():
+    """Metrics of which each has at least one value."""
+    readings = PrometheusReadings()
+    readings.exporter.observe(Decision("refused", *WHAT, "store-unavailable", 12))
+    readings.exporter.observe(Decision("replayed", *WHAT, "", 12))
+    events = [kind(*WHAT) for kind in (Claimed, Renewed, Lost, InDoubt, Completed)]
+    others = (Waited(*WHAT, 1), Recovered(*WHAT, "released"), Swept(1), CountedInDoubt(1))
+    for event in (*events, *others):
+        readings.exporter.listen(event)
+    return readings
+
+
+def test_every_panel_has_the_options_that_grafanas_schema_requires():
+    """O3: those of the time series panel in `@grafana/schema` 13."""
+    for panel in DASHBOARD["panels"]:
+        if panel["type"] == "timeseries":
+            options = panel["options"]
+            assert options["legend"].keys() >= {"calcs", "displayMode", "placement", "showLegend"}
+            assert options["tooltip"].keys() >= {"mode", "sort"}
+        else:
+            assert panel["options"]["reduceOptions"]["calcs"], panel["title"]
+
+
 @pytest.fixture(scope="module")
 def produced():
     """The labels of each metric that the exporter produces, as Prometheus reads them."""
-    readings = PrometheusReadings()
-    readings.exporter.observe(Decision("refused", *WHAT, "store-unavailable", 12))
-    events = [kind(*WHAT) for kind in (Claimed, Renewed, Lost, InDoubt)]
-    for event in (*events, Waited(*WHAT, 1), Recovered(*WHAT, "released"), Swept(1)):
-        readings.exporter.listen(event)
-    page = generate_latest(readings.registry).decode()
+    page = generate_latest(busy().registry).decode()
     found = re.findall(r"^(\w+)(?:\{(.*)\})? ", page, re.MULTILINE)
     return {name: set(re.findall(r'(\w+)="', labels)) for name, labels in found}
 
@@ -109,3 +131,33 @@ def test_prometheus_accepts_the_rules_where_it_is_installed():
     promtool = shutil.which("promtool")
     if promtool is not None:
         subprocess.run([promtool, "check", "rules", str(ALERTS)], check=True)
+
+
+def test_prometheus_answers_every_expression_where_it_is_installed():
+    """O3: each panel gets data, and each rule can be evaluated."""
+    if shutil.which("prometheus") is None:
+        return
+    registry = busy().registry
+    page, serving = start_http_server(0, "127.0.0.1", registry)
+    prometheus = Prometheus([page.server_port], ALERTS, interval="50ms")
+    try:
+        prometheus.wait_for_samples("coatcheck_in_flight", 4)
+        found = {
+            where: prometheus.ask("query", query=expression_of(asked, rate="1m"))["result"]
+            for where, asked in questions().items()
+        }
+        (group,) = until(
+            lambda: [
+                group
+                for group in prometheus.ask("rules")["groups"]
+                if all(rule["health"] == "ok" for rule in group["rules"])
+            ]
+        )
+    finally:
+        prometheus.remove()
+        page.shutdown()
+        page.server_close()
+        serving.join()
+    alerts = {rule["alert"] for rule in rules()}
+    assert [where for where, result in found.items() if not result and where not in alerts] == []
+    assert {rule["name"] for rule in group["rules"]} == alerts

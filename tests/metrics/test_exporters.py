@@ -21,7 +21,7 @@ from coatcheck import (
 from coatcheck.metrics import exporter as exporter_module
 from coatcheck.metrics import opentelemetry, prometheus
 from coatcheck.metrics.labels import without_ids
-from coatcheck.telemetry import Claimed, Completed, Decision, Event
+from coatcheck.telemetry import Claimed, Completed, CountedInDoubt, Decision, Event
 from tests.metrics.readings import OpenTelemetryReadings, PrometheusReadings
 from tests.support.engines import LEASE_S, ROUND_S, Handler, held_up
 from tests.support.times import eventually, wait_for
@@ -47,6 +47,20 @@ def test_decisions_are_counted_by_label_outcome_and_code(guards, engine, reading
         assert count == 1, outcome
         assert readings.value("coatcheck.duration", outcome=outcome)[0] == 1
     assert readings.value("coatcheck.store.errors") == 0
+
+
+def test_the_writes_of_claims_and_of_ends_are_timed(guards, engine, readings):
+    """O3: an execution and a failure are two of each; a replay and a refusal write nothing."""
+    before_s = time.perf_counter()
+    for argument in (1, 1):
+        guards.run(engine, "k", Handler(), argument, scope="orders")
+    with pytest.raises(ZeroDivisionError):
+        guards.run(engine, "f", Handler(ZeroDivisionError()), scope="orders")
+    took_s = time.perf_counter() - before_s
+    for name in ("coatcheck.claim", "coatcheck.complete"):
+        count, sum_s = readings.value(name)
+        assert count == 2
+        assert 0 < sum_s < took_s
 
 
 def test_an_outage_of_the_store_is_counted(guards, engine, readings, store):
@@ -126,6 +140,14 @@ def test_a_sweep_is_counted_and_its_time_is_known(guards, engine, readings, cloc
         eventually(lambda: not engine.sweeper.is_sweeping())
     assert readings.value("coatcheck.records.swept") == 1
     assert started_s <= readings.value("coatcheck.last_sweep") <= time.time()
+
+
+def test_the_operations_that_are_in_doubt_are_a_gauge(readings):
+    """O3: it goes down when they are settled."""
+    assert readings.value("coatcheck.operations.in_doubt") == 0
+    for number in (3, 2):
+        readings.exporter.listen(CountedInDoubt(number))
+        assert readings.value("coatcheck.operations.in_doubt") == number
 
 
 def test_a_cancelled_attempt_is_not_counted_forever(readings, monkeypatch):

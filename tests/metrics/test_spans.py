@@ -1,16 +1,21 @@
 """A span for each guarded request, below the span of its request."""
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import StatusCode
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from coatcheck import AsyncEngine
+from coatcheck import AsyncEngine, Engine, KeyRing
+from coatcheck.metrics.opentelemetry import Telemetry
 from coatcheck.server.asgi import IdempotencyMiddleware
 from coatcheck.telemetry import Decision
 from tests.metrics.readings import OpenTelemetryReadings
+from tests.support.engines import LEASE_S, Handler, WatchedStore, held_up
+from tests.support.times import Clock, wait_for
 
 DECISION = Decision("executed", "7D3F-92AB-1C4E", "POST /orders", "caller", 1, "", 12)
 
@@ -70,6 +75,111 @@ def test_a_span_has_the_duration_and_the_attributes_of_its_decision(readings):
         "http.request.method": "POST",
         "http.route": "/orders",
     }
+
+
+def finished(readings):
+    return readings.spans.get_finished_spans()
+
+
+def target_of(span):
+    (link,) = span.links
+    return link.context.trace_id, link.context.span_id
+
+
+def ids_of(span):
+    return span.context.trace_id, span.context.span_id
+
+
+@pytest.mark.parametrize("is_cached", [True, False], ids=["from memory", "from the store"])
+def test_the_span_of_a_replay_links_to_that_of_the_execution(guards, readings, is_cached):
+    """O3: the trace context is stored with the answer, so that any process has it."""
+    store = WatchedStore()
+    for number in range(2):
+        if number == 0 or not is_cached:
+            engine = guards.engine(store)
+            readings.exporter.instrument(engine)
+        assert guards.run(engine, "k", Handler()) == "done"
+    executed, replayed = finished(readings)
+    assert executed.links == ()
+    assert target_of(replayed) == ids_of(executed)
+    assert replayed.context.trace_id != executed.context.trace_id
+    assert (executed.attributes["coatcheck.outcome"], executed.status.status_code) == (
+        *("executed", StatusCode.UNSET),
+    )
+
+
+@pytest.mark.parametrize(
+    "keyring", [None, KeyRing({"2026": bytes(32)})], ids=["plain", "encrypted"]
+)
+def test_a_link_survives_the_process_that_executed(guards, readings, tmp_path, keyring):
+    """O3, D3: the trace context is in the file, with the answer."""
+    for _ in range(2):
+        engine = guards.engine(f"sqlite:///{tmp_path}/shop.db", keyring=keyring)
+        readings.exporter.instrument(engine)
+        assert guards.run(engine, "k", Handler()) == "done"
+        guards.close()
+    executed, replayed = finished(readings)
+    assert target_of(replayed) == ids_of(executed)
+
+
+def test_a_replay_in_transaction_mode_has_a_link_too(readings, tmp_path):
+    """O3: the trace context is committed with the answer and the effect."""
+    for _ in range(2):
+        with Engine(f"sqlite:///{tmp_path}/shop.db") as engine:
+            readings.exporter.instrument(engine)
+            assert engine.transaction("k", str, "done", scope="orders") == "done"
+    executed, replayed = finished(readings)
+    assert target_of(replayed) == ids_of(executed)
+
+
+def test_a_replay_links_to_the_attempt_whose_answer_it_gets(guards, readings):
+    """O3, L4: not to one that failed before; a failure has a span, and stores nothing."""
+    engine = guards.engine()
+    readings.exporter.instrument(engine)
+    with pytest.raises(ZeroDivisionError):
+        guards.run(engine, "k", Handler(ZeroDivisionError()))
+    guards.run(engine, "k", Handler())
+    guards.run(engine, "k", Handler())
+    failed, executed, replayed = finished(readings)
+    assert failed.attributes["error.type"] == "_OTHER"
+    assert target_of(replayed) == ids_of(executed)
+
+
+def test_an_attempt_that_was_taken_over_links_to_its_successor(guards, readings):
+    """O3, L5: its client gets the answer of the other attempt."""
+    clock, store, handler = Clock(), WatchedStore(), held_up()
+    engines = [guards.engine(store, clock=clock, sweep_every_s=None) for _ in range(2)]
+    readings.exporter.instrument(*engines)
+    call = guards.beside(engines[0], "k", handler)
+    wait_for(handler.is_running)
+    clock.advance(LEASE_S + 1)
+    guards.run(engines[1], "k", Handler("theirs"))
+    handler.may_end.set()
+    assert call.result() == "theirs"
+    theirs, ours = finished(readings)
+    assert target_of(ours) == ids_of(theirs)
+
+
+def test_nothing_is_stored_for_traces_that_are_not_kept(guards):
+    """O3: nor without OpenTelemetry; a link would lead to nothing."""
+    for exporter in (None, Telemetry(TracerProvider(ALWAYS_OFF, shutdown_on_exit=False))):
+        store = WatchedStore()
+        engine = guards.engine(store)
+        if exporter is not None:
+            exporter.instrument(engine)
+        guards.run(engine, "k", Handler())
+        assert guards.run(engine, "k", Handler()) == "done"
+        assert store.record.progress is None
+
+
+def test_tracing_that_fails_does_not_fail_the_operation(guards, readings, caplog):
+    """O3."""
+    engine = guards.engine()
+    readings.exporter.instrument(engine)
+    engine.attempts.telemetry.tracing = lambda request, now_ms: 1 / 0
+    assert guards.run(engine, "k", Handler()) == "done"
+    assert "tracing raised" in caplog.text
+    assert len(finished(readings)) == 1
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,37 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = (
     "recovery.md",
     *(f"howto/{name}.md" for name in ("steps", "crash", "in-doubt", "polling", "own-store")),
-    *("howto/flask.md", "howto/routes.md", "howto/security.md", "howto/rollout.md"),
+    *(
+        "howto/fastapi.md",
+        "howto/flask.md",
+        "howto/litestar.md",
+        "howto/django.md",
+        "howto/routes.md",
+        "howto/security.md",
+        "howto/rollout.md",
+    ),
     *("howto/client.md", "howto/observability.md"),
+    *(
+        f"howto/{name}.md"
+        for name in (
+            "consumers",
+            "outgoing-events",
+            "order-pipeline",
+            "rabbitmq",
+            "nats",
+            "redis-streams",
+            "kafka",
+            "sqs",
+            "faststream",
+            "celery",
+            "dramatiq",
+            "rq",
+            "procrastinate",
+        )
+    ),
+    "howto/sagas.md",
 )
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 
 # What each prints, and so what a reader may expect of it.
 PRINTED = {
@@ -38,6 +65,33 @@ charges: 1 1 1 1 shipped: 1
 first attempt: the provider did not answer
 second attempt: {'order': '42', 'charged': '30 from the card'}
 charged 1 time, shipped 1 time
+""",
+    "trip": """\
+flowchart TD
+    start(["trip"])
+    s0["flight"]
+    start --> s0
+    s0 -. undo .-> u0["cancel_flight"]
+    s1["hotel"]
+    start --> s1
+    s1 -. undo .-> u1["cancel_hotel"]
+    s2["charge"]
+    s0 --> s2
+    s1 --> s2
+    s2 -. undo .-> u2["refund"]
+    s3{{"pivot"}}
+    s2 --> s3
+    s4["tickets"]
+    s3 --> s4
+    s4 --> done([done])
+
+tickets of Rome
+tickets of Rome again, and 70 are left
+the saga 'trip' was undone, because its step 'charge' failed: ValueError: the card has too little \
+money; for another try, use another key
+room of Tokyo is cancelled
+tickets of Oslo after a time-out; 30 are left
+undone ['flight: undone', 'hotel: undone', 'charge: failed']
 """,
     "own_store": """\
 placed
@@ -90,6 +144,9 @@ charged 3 times for 3 actions
 b'{"charge": 1}'
 charged 1 time
 """,
+    "outbox_probe": """\
+Done(response=Response(status=200, headers=[], body=b'{"amount": 30}'))
+""",
     "optimistic": """\
 at once: tea milk sugar
 settled: tea sugar
@@ -110,7 +167,13 @@ coatcheck charges: replayed, attempt 1
 "code": "", "duration_ms": 0}
 {"event": "coatcheck: operation … (orders) was replayed in 0 ms", "level": "info", \
 "outcome": "replayed", "reference": "…", "label": "orders", "scope": "", "attempt": 1, \
-"code": "", "duration_ms": 0}
+"code": "", "duration_ms": 0, "trace": ""}
+""",
+    "outgoing_events": """\
+orders.placed {"order":17}
+""",
+    "consumer": """\
+1 invoice; another message with this event id, and another payload, came before
 """,
     "crash": """\
 the process ended with -9

@@ -111,7 +111,11 @@ def is_listening(port: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", *(f"docs/quickstart/{n}.md" for n in ("fastapi", "flask", "django"))]
+    "name",
+    [
+        "README.md",
+        *(f"docs/quickstart/{n}.md" for n in ("fastapi", "flask", "django", "litestar")),
+    ],
 )
 def test_a_page_shows_what_a_reader_gets(name, tmp_path):
     """K5: also the reference, which is made from the key and the route alone."""
@@ -141,7 +145,9 @@ def test_the_function_of_the_quickstart_runs_once(tmp_path):
         assert ran.stdout == output
 
 
-@pytest.mark.parametrize("name", ["testing.py", "flask_app.py"])
+@pytest.mark.parametrize(
+    "name", ["testing.py", "fastapi_app.py", "flask_app.py", "litestar_app.py"]
+)
 def test_the_tests_of_an_example_pass(name):
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", ROOT / "examples" / name],
@@ -151,6 +157,20 @@ def test_the_tests_of_an_example_pass(name):
         env={**os.environ, "PYTEST_ADDOPTS": ""},
     )
     assert ran.returncode == 0, ran.stdout
+
+
+def test_the_tests_of_the_django_example_pass(tmp_path):
+    """L9, S1: as its reader runs them; and the project has no mistakes."""
+    project = shutil.copytree(ROOT / "examples" / "django_shop", tmp_path / "shop")
+    for words in (["check", "--fail-level=WARNING"], ["makemigrations", "--check"], ["test"]):
+        ran = subprocess.run(
+            [sys.executable, "-W", "error", "manage.py", *words],
+            cwd=project,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
 # --- the site -----------------------------------------------------------------------------------

@@ -23,3 +23,16 @@ def test_every_target_that_starts_servers_installs_them_first():
     needs = dict(re.findall(r"^(test|test-faults|bench): (.*?) ##", makefile, re.MULTILINE))
     assert sorted(needs) == ["bench", "test", "test-faults"]
     assert [name for name, needed in needs.items() if "$(VENV)/.servers" not in needed] == []
+
+
+# Of `make test-kafka` and `make test-dynamodb`, which say so; and what comes with RabbitMQ.
+NOT_LISTED = {"default-jre-headless", "erlang-base"}
+
+
+def test_every_server_that_tests_start_is_installed():
+    makefile = (ROOT / "Makefile").read_text()
+    (listed,) = re.findall(r"^SERVERS := (.*)$", makefile, re.MULTILINE)
+    texts = [path.read_text() for path in (ROOT / "tests" / "support" / "servers").glob("*.py")]
+    named = {name for text in texts for name in re.findall(r'package="([\w-]+)"', text)}
+    assert {"postgresql", "nats-server"} <= named
+    assert named - set(listed.split()) == NOT_LISTED

@@ -19,6 +19,14 @@ from coatcheck.core.progress import (
     progress_of,
 )
 from coatcheck.core.record import COMPLETED, RUNNING, Record, completed, failed, in_doubt, renewed
+from coatcheck.core.saga.actions import (
+    Ended,
+    Failure,
+    decode_ended,
+    derived_key,
+    encode_ended,
+)
+from coatcheck.errors import Unreadable
 from coatcheck.server.polling import token_of
 
 ID = bytes(range(16))
@@ -82,6 +90,62 @@ def test_steps_and_notes_are_stored_as_they_were():
     """L7: what an earlier release wrote down is read by this one, and the other way round."""
     assert encoded(PROGRESS) == STORED_PROGRESS
     assert _read(STORED_PROGRESS) == PROGRESS
+
+
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def test_the_trace_context_of_an_answer_is_stored_beside_them():
+    """O3: an earlier release reads the rest, and passes over this member."""
+    stored = STORED_PROGRESS[:-1] + b',"trace":"%s"}' % TRACE.encode()
+    assert encoded(PROGRESS._replace(trace=TRACE)) == stored
+    assert _read(stored) == PROGRESS._replace(trace=TRACE)
+
+
+LONG = Progress(steps=(Step("report", 1, b"\x02" + b"7" * 511),), input=b"\x02" + b"1" * 511)
+
+
+def test_long_results_and_inputs_are_stored_beside_the_older_form():
+    """L7, E3: only those of 512 bytes and more; shorter ones stay in base 85."""
+    value, given = b"Ajc3" + b"Nzc3" * 169 + b"Nzc=", b"AjEx" + b"MTEx" * 169 + b"MTE="
+    stored = b'{"steps":[["report",1,":%s",[]]],"input":":%s"}' % (value, given)
+    assert encoded(LONG) == stored
+    assert _read(stored) == LONG
+    with pytest.raises(Unreadable):
+        _read(stored.replace(b"Nzc3", b"Nz:3"))
+
+
+REMEMBERED = Progress(steps=(Step("charge", 2, None, (), NOW_MS), Step("ship", 2, b"\x021")))
+
+
+def test_a_step_that_may_run_again_is_stored_beside_the_older_form():
+    """L7, E3: only such a step has one member more."""
+    stored = b'{"steps":[["charge",2,null,[],1700000000000],["ship",2,"0x<",[]]]}'
+    assert encoded(REMEMBERED) == stored
+    assert _read(stored) == REMEMBERED
+
+
+SAGA_STEPS = [
+    (b"R\x01\x8b\xcf\xe5h\x00\x0242", Ended(NOW_MS, b"\x0242")),
+    (
+        b'F\x01\x8b\xcf\xe5h\x00["charge", "Declined", "no money", false]',
+        Ended(NOW_MS, failure=Failure("charge", "Declined", "no money")),
+    ),
+]
+
+
+@pytest.mark.parametrize(("stored", "end"), SAGA_STEPS)
+def test_the_steps_of_a_saga_are_stored_as_they_were(stored, end):
+    """E3: a saga may take days, through an upgrade."""
+    assert encode_ended(end) == stored
+    assert decode_ended(stored) == end
+
+
+def test_the_key_of_a_step_of_a_saga_is_what_it_was():
+    """E3: the service that it is sent to remembers it."""
+    assert derived_key("checkout", "42", "charge:undo") == "checkout:42:charge:undo"
+    digest = "checkout:b1cf13ad412cba45f10eb7077f0eae21:charge"
+    assert derived_key("checkout", "x" * 255, "charge") == digest
 
 
 def _read(stored: bytes) -> Progress:

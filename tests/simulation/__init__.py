@@ -10,7 +10,8 @@ production's engine: its attempts, heartbeat, steps and recovery.
     served         a request in a process, from `begin` to `complete` or `fail`
     store          a store whose messages are lost, late or doubled, and which fails and comes back
     transactions   connections for transaction mode, on the `database`
-    handlers       what applications do: with steps (`stepping`), or deferring (`deferred_work`)
+    handlers       what applications do: with steps (`stepping`), deferring (`deferred_work`), or
+                   as a saga (`booking`)
     downstream     what handlers change outside of the system, counted
     operators      decide what is in doubt
     faults         what goes wrong, and how often

@@ -177,7 +177,7 @@ class SimulatedAttempts(Attempts):
             self.process.world.happened(self.process, "recalls")
         return known
 
-    def after_write(self, swap: Swap, conflict: Record | None) -> Record | None:
+    def after_write(self, swap: Swap, conflict: Record | None, **more: Any) -> Record | None:
         """Return *conflict*, unless it is our own record."""
         if (
             conflict is not None
@@ -185,7 +185,7 @@ class SimulatedAttempts(Attempts):
             and is_same_write(conflict, swap.record)
         ):
             self.process.world.happened(self.process, "meets its own record", conflict)
-        return super().after_write(swap, conflict)
+        return super().after_write(swap, conflict, **more)
 
     def _is_within_quota(self, _request: ClaimRequest, _policy: Policy) -> bool:
         return not self.process.world.chance(self.process.setting.store.faults.crowded)

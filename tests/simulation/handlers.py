@@ -11,11 +11,12 @@ import functools
 from collections.abc import Callable, Generator
 from typing import Any, TypeAlias
 
+from coatcheck.core.answers import DidNotHappen, Happened, Unknown
 from coatcheck.core.keep import Outcome, OutcomeKind, outcome_kind_of
 from coatcheck.core.policy import Policy
 from coatcheck.core.record import Record
 from coatcheck.core.response import Response, encode_value
-from coatcheck.operation import DidNotHappen, Happened, Operation, Unknown
+from coatcheck.operation import Operation
 
 from .downstream import Downstream
 from .faults import Broken, Faults

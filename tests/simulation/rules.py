@@ -12,6 +12,7 @@ at the ledger downstream. What is promised of effects depends on the kind of rou
     deferred     retry, reconcile or manual, of deferred work: as above
     resolved     reconcile or manual, and operators decide: one effect of those they could ask for
     steps        any recovery, and each step its own promise: see `stepping`
+    saga         all of its steps happen, or none of them stays: see `booking`
 
 Steps, deferred work and decisions have rules of their own, in `progress_rules`.
 """
@@ -57,7 +58,7 @@ class Rules(ProgressRules):
         self._current: dict[bytes, Record] = {}  # what the store has acknowledged
         self._versions: dict[bytes, int] = {}  # the highest there was
         self._executions: set[tuple[Generation, int, bool]] = set()
-        self._completed: dict[Generation, bytes | None] = {}
+        self.completed: dict[Generation, bytes | None] = {}
         self._over: set[Generation] = set()  # swept, or another generation has begun
         self._finals: dict[Generation, bytes] = {}  # the answers that clients got
 
@@ -99,8 +100,8 @@ class Rules(ProgressRules):
             longest_ms = ahead_ms + max(self._policy.lease_ms, self.offered_ms(record.nonce))
             require(record.lease_until_ms <= longest_ms, "no claim holds longer than its lease")
         if record.state == COMPLETED:
-            require(generation_of(record) not in self._completed, "a generation is completed once")
-            self._completed[generation_of(record)] = record.response
+            require(generation_of(record) not in self.completed, "a generation is completed once")
+            self.completed[generation_of(record)] = record.response
         return names[0]
 
     def _check_generation(self, before: Record, record: Record, move: str) -> None:
@@ -166,13 +167,13 @@ class Rules(ProgressRules):
     def _executed(self, generation: Generation, outcome: Outcome) -> None:
         if outcome.kind is not OutcomeKind.COMPLETE:
             return
-        if generation not in self._completed:  # it slept until this generation was over
+        if generation not in self.completed:  # it slept until this generation was over
             self.require(generation in self._over, "an answer leaves after its record is safe")
         elif outcome.response is not None:
             self._final(generation, outcome.response)
 
     def _final(self, generation: Generation, response: bytes) -> None:
-        is_kept = self._completed.get(generation) == response
+        is_kept = self.completed.get(generation) == response
         self.require(is_kept, "an answer leaves after its record is safe")
         known = self._finals.setdefault(generation, response)
         self.require(known == response, "a generation has one final answer")
@@ -194,7 +195,7 @@ class Rules(ProgressRules):
                 "an effect exists for every success that a client got",
             )
         if kind == "transaction":
-            is_same = set(downstream.effects) == set(self._completed)
+            is_same = set(downstream.effects) == set(self.completed)
             self.require(is_same, "transaction: record and effect are there together, or neither")
 
     def check_steps(self, ledgers: dict[str, Downstream]) -> None:

@@ -20,6 +20,7 @@ from coatcheck.engine.periodic import JITTER
 from coatcheck.operation import Operation
 
 from . import faults, operators
+from .booking import Booking
 from .database import Database
 from .deferred_work import Queue, defer_work, execute
 from .downstream import Downstream
@@ -36,7 +37,7 @@ from .world import Body, Host, Pause, Trace, Violation, World
 
 logger = logging.getLogger("coatcheck")
 
-KINDS = (*COUNTED, "steps")
+KINDS = (*COUNTED, "steps", "saga")
 # How an attempt that died is recovered, by the kind of route; else it is run again.
 RECOVERIES = {
     "reconcile": ("reconcile",),
@@ -56,6 +57,7 @@ MARGIN_LEASES = 4 * AWAY_LEASES_MAX + 1
 LATER = {
     "deferred": ("an error, or accepted", "in-progress", "too-many-waiting"),
     "steps": ("an error, or accepted",),
+    "saga": ("an error, or accepted", "in-progress", "no answer"),
 }
 # How long faults begin; the last clients come when windows and retentions are over.
 FAULTY_LEASES = 12.0
@@ -117,6 +119,7 @@ class Schedule:
         database = Database(world, self.store, self.downstream, broken)
         self.handlers = Handlers(world, self.policy, self.downstream, broken)
         self.stepping = Stepping(self.handlers) if kind == "steps" else None
+        self.booking = Booking(self.handlers) if kind == "saga" else None
         self.queue = Queue(world, self.lease_ms, lambda: world.random.choice(self.processes))
         self.setting = Setting(
             *(self.store, database, self.policy, self.handlers, self.rules, broken),
@@ -159,6 +162,8 @@ class Schedule:
         """What the application does."""
         if self.stepping is not None:
             return self.stepping.execute(served, claim, operation)
+        if self.booking is not None:
+            return self.booking.execute(served, claim, operation)
         if self.kind == "deferred" and served.is_work:
             return execute(self.handlers, claim)
         if self.kind == "deferred" and not served.is_operator:
@@ -189,7 +194,9 @@ class Schedule:
         world.run()
         world.happened("schedule", "no more faults")
         self._probe()
-        if self.stepping is None:
+        if self.booking is not None:
+            self.booking.check(self.rules.completed)
+        elif self.stepping is None:
             self.rules.check_effects(self.kind, self.downstream)
         else:
             self.rules.check_steps(self.stepping.ledgers)

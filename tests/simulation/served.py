@@ -11,6 +11,7 @@ import functools
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from coatcheck.core.answers import DidNotHappen, Happened
 from coatcheck.core.flow import Flow
 from coatcheck.core.keep import Outcome, OutcomeKind
 from coatcheck.core.lifecycle import Answer, ClaimRequest, Executed, Refuse, Snapshot
@@ -26,8 +27,9 @@ from coatcheck.errors import (
     OutcomeUnknown,
     StepInDoubt,
     StoreUnavailable,
+    Uncertain,
 )
-from coatcheck.operation import DidNotHappen, Happened, Operation
+from coatcheck.operation import Operation
 
 from .handlers import HandlerError
 from .runner import Doing, Runner
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 # What a handler may raise.
-ERRORS = (HandlerError, ClaimLost, StepInDoubt, StoreUnavailable)
+ERRORS = (HandlerError, ClaimLost, StepInDoubt, StoreUnavailable, Uncertain)
 # The label of every operation: that of a guarded function, whose results are values.
 LABEL = "work"
 

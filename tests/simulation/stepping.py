@@ -15,11 +15,12 @@ import functools
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
+from coatcheck.core.answers import DidNotHappen, Happened, Unknown
 from coatcheck.core.keep import Outcome, OutcomeKind
 from coatcheck.core.progress import progress_of
 from coatcheck.core.record import Record
 from coatcheck.core.response import decode_value
-from coatcheck.operation import DidNotHappen, Happened, Operation, Unknown
+from coatcheck.operation import Operation
 
 from .downstream import Downstream, generation_of
 from .handlers import Ended, HandlerError, Handlers

@@ -15,7 +15,13 @@ from .schedule import KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# For each kind of route: about two seconds.
+# A schedule ends at a broken promise, and crashed processes have tasks that never end. The garbage
+# collector closes these generators in any order: one may be closed while it closes another.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <generator object:pytest.PytestUnraisableExceptionWarning"
+)
+
+# For each kind of route: about two seconds. A saga has more steps, and half as many schedules.
 SCHEDULES = 450
 
 # What must have happened at least once, or the schedules were too easy.
@@ -63,13 +69,14 @@ SEEN = {
         ),
         *("is asked", "says yes", "says no", "does not know", "gets: outcome-unknown"),
     },
+    "saga": {*IN_RECORDS, "take over", "calls", "undoes", "says yes", "says no"},
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_schedule_breaks_a_promise(kind):
     """L1, L2, L3, L5, L6, L7, L8, L9, L10, T1, T2, T3: see `rules` for what is promised of each kind."""
-    total = run(range(SCHEDULES), kind)
+    total = run(range(SCHEDULES // 2 if kind == "saga" else SCHEDULES), kind)
     print(f"\n{kind}: {total.schedules:,} schedules of {total.steps:,} steps")
     assert sorted((EVERYWHERE | SEEN[kind]) - set(total.counts)) == []
 

@@ -49,6 +49,7 @@ class FaultyServer(ThreadingHTTPServer):
         self.polls = 0
         self.lock = threading.Lock()
         self.other = None  # where "other-origin" redirects to
+        self.before_answer = lambda: None  # what a test does while a client waits
         self._thread = threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True)
         self._thread.start()
 
@@ -78,7 +79,11 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing is printed."""
 
     def do_GET(self):
-        self._answer(self._read())
+        read = self._read()
+        if read is None:  # the client was killed while it sent: nothing happens
+            self.close_connection = True
+        else:
+            self._answer(read)
 
     do_POST = do_PATCH = do_PUT = do_DELETE = do_GET  # noqa: N815 - names of http.server
 
@@ -90,7 +95,10 @@ class _Handler(BaseHTTPRequestHandler):
                 self.rfile.readline()
             self.rfile.readline()
         else:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            length = int(self.headers.get("Content-Length", 0))
+            body = self.rfile.read(length)
+            if len(body) < length:
+                return None
         key = self.headers.get(self.server.key_header)
         if self.server.key_member is not None and body:
             key = json.loads(body).get(self.server.key_member)
@@ -102,6 +110,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, read):
         seen, fault = read
+        self.server.before_answer()
         if isinstance(fault, tuple):
             status, headers, document = fault
             body = document if isinstance(document, bytes) else json.dumps(document).encode()

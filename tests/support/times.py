@@ -25,12 +25,14 @@ class Clock:
         self.now_ms += round(seconds * 1_000)
 
 
-def eventually(is_true: Callable[[], object]) -> None:
+def eventually(
+    is_true: Callable[[], object], *, within_s: float = WAIT_S_MAX, every_s: float = 0.001
+) -> None:
     """Wait until *is_true* is; it is called often, because not everything can be waited for."""
-    deadline = time.monotonic() + WAIT_S_MAX
+    deadline = time.monotonic() + within_s
     while not is_true():
         assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.001)
+        time.sleep(every_s)
 
 
 def wait_for(event: threading.Event) -> None:

@@ -22,6 +22,8 @@ from tests.support.times import WAIT_S_MAX
 ROOT = Path(__file__).resolve().parents[2]
 UVICORN = [sys.executable, "-m", "uvicorn", "{app}:asgi_app", "--no-access-log"]
 GUNICORN = [sys.executable, "-m", "gunicorn", "{app}:wsgi_app", "--preload", "--workers=2"]
+# 5 s: its workers wait so long for connections that clients keep alive; by default 30 s.
+GUNICORN += ["--graceful-timeout=5"]
 OWN = [sys.executable, "-m", "tests.support.servers.wsgi"]
 
 
@@ -37,6 +39,11 @@ class Kind(NamedTuple):
 
 
 UVICORN_ALONE = Kind("uvicorn", [*UVICORN, "--fd={fd}"], "asgi")
+HYPERCORN = Kind(
+    "hypercorn",
+    [sys.executable, "-m", "hypercorn", "{app}:asgi_app", "--bind=fd://{fd}"],
+    "asgi",
+)
 WAITRESS = Kind("waitress", [*OWN, "waitress", "{fd}", "{app}:wsgi_app"])
 KINDS = (
     Kind("uvicorn", [*UVICORN, "--workers=2", "--fd={fd}"], "asgi", processes=2),

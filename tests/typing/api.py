@@ -11,8 +11,9 @@ from typing import Any, assert_type
 
 import httpx2
 import requests
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from flask import Flask
+from litestar import Litestar, post
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
@@ -20,11 +21,25 @@ import coatcheck
 import coatcheck.client.requests
 from coatcheck import client
 from coatcheck.client import httpx2 as our_httpx2
-from coatcheck.client.optimistic import OptimisticQueue
-from coatcheck.client.outbox import AsyncOutbox, Done, Outbox, Pending, Refused, Ticket, Unknown
+from coatcheck.client.optimistic import AsyncOptimisticQueue, OptimisticQueue
+from coatcheck.client.outbox import (
+    AsyncOutbox,
+    AsyncTicket,
+    Done,
+    Outbox,
+    Pending,
+    Refused,
+    SendAgain,
+    Ticket,
+    Unknown,
+)
+from coatcheck.client.outbox_store import Stored
 from coatcheck.errors import CoatcheckError, KeyBusy
 from coatcheck.metrics import opentelemetry, prometheus
-from coatcheck.server import asgi, callers, fastapi, starlette, wsgi
+from coatcheck.openapi import annotate
+from coatcheck.saga import AsyncSaga, Retry, Saga, SagaRun, Sagas
+from coatcheck.server import asgi, callers, fastapi, keys, litestar, starlette, wsgi
+from coatcheck.server import django as our_django
 from coatcheck.server.fastapi import (
     CurrentOperation,
     CurrentSyncOperation,
@@ -33,6 +48,16 @@ from coatcheck.server.fastapi import (
 )
 from coatcheck.server.flask import Coatcheck, current_operation
 from coatcheck.server.request import Request
+from coatcheck.testing import (
+    LossyNetwork,
+    TimedEngine,
+    assert_every_unsafe_route_takes_a_key,
+    assert_idempotent,
+    assert_idempotent_async,
+    new_operation,
+    next_attempt_of,
+)
+from coatcheck.testing import Request as TestedRequest
 from coatcheck.verify import crash
 
 
@@ -309,12 +334,45 @@ Coatcheck(flask_app, store="memory://", policy="payments", caller=callers.user)
 Coatcheck(secret="s", disabled_by="/etc/disabled").init_app(flask_app)
 
 
+assert_type(fastapi.idempotent_router(APIRouter(), required=True, window="72h"), APIRouter)
+fastapi.idempotent_router(APIRouter(), requird=True)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+asgi.IdempotencyMiddleware(asgi_app, store="memory://", key=keys.by_content(window="10s"))
+wsgi.IdempotencyMiddleware(wsgi_app, store="memory://", key=keys.by_content(timedelta(seconds=5)))
+assert_type(
+    annotate({"openapi": "3.1.0"}, {("/orders", "POST"): coatcheck.Policy()}), dict[str, Any]
+)
+
+
+@post("/charges")
+@litestar.idempotent(required=True)
+async def charge_in_litestar(operation: litestar.CurrentOperation) -> str:
+    """The operation is a dependency."""
+    assert_type(await operation.note("charged"), None)
+    return operation.derive("charge")
+
+
+plugin = litestar.IdempotencyPlugin(store="memory://", policy="payments", key=keys.by_content())
+Litestar([charge_in_litestar], plugins=[plugin])
+assert_type(plugin.engine, coatcheck.AsyncEngine)
+
+
 @flask_app.post("/refunds")
 @idempotent(required=True)
 def refund_in_flask() -> str:
     """The proxy is an operation, and may be called."""
     assert_type(current_operation(), coatcheck.Operation | None)
     return current_operation.derive("refund")
+
+
+@our_django.idempotent(required=True, mode="transaction")
+def refund_in_django(number: int) -> str:
+    """A view keeps its signature."""
+    assert_type(our_django.current_operation(), coatcheck.Operation | None)
+    assert_type(our_django.get_engine(), coatcheck.Engine)
+    return str(number)
+
+
+assert_type(refund_in_django(7), str)
 
 
 @app.post("/charges", status_code=201)
@@ -432,9 +490,51 @@ async def submit_actions() -> None:
     async_outbox = AsyncOutbox("sqlite:///outbox.db", client=our_httpx2.AsyncClient())
     async_ticket = await async_outbox.submit("POST", "/charges", content=b"")
     assert_type(await async_ticket.result(), Done | Refused | Pending | Unknown)
+    assert_type(await async_outbox.retry("k"), bool)
+    assert_type(await async_outbox.dead_letters(), list[Stored])
+    async_queue = AsyncOptimisticQueue(async_outbox)
+    assert_type(await async_queue.submit("put", "POST", "/charges", json=1), AsyncTicket)
+
+
+def find_charge(action: Stored) -> Done | SendAgain | None:
+    """A probe."""
+    return SendAgain() if action.calls < 3 else None
+
+
+async def find_charge_async(action: Stored) -> Refused | None:
+    """A probe for an event loop."""
+    return Refused(None, action.reason)
+
+
+def open_outboxes(ring: coatcheck.KeyRing) -> None:
+    """An outbox with all that it takes."""
+    url = "postgresql://host/db"
+    outbox = Outbox(url, client=our_httpx2.Client(), probe=find_charge, keyring=ring)
+    assert_type(outbox.retry("k", did_not_happen=True), bool)
+    AsyncOutbox(url, client=our_httpx2.AsyncClient(), probe=find_charge_async, lane_wait="1d")
 
 
 assert_type(coatcheck.plan(coatcheck.Policy(), "48h", rate=50, store="redis"), coatcheck.Plan)
+
+
+# ------------------------------------------------------------------------------------- testing
+
+
+async def check_an_application(app: FastAPI, engine: TimedEngine, network: LossyNetwork) -> None:
+    """The assertions, and what the fixtures are."""
+    request = TestedRequest("POST", "/orders", json={"item": "coat"}, headers={"Accept": "*/*"})
+    assert_idempotent(app, request, effects=lambda: 7, at_once=3, same_answer=False)
+    assert_idempotent(Flask(""), lambda: request, effects=list[str], interface="wsgi")
+    await assert_idempotent_async(app, request, effects=lambda: 7, lifespan=False)
+    assert_every_unsafe_route_takes_a_key(app, exceptions=["POST /login"])
+    assert_every_unsafe_route_takes_a_key({"paths": {}}, methods={"POST"})
+    assert_type(engine.run("order-1", place, Order("1", 2)), int)
+    engine.travel("90s")
+    engine.travel_past_lease(coatcheck.Policy())
+    network.lose_answers(2)
+    FastAPI().mount("/", network.asgi(app))
+    operation = new_operation(key="order-1", notes=["about to charge"], connection=object())
+    assert_type(next_attempt_of(operation), coatcheck.Operation)
 
 
 # ------------------------------------------------------------------------------------- metrics
@@ -450,3 +550,35 @@ def instruments(
     """A middleware stands for its engine."""
     opentelemetry.instrument(guarded, also, guarded.engine)
     return prometheus.instrument(guarded, also)
+
+
+# --- sagas --------------------------------------------------------------------------------------
+
+sagas = Sagas("sqlite:///sagas.db", retry=Retry(tries=3, pause="1s"), unknown_errors=(OSError,))
+
+
+@sagas.saga("checkout", key=lambda order: order.number)
+async def checkout(saga: AsyncSaga, order: Order) -> int:
+    """A saga in async code."""
+    charged = await saga.step("charge", place_async, order, undo=print, remembered_for="24h")
+    assert_type(charged, int)
+    assert_type(await saga.step("count", place, order), int)
+    await saga.gather(saga.step("a", place, order), saga.step("b", place_async, order))
+    await saga.pivot()
+    return charged
+
+
+@sagas.saga("pack", key=lambda order: order.number)
+def pack(saga: Saga, order: Order) -> int:
+    """A saga in sync code."""
+    saga.pivot()
+    return assert_type(saga.step("pack", place, order, retry=3, timeout=timedelta(seconds=3)), int)
+
+
+async def buy(order: Order) -> None:
+    """Both are called like the functions that they are made of."""
+    assert_type(await checkout(order), int)
+    assert_type(pack(order), int)
+    assert_type(sagas.show("42"), SagaRun)
+    assert_type(sagas.resume("42", by="ada", why="again"), SagaRun)
+    assert_type(pack.picture(), str)

@@ -15,14 +15,20 @@ MARK = "# wrong"
 TEXT = """
 from decimal import Decimal
 
+from fastapi import FastAPI
+
 import coatcheck
 from coatcheck.server.fastapi import (
     CurrentOperation,
     CurrentSyncOperation,
+    IdempotencyMiddleware,
     OptionalOperation,
     idempotent,
 )
 from coatcheck.server.starlette import idempotent as idempotent_too
+
+
+app = FastAPI()
 
 
 def place(number: int) -> int:
@@ -54,6 +60,10 @@ idempotent(requierd=True)  # wrong
 idempotent(recovery="maybe")  # wrong
 idempotent(window=["1h"])  # wrong
 idempotent_too(requierd=True)  # wrong
+IdempotencyMiddleware(app, store="memory://", polcy="payments")  # wrong
+app.add_middleware(IdempotencyMiddleware, store="memory://")
+app.add_middleware(IdempotencyMiddleware, store=7)  # wrong
+app.add_middleware(IdempotencyMiddleware, polcy="payments")  # wrong
 
 
 # --- decorated functions keep their signatures

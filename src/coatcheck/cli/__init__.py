@@ -10,7 +10,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import click
 
@@ -21,6 +21,7 @@ from coatcheck.cli.operations import list_, lookup
 from coatcheck.cli.options import STORE_DEFAULT, STORE_VARIABLE
 from coatcheck.cli.printing import print_error
 from coatcheck.cli.resolve import resolve as resolve_command  # not over the name of its module
+from coatcheck.cli.sagas import sagas as sagas_command
 from coatcheck.errors import CoatcheckError
 from coatcheck.stores.url import shown
 
@@ -79,17 +80,31 @@ def demo(options: tuple[str, ...]) -> int:
 
 _OPERATIONS = (lookup, list_, resolve_command, erase)
 _MAINTENANCE = (stats, sweep, migrate, doctor)
-for _command in (*_OPERATIONS, *_MAINTENANCE, plan_command, outbox):
+for _command in (*_OPERATIONS, *_MAINTENANCE, plan_command, outbox, sagas_command):
     commands.add_command(_command)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    program: str = "coatcheck",
+    defaults: Mapping[str, str] | None = None,
+) -> int:
+    """
+    Run one command and return its exit code.
+
+    *defaults*: of the options of all commands, such as `{"url": "sqlite:///orders.db"}`.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):  # characters that the encoding lacks are escaped
         sys.stdout.reconfigure(errors="backslashreplace")
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        code: int = commands.main(arguments, prog_name="coatcheck", standalone_mode=False)
+        code: int = commands.main(
+            arguments,
+            prog_name=program,
+            standalone_mode=False,
+            default_map=dict.fromkeys(commands.commands, defaults or {}),
+        )
         if sys.stdout is not None:  # None: standard output is closed
             sys.stdout.flush()
     except click.ClickException as error:
@@ -110,7 +125,7 @@ def _message_of(error: click.ClickException) -> str:
     message = error.format_message().rstrip(".")
     context = error.ctx if isinstance(error, click.UsageError) else None
     if context is not None:
-        message += f"; see {context.command_path} --help"
+        message += f" (see {context.command_path} --help)"
     return _url.sub(lambda found: shown(found[0]), " ".join(message.split()))
 
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from pathlib import Path
 from typing import Any
 
 import click
 
 from coatcheck.cli.options import confirm, example, json_option, yes_option
 from coatcheck.cli.printing import print_error, print_json, print_table
-from coatcheck.client.outbox_file import OutboxFile, Stored
+from coatcheck.client.keys import new_uuid4
+from coatcheck.client.outbox_store import Stored, open_outbox
 from coatcheck.core.client.plan import BYTES_PER_KEY, plan, plan_text
 from coatcheck.core.policy import Policy
-from coatcheck.errors import Misconfigured
 
 OUTBOX_VARIABLE = "COATCHECK_OUTBOX"
 OUTBOX_DEFAULT = "sqlite:///outbox.db"
@@ -30,7 +29,9 @@ outbox_option = click.option(
 
 
 @click.command(
-    "plan", epilog=example("coatcheck plan --rate 50 --store postgresql --retries-for 1h")
+    "plan",
+    short_help="Compare a window with retries; compute the storage.",
+    epilog=example("coatcheck plan --rate 50 --store postgresql --retries-for 1h"),
 )
 @click.option("--window", metavar="TIME", default="24h", show_default=True, help="of the server")
 @click.option("--margin", metavar="TIME", default="1h", show_default=True, help="of the server")
@@ -63,7 +64,7 @@ def plan_command(
     return 0 if made.is_safe else 1
 
 
-@click.group()
+@click.group(short_help="List, send again or discard the actions of an outbox.")
 def outbox() -> None:
     """Look at the actions of an outbox, send them again or discard them."""
 
@@ -74,8 +75,7 @@ def outbox() -> None:
 @json_option
 def list_actions(url: str, *, with_all: bool, as_json: bool) -> int:
     """List the actions that were refused, or whose outcome is unknown; the oldest first."""
-    file = _opened(url)
-    actions = file.all() if with_all else file.dead()
+    actions = open_outbox(url, must_exist=True).listed(with_all=with_all)
     if as_json:
         print_json([_facts(action) for action in actions])
     elif actions:
@@ -88,10 +88,22 @@ def list_actions(url: str, *, with_all: bool, as_json: bool) -> int:
 
 @outbox.command("retry", epilog=example("coatcheck outbox retry 0b9d7c1e-5f5e-4a8e-9f6c"))
 @click.argument("key")
+@click.option(
+    "--did-not-happen",
+    is_flag=True,
+    help="you know that it did not happen: send it although it is older than the server's window",
+)
+@click.option(
+    "--new-key",
+    is_flag=True,
+    help="send it with a new key; if it did happen, it happens twice",
+)
 @outbox_option
-def retry_action(key: str, url: str) -> int:
+def retry_action(key: str, url: str, *, did_not_happen: bool, new_key: bool) -> int:
     """Send a refused or unknown action again, with its key."""
-    if not _opened(url).again(key, time.time_ns() // 1_000_000):
+    sent_key, is_new = new_uuid4() if new_key else None, did_not_happen or new_key
+    store = open_outbox(url, must_exist=True)
+    if not store.retry(key, _now_ms(), sent_key=sent_key, is_new=is_new):
         print_error(f"no refused or unknown action has the key {key!r}")
         return 1
     print("the next sender sends it again")
@@ -103,35 +115,42 @@ def retry_action(key: str, url: str) -> int:
 @yes_option
 @outbox_option
 def discard_action(key: str, url: str, *, yes: bool) -> int:
-    """Delete a refused or unknown action, so that its lane continues."""
-    file = _opened(url)
-    found = file.get(key)
-    if found is None or found.state not in ("refused", "unknown"):
-        print_error(f"no refused or unknown action has the key {key!r}")
+    """Delete an action that is neither done nor being sent, so that its lane continues."""
+    store = open_outbox(url, must_exist=True)
+    found = next((action for action in store.listed(with_all=True) if action.key == key), None)
+    if found is None or found.state == "done":
+        print_error(f"no refused, unknown or pending action has the key {key!r}")
         return 1
     if not confirm(f"Delete {found.method} {found.url} ({found.state})?", yes=yes):
         print_error("nothing was changed")
         return 1
-    file.discard(key)
+    if not store.discard(key, _now_ms()):
+        print_error("the action is being sent, or it has ended; nothing was changed")
+        return 1
     print("discarded")
     return 0
 
 
-def _opened(url: str) -> OutboxFile:
-    """Return the outbox at *url*; a command that looks creates none."""
-    path = OutboxFile.path_of(url)
-    if not Path(path).is_file():
-        raise Misconfigured(f"there is no outbox {path}")
-    return OutboxFile(url)
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
 
 
 def _facts(action: Stored) -> dict[str, Any]:
     """Return what to print of *action*; bodies are not printed."""
-    status = None if action.answer is None else action.answer.status
-    return {**action._asdict(), "answer": status}
+    return {
+        "key": action.key,
+        "state": action.state,
+        "reason": action.reason,
+        "answer": action.status,
+        "method": action.method,
+        "url": action.url,
+        "lane": action.lane,
+        "submitted_ms": action.submitted_ms,
+        "calls": action.calls,
+    }
 
 
 def _row(action: Stored) -> tuple[str, ...]:
-    status = "" if action.answer is None else str(action.answer.status)
+    status = "" if action.status is None else str(action.status)
     request = f"{action.method} {action.url}"
     return action.key, action.state, status, request, action.lane, action.reason

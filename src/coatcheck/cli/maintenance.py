@@ -20,10 +20,14 @@ from coatcheck.cli.printing import console, print_error, print_json, print_table
 from coatcheck.core.describe import age_of, iso
 from coatcheck.core.record import STATE_NAMES
 from coatcheck.engine import Engine
-from coatcheck.engine.sweeper import sweep_all
+from coatcheck.engine.sweeper import batches
 from coatcheck.errors import Misconfigured
 from coatcheck.stores import migrate_store, open_store
+from coatcheck.stores.consumer_table import ConsumerTable
+from coatcheck.stores.event_table import EventTable
+from coatcheck.stores.offset_table import OffsetTable
 from coatcheck.stores.record_counts import count_records
+from coatcheck.stores.transaction_statements import transaction_statements_of
 from coatcheck.stores.url import shown
 
 
@@ -69,7 +73,11 @@ def _counted(records: int) -> str:
 @store_option
 @json_option
 def stats(url: str, *, as_json: bool) -> int:
-    """Count the records by state and label."""
+    """
+    Count the records by state and label.
+
+    The bytes are those of stored responses, steps and notes.
+    """
     with closing(open_store(url, create=False)) as store:
         counts, now_ms = count_records(store), store.now_ms()
     total, size_bytes = sum(c.records for c in counts), sum(c.body_bytes for c in counts)
@@ -97,7 +105,7 @@ def stats(url: str, *, as_json: bool) -> int:
         ]
         rows.append(("total", total, oldest_ms, size_bytes, ""))
         print_table(
-            ("state", ">records", ">oldest", ">bytes of bodies", "label"),
+            ("state", ">records", ">oldest", ">bytes", "label"),
             (
                 (state, f"{records:,}", age_of(at_ms, now_ms), f"{size:,}", label)
                 for state, records, at_ms, size, label in rows
@@ -115,8 +123,8 @@ def sweep(url: str, *, as_json: bool) -> int:
     with closing(open_store(url, create=False)) as store:
         now_ms = store.now_ms()  # read once, so that the sweep ends while servers write
         with console(stderr=True).status("sweeping …") as status:
-            for batch in sweep_all(store, now_ms):
-                swept += batch
+            for count in batches(store, now_ms):
+                swept += count
                 status.update(f"swept {swept:,} …")
     if as_json:
         print_json({"swept": swept})
@@ -129,10 +137,19 @@ def sweep(url: str, *, as_json: bool) -> int:
 @click.argument("store_url", metavar="[STORE_URL]", required=False)
 @store_option
 @click.option("--check", is_flag=True, help="change nothing; exit code 1 if a migration is due")
+@click.option("--events", is_flag=True, help="also the table of outgoing events")
+@click.option("--offsets", is_flag=True, help="also the table of Kafka's offsets")
 @json_option
 @click.pass_context
 def migrate(
-    context: click.Context, store_url: str | None, url: str, *, check: bool, as_json: bool
+    context: click.Context,
+    store_url: str | None,
+    url: str,
+    *,
+    check: bool,
+    events: bool,
+    offsets: bool,
+    as_json: bool,
 ) -> int:
     """
     Create the tables of a store, or upgrade them to this release.
@@ -143,11 +160,34 @@ def migrate(
     if store_url is not None and is_given:
         raise Misconfigured("give the store only once: STORE_URL or --store URL")
     migration = migrate_store(store_url or url, only_look=check)
+    kinds = [
+        kind for kind, is_asked in {EventTable: events, OffsetTable: offsets}.items() if is_asked
+    ]
+    tables: dict[str, str] = {}
+    if kinds and not migration.is_due:
+        with closing(open_store(store_url or url, create=False)) as store:
+            statements = transaction_statements_of(store)
+            tables = dict(_migrated(kind(statements), only_look=check) for kind in kinds)
     if as_json:
-        print_json(migration._asdict())
+        print_json({**migration._asdict(), "tables": tables})
     else:
         print(migration.sentence)
-    return 1 if migration.is_due else 0
+        for name, what in tables.items():
+            print(f"{name}: {what}")
+    return 1 if migration.is_due or MISSING in tables.values() else 0
+
+
+MISSING = "missing"
+
+
+def _migrated(table: ConsumerTable, *, only_look: bool) -> tuple[str, str]:
+    """Create *table* if there is none, unless *only_look*; its name, and what was done."""
+    if table.is_there():
+        return table.name, "up to date"
+    if only_look:
+        return table.name, MISSING
+    table.create()
+    return table.name, "created"
 
 
 @click.command(epilog=example("coatcheck doctor --store sqlite:///orders.db"))

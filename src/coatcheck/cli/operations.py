@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from contextlib import closing
 from typing import Any
@@ -21,21 +20,18 @@ from coatcheck.cli.options import (
 from coatcheck.cli.printing import print_error, print_json, print_operation, print_table
 from coatcheck.core.describe import age_of, facts_of, state_of
 from coatcheck.core.identity import scope_of_caller
-from coatcheck.core.key import parse_reference, prefix_of, redacted, reference_of
+from coatcheck.core.key import redacted, reference_of
 from coatcheck.core.record import STATE_NAMES, Record
+from coatcheck.engine.resolution import find_operations
 from coatcheck.engine.settings import secret_of
-from coatcheck.stores import Query, Store, open_store
+from coatcheck.stores import Query, open_store
 from coatcheck.stores.url import shown
 
 LIST_LIMIT = 50
 LIST_LIMIT_MAX = 10_000
 LEASE_EXPIRED = "lease_expired"
 
-# One key may be in use by many callers and on many routes; more than this is not readable.
-LOOKUP_LIMIT = 100
-
 _STATES = {name: state for state, name in STATE_NAMES.items()}
-_id_digits = re.compile("[0-9a-f]{32}").fullmatch
 
 
 @click.command(epilog=example("coatcheck lookup 7D3F-92AB-1C4E --store sqlite:///orders.db"))
@@ -61,21 +57,6 @@ def lookup(reference_or_key: str, url: str, *, as_json: bool) -> int:
     if not records:
         print_error(f"no operation {reference_or_key!r} in {shown(url)}")
     return 0 if records else 1
-
-
-def find_operations(store: Store, text: str) -> list[Record]:
-    """Return the operations that *text* names: by reference, by id, otherwise by key."""
-    if not text:  # a compact store has no keys: all of its records would match
-        return []
-    reference = parse_reference(text)
-    if reference is not None:
-        page = store.find(Query(id_prefix=prefix_of(reference), limit=LOOKUP_LIMIT))
-        found = [record for record in page.records if reference_of(record.id) == reference]
-    elif _id_digits(text) is not None:
-        found = list(store.find(Query(id_prefix=bytes.fromhex(text))).records)
-    else:
-        found = []
-    return found or list(store.find(Query(key=text, limit=LOOKUP_LIMIT)).records)
 
 
 def _store_words(url: str) -> str:

@@ -5,26 +5,29 @@ from __future__ import annotations
 import json
 import sys
 from base64 import b64decode
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import click
 
-from coatcheck.cli.operations import find_operations
 from coatcheck.cli.options import confirm, example, json_option, store_option, yes_option
 from coatcheck.cli.options import header as header_type
 from coatcheck.cli.printing import print_error, print_json, printable
+from coatcheck.core.answers import DidNotHappen, Happened
 from coatcheck.core.describe import facts_of
 from coatcheck.core.key import reference_of
+from coatcheck.core.lifecycle import Snapshot
 from coatcheck.core.policy import MIB
+from coatcheck.core.progress import is_sealed
 from coatcheck.core.record import STATE_NAMES, Record
 from coatcheck.core.response import SEALED
 from coatcheck.engine import Engine
+from coatcheck.engine.resolution import find_operations, refusal_of
 from coatcheck.errors import Misconfigured, NotResolved
-from coatcheck.operation import DidNotHappen, Happened
+from coatcheck.keyring import KeyRing
 from coatcheck.stores import Query, Store, open_store
-from coatcheck.stores.encryption import KeyRing
 
 # The default of Policy.response_bytes_max.
 BODY_BYTES_MAX = 8 * MIB
@@ -94,6 +97,7 @@ def resolve(reference_or_key: str, url: str, *, as_json: bool, **options: Any) -
         try:
             found = _only_one(find_operations(store, reference_or_key), reference_or_key)
             _refuse_misfit(found, outcome, has_value=has_value)
+            _refuse_undecidable(Snapshot(found, now_ms), options)
             gets = printable(_gets(found, outcome))
             question = f"{reference_of(found.id)} ({printable(found.label)}): {gets}. Resolve it?"
             if not confirm(question, yes=options.pop("yes")):
@@ -118,7 +122,7 @@ def _only_one(records: list[Record], wanted: str) -> Record:
         if len(names) < len(records):
             names = {record.id.hex(): record.label for record in records}
         each = ", ".join(f"{name} ({printable(label)})" for name, label in names.items())
-        raise NotResolved(f"{wanted!r} is several operations: give one of {each}")
+        raise NotResolved(f"{wanted!r} names several operations: give one of {each}")
     return records[0]
 
 
@@ -127,6 +131,15 @@ def _refuse_misfit(record: Record, outcome: Happened | DidNotHappen, *, has_valu
         need = "--status and a body, not --value" if has_value else "--value JSON, not --status"
         kind = "request" if has_value else "function"
         raise Misconfigured(f"{record.label!r} is a {kind}: give {need}")
+
+
+def _refuse_undecidable(read: Snapshot, options: Mapping[str, Any]) -> None:
+    """Raise before anyone is asked, if the answer would change nothing."""
+    if not is_sealed(read.record):  # only the engine, which has the keys, can tell
+        given = {name: options[name] for name in ("abandoned", "correct")}
+        refusal = refusal_of(read, **given)
+        if refusal is not None:
+            raise refusal
 
 
 def _gets(record: Record, outcome: Happened | DidNotHappen) -> str:

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from coatcheck.core.key import reference_of
-from coatcheck.core.progress import NOT_KEPT, Progress, is_sealed, readable_progress_of
+from coatcheck.core.progress import NOT_KEPT, NOTHING, Progress, is_sealed, readable_progress_of
 from coatcheck.core.record import (
     COMPLETED,
     FAILED,
@@ -21,6 +21,7 @@ from coatcheck.core.record import (
 )
 from coatcheck.core.recovery import can_correct
 from coatcheck.core.response import outline_of
+from coatcheck.core.saga.actions import LABEL_PREFIX
 
 
 def facts_of(record: Record, now_ms: int) -> dict[str, Any]:
@@ -33,6 +34,7 @@ def facts_of(record: Record, now_ms: int) -> dict[str, Any]:
         "label": record.label,
         "attempt": record.attempt,
         "caller": record.scope,
+        "caller_name": (readable_progress_of(record) or NOTHING).caller or None,
         "key": record.key,
         "created": iso(record.created_ms),
         "last_attempt": iso(attempt_began_ms(record)),
@@ -56,10 +58,11 @@ def _response_facts(blob: bytes | None) -> dict[str, Any] | None:
 def _progress_facts(progress: Progress | None) -> dict[str, Any]:
     """*progress* as JSON; every member is None if it cannot be read."""
     if progress is None:
-        return dict.fromkeys(("failure", "steps", "notes", "progress", "resolutions"))
+        return dict.fromkeys(("failure", "policy", "steps", "notes", "progress", "resolutions"))
     report = progress.report
     return {
         "failure": progress.failure or None,
+        "policy": progress.policy or None,
         "steps": [
             {"name": step.name, "attempt": step.attempt, "is_done": step.value is not None}
             for step in progress.steps
@@ -86,8 +89,9 @@ def lines_of(record: Record, now_ms: int) -> Iterator[tuple[str, str]]:
     yield "state", state_of(record, now_ms)
     yield "label", record.label
     yield "attempt", str(record.attempt)
+    progress = readable_progress_of(record) or NOTHING
     if record.scope:
-        yield "caller", record.scope
+        yield "caller", f"{progress.caller} ({record.scope})" if progress.caller else record.scope
     if record.key:
         yield "key", record.key
     yield "created", at(record.created_ms)
@@ -96,9 +100,17 @@ def lines_of(record: Record, now_ms: int) -> Iterator[tuple[str, str]]:
         yield "lease until", at(record.lease_until_ms)
     yield "window until", at(record.window_until_ms)
     yield "expires", at(record.expires_ms)
+    yield "policy", ", ".join(filter(None, (progress.policy, _window(record))))
     if record.state == COMPLETED:
         yield "response", _outline(record.response)
     yield from story_of(record)
+
+
+def _window(record: Record) -> str:
+    """The times of its policy that *record* shows."""
+    window_ms = record.window_until_ms - record.created_ms
+    margin_ms = record.expires_ms - record.window_until_ms
+    return f"window {_length(window_ms)}, kept for {_length(margin_ms)} longer"
 
 
 def _outline(blob: bytes | None) -> str:
@@ -144,6 +156,9 @@ class Advice(NamedTuple):
 
 def advice_of(record: Record, now_ms: int) -> Advice:
     """What an operator can do about *record*."""
+    if record.label.startswith(LABEL_PREFIX):
+        words = "it is a saga, whose steps and undos are decided one by one"
+        return Advice(words, (f"coatcheck sagas show {reference_of(record.id)}",))
     resolve = f"coatcheck resolve {reference_of(record.id)}"
     if record.state == RUNNING and not is_lease_over(record, now_ms):
         return Advice(f"attempt {record.attempt} is running: there is nothing to decide", ())
@@ -151,7 +166,10 @@ def advice_of(record: Record, now_ms: int) -> Advice:
         words = "find out whether it happened; retries are refused until you decide"
         return Advice(words, _decisions(record, resolve))
     if record.state == RUNNING:
-        words = "the next retry takes over; if none comes and its process is dead, decide"
+        words = (
+            "the next retry follows the recovery policy; if none comes and its process is dead, "
+            "decide"
+        )
         return Advice(words, _decisions(record, f"{resolve} --abandoned"))
     words = (
         "retries get the stored response"
@@ -181,6 +199,15 @@ def age_of(time_ms: int, now_ms: int) -> str:
             length = f"{apart_ms // unit_ms} {unit}"
             return f"{length} ago" if time_ms < now_ms else f"in {length}"
     return "now"
+
+
+def _length(length_ms: int) -> str:
+    """*length_ms* as people write it in a policy: "24 h", "3 d", "90 s"."""
+    for unit, unit_ms in _UNITS:
+        is_one_day = unit == "d" and length_ms == unit_ms  # 24 h, the default
+        if length_ms and length_ms % unit_ms == 0 and not is_one_day:
+            return f"{length_ms // unit_ms} {unit}"
+    return f"{length_ms / 1_000:g} s"
 
 
 def iso(at_ms: int) -> str:

@@ -131,12 +131,12 @@ def difference(one: bytes, other: bytes) -> str:
     Which parts differ between two requests with these fingerprints: "the body … differs".
 
     One byte cannot tell two texts in 256 apart. So a part that differs may not be named, but one
-    that is named does differ.
+    that is named does differ. If none is, it is most likely the session, which has no byte.
     """
     pairs = zip(PARTS, one[WHOLE_BYTES:], other[WHOLE_BYTES:], strict=False)
     names = [name for name, of_one, of_other in pairs if of_one != of_other]
     if not names:
-        return "this request differs"
+        return "most likely the session cookie differs"
     *first, last = names
     return f"{', '.join(first)} and {last} differ" if first else f"{last} differs"
 

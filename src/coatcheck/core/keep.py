@@ -37,6 +37,8 @@ class Outcome(NamedTuple):
     response: bytes | None = None
     status: int = 200  # of the response; a function's result counts as a success
     failure: str = ""  # for operators, if there is no final answer: "raised TimeoutError"
+    policy: str = ""  # for operators, with the failure: `Policy.words`
+    trace: str = ""  # the trace context of the execution, if it is traced; stored with the answer
 
 
 # "Not now": the same request may succeed later, so the answer must not be replayed for a day.

@@ -10,6 +10,7 @@ Both spellings of one value are one key. Anything else is refused with the reaso
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from typing import NamedTuple, NewType
@@ -134,6 +135,9 @@ _AS_TYPED = str.maketrans("ILO", "110", "- ")
 _reference_digits = re.compile("[0-9A-HJKMNP-TV-Z]{12}").fullmatch
 
 
+# The response, the log, two events and a decision of one request have the same reference. 1 024: as
+# many as may run at a time in one process, and more.
+@functools.lru_cache(maxsize=1_024)
 def reference_of(id: bytes) -> Reference:
     """The first 60 bits of *id* as text, like `7D3F-92AB-1C4E`."""
     bits = int.from_bytes(id[:8], "big") >> 4

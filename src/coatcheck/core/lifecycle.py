@@ -30,7 +30,14 @@ from coatcheck.core.flow import Effect, Flow
 from coatcheck.core.keep import COMPLETE, Outcome, OutcomeKind
 from coatcheck.core.policy import Policy
 from coatcheck.core.problem import Code, Problem, problem
-from coatcheck.core.progress import progress_of, with_failure
+from coatcheck.core.progress import (
+    has_notes,
+    in_session,
+    progress_of,
+    readable_progress_of,
+    with_failure,
+    with_trace,
+)
 from coatcheck.core.record import (
     COMPLETED,
     GONE,
@@ -61,7 +68,8 @@ class ClaimRequest(NamedTuple):
     label: str = ""
     scope: str = ""  # the caller of an HTTP request; empty: a function
     key: str = ""
-    progress: bytes | None = None  # stored with the first claim: the input of a registered function
+    # Stored with the first claim: the input of a registered function, or the caller's name.
+    progress: bytes | None = None
     # The fingerprint of the same request without its session cookie; empty if it has none.
     without_session: bytes = b""
 
@@ -238,7 +246,12 @@ def wait_or_take_over(
             read = yield from WaitForChange(request.id, current.version, decided.until_ms)
             if read is None:
                 return _refuse("too-many-waiting", request)
-            current, now_ms = read
+            awaited, (current, now_ms) = current.nonce, read
+            is_answered = current.state == COMPLETED and current.nonce == awaited
+            if is_answered and not is_window_over(current, request.now_ms):
+                # Its window may have ended while it ran. A request that came before that end is no
+                # late retry: it gets the answer.
+                now_ms = request.now_ms
         else:
             conflict = yield from _swap_for(decided, current.version)
             if conflict is None and isinstance(decided, TakeOver):
@@ -268,6 +281,8 @@ def write_outcome(
     while True:
         if outcome.kind is COMPLETE:
             record = completed(claim, outcome.response)
+            if outcome.trace:
+                record = with_trace(record, outcome.trace)
         else:
             record = ended(claim, outcome, is_fresh=is_fresh)
         conflict: Record | None = yield Swap(claim.id, claim.version, record)
@@ -327,14 +342,15 @@ def _of_other_request(
     What *current* means for a request with another fingerprint: refused, with one exception.
 
     A client may have got its session cookie after its first request. Its retry gets the answer that
-    it would get without the cookie. It does not run the operation: the answer would be made for
-    the session, and then be shown to requests without it.
+    it would get without the cookie. If it becomes the next attempt, the record is bound to the
+    session, because the answer is made for it, and may not be shown to requests without it.
     """
     if current.fingerprint == request.without_session:
         before = request._replace(fingerprint=request.without_session, without_session=b"")
         decided = verdict(current, before, policy, now_ms)
-        if not isinstance(decided, TakeOver):
-            return decided
+        if isinstance(decided, TakeOver):
+            return decided._replace(claim=in_session(decided.claim, request.fingerprint))
+        return decided
     reason = "the arguments differ"  # of a function; its fingerprint has no parts
     if request.scope:
         reason = difference(current.fingerprint, request.fingerprint)
@@ -342,8 +358,14 @@ def _of_other_request(
 
 
 def _is_exhausted(current: Record, policy: Policy) -> bool:
-    """The operation has used all the attempts that its policy allows."""
-    return policy.attempts_max is not None and current.attempt >= policy.attempts_max
+    """
+    The operation has used all the attempts that its policy allows.
+
+    Without a fingerprint, none of them has reached its handler: a corrected request may follow.
+    """
+    if policy.attempts_max is None or not current.fingerprint:
+        return False
+    return current.attempt >= policy.attempts_max
 
 
 def of_completed(current: Record, request: ClaimRequest) -> Replay | Refuse:
@@ -368,13 +390,21 @@ def _of_packed(current: Record, response: bytes, request: ClaimRequest) -> Repla
 def _of_running(current: Record, request: ClaimRequest, policy: Policy, now_ms: int) -> Verdict:
     if is_lease_over(current, now_ms):
         if policy.recovery == "manual" or _is_exhausted(current, policy):
-            return MarkInDoubt(in_doubt(current))
+            return MarkInDoubt(_abandoned(current, policy))
         asks = policy.recovery == "reconcile"
         return TakeOver(next_attempt(current, request, policy, now_ms), asks=asks)
     wait_until_ms = request.now_ms + policy.wait_ms
     if now_ms >= wait_until_ms:
         return _still_running(current, request, now_ms)
     return Wait(min(wait_until_ms, current.lease_until_ms))
+
+
+def _abandoned(current: Record, policy: Policy) -> Record:
+    """*current*, whose attempt has died and may not run again, in doubt."""
+    doubt = in_doubt(current)
+    if readable_progress_of(current) is None:  # encrypted or damaged: it stays as it is
+        return doubt
+    return with_failure(doubt, "never finished", policy.words)
 
 
 def _still_running(current: Record, request: ClaimRequest, now_ms: int) -> Refuse:
@@ -426,14 +456,14 @@ def ended(claim: Record, outcome: Outcome, *, is_fresh: bool = False) -> Record:
     if outcome.kind is OutcomeKind.REJECT:
         return _rejected(claim, is_fresh=is_fresh)
     record = in_doubt(claim) if outcome.kind is OutcomeKind.IN_DOUBT else failed(claim)
-    return with_failure(record, outcome.failure) if outcome.failure else record
+    return with_failure(record, outcome.failure, outcome.policy) if outcome.failure else record
 
 
 def _rejected(claim: Record, *, is_fresh: bool) -> Record:
     released = failed(claim)
     # The key is free for another request only if nothing ran before and nothing was noted now:
     # either may have had an effect, which belongs to the request that asked for it.
-    is_free = is_fresh and claim.progress is None
+    is_free = is_fresh and not has_notes(claim)
     return released._replace(fingerprint=b"") if is_free else released
 
 

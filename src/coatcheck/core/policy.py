@@ -206,6 +206,11 @@ class Policy:
         for check in (_check_choices, _check_times, _check_recovery, _check_limits, _check_names):
             check(self)
 
+    @property
+    def words(self) -> str:
+        """What decides about an attempt without an answer, for operators."""
+        return f"{self.mode} mode, recovery {self.recovery}, lease {self.lease_ms / 1_000:g} s"
+
     @classmethod
     def preset(cls, name: PresetName, **changes: Unpack[PolicyOptions]) -> Policy:
         """The policy called *name*, with *changes*: "default", "ietf", "stripe" or "payments"."""
@@ -272,6 +277,17 @@ def duration_ms(value: Duration) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{value!r} is not a number of seconds, a timedelta or text")
     return round(value * 1_000)
+
+
+def positive_ms(name: str, duration: Duration) -> int:
+    """The argument *name* in milliseconds; raises `Misconfigured`."""
+    try:
+        found_ms = duration_ms(duration)
+    except (ValueError, OverflowError) as error:
+        raise Misconfigured(f"{name}: {error}") from error
+    if found_ms <= 0:
+        raise Misconfigured(f"{name} is {duration!r}; it must be longer than zero")
+    return found_ms
 
 
 def _ms(name: str, value: Duration) -> int:

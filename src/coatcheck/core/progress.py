@@ -1,7 +1,8 @@
 """Progress: what attempts store in the record for the attempts after them.
 
 Steps that are done, with their results; steps that were begun; notes; how far the work is; and the
-decisions of operators. It is stored as JSON and only grows within a generation.
+decisions of operators. It is stored as JSON and only grows within a generation. The caller's name
+is there, too, if the application gives one: so it is encrypted where the steps are.
 """
 
 from __future__ import annotations
@@ -25,18 +26,25 @@ PROGRESS_BYTES_MAX = 256 * 1024
 # encoded result: those begin with a byte for their kind.
 NOT_KEPT = b""
 
+# Bytes are stored in base 85, which is short. From this size on in base 64, after a colon, which
+# base 85 does not have: each step reads and writes all results, and base 64 is 40 times as fast.
+_LONG_BYTES = 512
+_LONG = ":"
+
 
 class Step(NamedTuple):
     """
     One named step; *value* is its encoded result or `NOT_KEPT`, None if it was only begun.
 
-    *beside*: the steps that were running when this one ended.
+    *beside*: the steps that were running when this one ended. *again_until_ms*: until then a step
+    that was only begun may simply run again; 0: only its probe or an operator decides.
     """
 
     name: str
     attempt: int
     value: bytes | None = None
     beside: tuple[str, ...] = ()
+    again_until_ms: int = 0
 
 
 class Note(NamedTuple):
@@ -74,8 +82,16 @@ class Progress(NamedTuple):
     handed: tuple[str, ...] | None = None
     # The encoded input of a registered function, with which any process can run it again.
     input: bytes | None = None
-    # How the last attempt without a final answer ended, for operators.
+    # How the last attempt without a final answer ended, and its policy, for operators.
     failure: str = ""
+    policy: str = ""
+    # The name of the caller, if the application gives one, for operators.
+    caller: str = ""
+    # The fingerprint of the first attempt, if a later one is bound to a session: the keys of
+    # downstream calls are derived from it.
+    origin: bytes = b""
+    # The trace context of the attempt whose answer this is, as the header `traceparent` has it.
+    trace: str = ""
 
     def step(self, name: str) -> Step | None:
         """The step called *name*, done or begun."""
@@ -129,15 +145,23 @@ def _decoded(text: bytes) -> Progress:
     members = json.loads(text)
     return Progress(
         tuple(
-            Step(name, attempt, None if value is None else base64.b85decode(value), tuple(beside))
-            for name, attempt, value, beside in members.get("steps", ())
+            Step(
+                *(name, attempt, None if value is None else _bytes_of(value)),
+                tuple(beside),
+                *until_ms,
+            )
+            for name, attempt, value, beside, *until_ms in members.get("steps", ())
         ),
         tuple(Note(*note) for note in members.get("notes", ())),
         Report(*members["report"]) if "report" in members else None,
         tuple(Resolution(*resolution) for resolution in members.get("resolutions", ())),
         tuple(members["handed"]) if "handed" in members else None,
-        base64.b85decode(members["input"]) if "input" in members else None,
+        _bytes_of(members["input"]) if "input" in members else None,
         members.get("failure", ""),
+        members.get("policy", ""),
+        members.get("caller", ""),
+        bytes.fromhex(members.get("origin", "")),
+        members.get("trace", ""),
     )
 
 
@@ -146,8 +170,12 @@ def encoded(progress: Progress) -> bytes:
     members: dict[str, Any] = {}
     if progress.steps:
         members["steps"] = [
-            (name, attempt, None if value is None else base64.b85encode(value).decode(), beside)
-            for name, attempt, value, beside in progress.steps
+            (
+                *(name, attempt, None if value is None else _text_of(value)),
+                beside,
+                *((until_ms,) if until_ms else ()),  # as earlier releases wrote it, where possible
+            )
+            for name, attempt, value, beside, until_ms in progress.steps
         ]
     if progress.notes:
         members["notes"] = progress.notes
@@ -158,16 +186,78 @@ def encoded(progress: Progress) -> bytes:
     if progress.handed is not None:
         members["handed"] = progress.handed
     if progress.input is not None:
-        members["input"] = base64.b85encode(progress.input).decode()
-    if progress.failure:
-        members["failure"] = progress.failure
+        members["input"] = _text_of(progress.input)
+    texts = {
+        "failure": progress.failure,
+        "policy": progress.policy,
+        "caller": progress.caller,
+        "origin": progress.origin.hex(),
+        "trace": progress.trace,
+    }
+    members |= {name: text for name, text in texts.items() if text}
     return json.dumps(members, separators=(",", ":")).encode()
 
 
-def with_failure(record: Record, failure: str) -> Record:
-    """*record*, the end of an attempt, with how it ended: "raised TimeoutError"."""
+def _text_of(value: bytes) -> str:
+    if len(value) < _LONG_BYTES:
+        return base64.b85encode(value).decode()
+    return _LONG + base64.b64encode(value).decode()
+
+
+def _bytes_of(text: str) -> bytes:
+    if text.startswith(_LONG):
+        return base64.b64decode(text.removeprefix(_LONG), validate=True)
+    return base64.b85decode(text)
+
+
+def has_notes(record: Record) -> bool:
+    """An attempt has stored something in *record*, or its input: more than the caller's name."""
+    if record.progress is None:
+        return False
+    if not record.progress.startswith(b'{"caller":'):  # nearly always
+        return True
+    progress = readable_progress_of(record)
+    return progress is None or progress != Progress(caller=progress.caller)
+
+
+def with_failure(record: Record, failure: str, policy: str = "") -> Record:
+    """*record*, the end of an attempt under *policy*, with how it ended: "raised TimeoutError"."""
     words = f"attempt {record.attempt} {failure}"
-    return record._replace(progress=encoded(progress_of(record)._replace(failure=words)))
+    progress = progress_of(record)._replace(failure=words, policy=policy)
+    return record._replace(progress=encoded(progress))
+
+
+def in_session(claim: Record, fingerprint: bytes) -> Record:
+    """*claim*, of a request without a session, bound to one: *fingerprint* is that with it."""
+    progress = progress_of(claim)
+    origin = progress.origin or claim.fingerprint
+    return claim._replace(
+        fingerprint=fingerprint, progress=encoded(progress._replace(origin=origin))
+    )
+
+
+def origin_of(record: Record) -> bytes:
+    """The fingerprint that the keys of downstream calls are derived from."""
+    progress = NOTHING if record.progress is None else readable_progress_of(record)
+    return (progress or NOTHING).origin or record.fingerprint
+
+
+def with_trace(record: Record, trace: str) -> Record:
+    """*record*, the answer of an attempt, with the trace context of that attempt."""
+    return record._replace(progress=encoded(progress_of(record)._replace(trace=trace)))
+
+
+def trace_of(record: Record) -> str:
+    """The trace context in *record*; empty if it has none, or if it cannot be read."""
+    if record.progress is None or b'"trace":' not in record.progress:
+        return ""
+    return (readable_progress_of(record) or NOTHING).trace
+
+
+def only_trace(record: Record) -> Record:
+    """*record* with its trace context, and without all other progress."""
+    trace = trace_of(record)
+    return record._replace(progress=encoded(Progress(trace=trace)) if trace else None)
 
 
 def noted(claim: Record, progress: Progress) -> Record:

@@ -6,8 +6,9 @@ repeated on top of the renewed claim.
 
 A step runs once, and its result is stored. A step that may run at most once, or that has a probe,
 is also written when it begins. If an attempt ends inside such a step, only the probe or an operator
-can say what happened, whatever a later release of the handler declares. Any other step is written
-only when it is done, and runs again after a crash.
+can say what happened, whatever a later release of the handler declares. If the service that the
+step calls remembers its key, this is written, too: until then the step runs again. Any other step
+is written only when it is done, and runs again after a crash.
 
 A step whose result cannot be stored counts as done: this is written, and the step raises. A step
 does not begin if the record has no room for that.
@@ -65,6 +66,22 @@ class StepPlan(NamedTuple):
     now_ms: int = 0
     asked: frozenset[str] = frozenset()  # the steps that this attempt has asked for before
     beside: Callable[[], tuple[str, ...]] = tuple  # returns the steps that run at the same time
+    again_until_ms: int = 0  # see `Step`; the step is then written when it begins
+    is_parallel: bool = False  # the steps beside it may still be to come
+
+
+# What is sent at the end of the time that a service remembers a key may arrive after it: so a step
+# does not run again in the last minute of that time, or in its last tenth if that is shorter.
+LAST_MS = 60_000
+# A time that never comes: the step may always run again.
+ALWAYS_MS = 1 << 53
+
+
+def again_until_ms(now_ms: int, remembered_ms: int) -> int:
+    """Until when a step that is first sent now may be sent again; 0: it may not."""
+    if remembered_ms >= ALWAYS_MS:
+        return ALWAYS_MS
+    return now_ms + remembered_ms - min(LAST_MS, remembered_ms // 10) if remembered_ms else 0
 
 
 _TAKEN_OVER = "another attempt has taken over this operation; stop, its result counts"
@@ -108,7 +125,7 @@ def take(claim: Record, plan: StepPlan) -> Flow[tuple[Record, bytes]]:
         return claim, known.value
     result = (yield from _known_result(plan, known)) if known is not None else None
     if result is None:
-        claim = yield from _begin(claim, plan)
+        claim = yield from _begin(claim, plan, known)
         result = yield from Run(plan.name)
     done = Step(plan.name, claim.attempt, NOT_KEPT, plan.beside())
     return (yield from _finish(claim, done, result))
@@ -120,6 +137,8 @@ def _known_result(plan: StepPlan, known: Step) -> Flow[bytes | Misconfigured | N
 
     Raises `StepInDoubt` if the probe does not know, or if there is none.
     """
+    if known.value is None and plan.now_ms < known.again_until_ms:
+        return None
     if plan.has_probe:
         outcome = yield from _probed(plan.name)
         if outcome.kind is OutcomeKind.COMPLETE:
@@ -143,10 +162,12 @@ def _probed(name: str) -> Flow[Outcome]:
         raise StepInDoubt(name, "its probe raised an error") from error
 
 
-def _begin(claim: Record, plan: StepPlan) -> Flow[Record]:
+def _begin(claim: Record, plan: StepPlan, known: Step | None) -> Flow[Record]:
     """Write that the step begins, if it may not simply run again; check the room for its end."""
-    begun = Step(plan.name, claim.attempt)
-    if plan.at_most_once or plan.has_probe:
+    # The time counts from the first call: later ones do not make the service remember it longer.
+    until_ms = plan.again_until_ms if known is None else known.again_until_ms
+    begun = Step(plan.name, claim.attempt, again_until_ms=until_ms)
+    if plan.at_most_once or plan.has_probe or until_ms:
         return (yield from remember(claim, lambda progress: progress.with_step(begun)))
     _check_room(noted(claim, progress_of(claim).with_step(begun)))
     return claim
@@ -184,6 +205,8 @@ def _check_known(progress: Progress, plan: StepPlan) -> None:
 
     Otherwise a step that was renamed would run a second time, under its new name.
     """
+    if plan.is_parallel:
+        return
     left = _left(progress, plan.asked)
     was_beside = any(plan.name in step.beside for step in progress.steps)
     if left and not was_beside:

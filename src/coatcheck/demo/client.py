@@ -1,7 +1,8 @@
 """The client and the bad network: sends each order until it is confirmed.
 
-The client retries after a lost response, a broken connection, 409 and 503. With keys, every attempt
-at one order has the same key. Without keys, the only other choice would be to lose the order.
+The client retries by the rules of `coatcheck.client`, over the HTTP of the standard library. With
+keys, every attempt at one order has the same key. Without keys, `methods_without_key` allows what
+the rules forbid: the only other choice would be to lose the order.
 
 The orders, and what the network does to each, come from the seed alone, so the key is the only
 difference between the two halves of the demo.
@@ -12,14 +13,19 @@ from __future__ import annotations
 import json
 import random
 import threading
-import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from email.message import Message
 from http.client import HTTPConnection, HTTPException, IncompleteRead
-from typing import Any, NamedTuple
+from typing import Any
+
+from coatcheck.client.call import Action, Exchange
+from coatcheck.client.settings import Clock, settings_of
+from coatcheck.core.client.retry_policy import RetryBudget, RetryPolicy
+from coatcheck.core.client.send import Answer, Lost, Send
 
 # A third: far worse than a real network, so that a few hundred orders show every case.
 LOSS_SHARE = 1 / 3
@@ -31,12 +37,18 @@ CENTS_MIN, CENTS_MAX = 5_00, 200_00
 
 # 8 orders in flight: enough that a kill always hits some of them.
 CONCURRENCY = 8
-# 50 ms between attempts: a restarted shop is found soon, and not asked all the time.
-PAUSE_S = 0.05
-# At most 250 ms, whatever Retry-After says, because a person is watching.
-RETRY_AFTER_S_MAX = 0.25
-# Give up after 20 s without any confirmation, ten times the longest pause of a normal run.
-STALL_S_MAX = 20.0
+# Pauses of up to 100 ms: a restarted shop is found soon, and not asked all the time. At most
+# 250 ms, whatever Retry-After says, because a person is watching. An order that is not confirmed
+# after 20 s, ten times what the longest one of a normal run takes, is given up.
+RETRY = RetryPolicy(
+    attempts_max=1_000,
+    deadline="20s",
+    timeout="10s",
+    backoff_base="100ms",
+    backoff_max="100ms",
+    retry_after_max="250ms",
+    methods_without_key={"POST"},
+)
 # 1 s for the second of two simultaneous requests to connect; after that the first one is sent.
 CONNECT_TWIN_S_MAX = 1.0
 # 10 s: a response takes 20 ms, and one that waits for another attempt two seconds.
@@ -95,16 +107,18 @@ class Client:
         self.finished = 0
         self._shop_port = shop_port  # called for each request: a restart changes the port
         self._sends_keys = sends_keys
+        # A budget that does not end: a third of all responses is lost.
+        budget = RetryBudget(1_000_000)
+        clock = Clock(sleep=self._pause)
+        self._settings = settings_of(retry=RETRY, preset="ietf", budget=budget, clock=clock)
         self._pool = ThreadPoolExecutor(CONCURRENCY, "client")
         self._mutex = threading.Lock()
         self._ended = threading.Event()
-        self._give_up_at_s = 0.0
-        self._is_stopped = False
+        self._stopping = threading.Event()
         self._deliveries: list[Future[None]] = []
 
     def start(self) -> None:
         """Begin to send the orders."""
-        self._give_up_at_s = time.monotonic() + STALL_S_MAX
         self._deliveries = [self._pool.submit(self._deliver, r) for r in self.receipts]
 
     def wait(self, timeout_s: float) -> bool:
@@ -117,39 +131,56 @@ class Client:
 
     def stop(self) -> None:
         """Give up the orders that are not finished."""
-        self._is_stopped = True
+        self._stopping.set()
         self._pool.shutdown(cancel_futures=True)
 
     def unanswered(self) -> set[str]:
         """Return the orders that were sent and have no response yet."""
         return {r.order.name for r in self.receipts if r.requests and not r.responses}
 
+    def _pause(self, seconds: float) -> None:
+        if self._stopping.wait(seconds):
+            raise _Stopped
+
     def _deliver(self, receipt: Receipt) -> None:
+        barrier, twin = None, None
+        if receipt.order.is_repeated:
+            barrier = threading.Barrier(2, timeout=CONNECT_TWIN_S_MAX)
+            twin = threading.Thread(target=self._send, args=(receipt, barrier))
+            twin.start()
+        action: Action[Response] = Action(
+            self._settings,
+            key=receipt.order.key if self._sends_keys else None,
+            send_key=self._sends_keys,
+        )
+        exchange: Exchange[Response] = _Delivery(action, "POST", "/orders", None)
+
+        def attempt(effect: Send) -> Answer | Lost:
+            response = self._send(receipt, barrier if effect.attempt == 1 else None)
+            if isinstance(response, Exception):
+                return exchange.lost(response)
+            header = response.headers.get
+            return exchange.answered(response, response.status, header, response.body)
+
         try:
-            if receipt.order.is_repeated:
-                self._send_twice(receipt)
-            while not receipt.is_confirmed and not self._gives_up():
-                self._send(receipt)
-            if receipt.is_confirmed:
-                self._give_up_at_s = time.monotonic() + STALL_S_MAX
+            with suppress(*NETWORK_ERRORS, _Stopped):  # the receipt says that it is not confirmed
+                exchange.run(attempt)
         finally:
+            if twin is not None:
+                twin.join()
             with self._mutex:
                 self.finished += 1
                 if self.finished == len(self.receipts):
                     self._ended.set()
 
-    def _gives_up(self) -> bool:
-        return self._is_stopped or time.monotonic() > self._give_up_at_s
+    def _send(
+        self, receipt: Receipt, barrier: threading.Barrier | None = None
+    ) -> Response | Exception:
+        """
+        Send the order once; return the response, or what the network did instead.
 
-    def _send_twice(self, receipt: Receipt) -> None:
-        """Send the same request twice at the same time, on two connections."""
-        barrier = threading.Barrier(2, timeout=CONNECT_TWIN_S_MAX)
-        twin = threading.Thread(target=self._send, args=(receipt, barrier))
-        twin.start()
-        self._send(receipt, barrier)
-        twin.join()
-
-    def _send(self, receipt: Receipt, barrier: threading.Barrier | None = None) -> None:
+        With *barrier*, the same request is sent on another connection at the same time.
+        """
         order = receipt.order
         document = {"order": order.name, "cents": order.cents}
         try:
@@ -161,13 +192,24 @@ class Client:
                         barrier.wait()
                 key = order.key if self._sends_keys else None
                 response = post(connection, "/orders", document, key)
-        except NETWORK_ERRORS:
-            time.sleep(PAUSE_S)
-            return
+        except NETWORK_ERRORS as error:
+            return error
         with receipt.mutex:
             is_received = _note(receipt, response)
-        if is_received and response.status != 201:
-            time.sleep(min(response.retry_after_s, RETRY_AFTER_S_MAX) or PAUSE_S)
+        return response if is_received else ConnectionResetError("the network lost the response")
+
+
+class _Stopped(Exception):
+    """The demo ends."""
+
+
+class _Delivery(Exchange["Response"]):
+    """All attempts at one order."""
+
+    @staticmethod
+    def origin_of(url: Any) -> str:  # noqa: ANN401 - as in the base class
+        """There is one origin."""
+        return str(url)
 
 
 def _note(receipt: Receipt, response: Response) -> bool:
@@ -181,12 +223,19 @@ def _note(receipt: Receipt, response: Response) -> bool:
     return not is_lost
 
 
-class Response(NamedTuple):
+@dataclass
+class Response:
     """The response to one request."""
 
     status: int
-    document: dict[str, Any]
-    retry_after_s: float
+    headers: Message
+    body: bytes
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The JSON document in the body; empty if there is none."""
+        is_json = "json" in self.headers.get("Content-Type", "")
+        return dict(json.loads(self.body)) if is_json else {}
 
 
 def connect(port: int) -> HTTPConnection:
@@ -209,6 +258,4 @@ def post(
     if response.getheader("Content-Length", "") != str(len(body)):
         # Cut off within its headers, which `http.client` does not notice: a 201, but not complete.
         raise IncompleteRead(body)
-    is_json = "json" in response.getheader("Content-Type", "")
-    retry_after_s = float(response.getheader("Retry-After", "0"))
-    return Response(response.status, json.loads(body) if is_json else {}, retry_after_s)
+    return Response(response.status, response.headers, body)

@@ -36,9 +36,9 @@ from coatcheck.server.wsgi import IdempotencyMiddleware
 SHOP_DATABASE = "shop.db"
 PROVIDER_DATABASE = "provider.db"
 
-# 20 ms to write the confirmation: the money is taken and the customer does not know it yet. This is
+# 60 ms to write the confirmation: the money is taken and the customer does not know it yet. This is
 # the moment in which a crash hurts.
-CONFIRM_S = 0.02
+CONFIRM_S = 0.06
 # 20 ms: a fast card network.
 CHARGE_S = 0.02
 # 1.5 s until another attempt takes over the orders of a killed shop. Short, because a person is

@@ -28,7 +28,8 @@ from coatcheck.stores import Query, open_store
 
 WITHOUT, WITH = "without keys", "with coatcheck"
 
-# 2 ms: a tenth of the time between charge and confirmation, so that the kill falls into it.
+# 2 ms: a thirtieth of the time between charge and confirmation, so that the kill falls into it,
+# even on a busy machine.
 _POLL_S = 0.002
 # 3 s to wait for such a moment; after that the kill comes at any time with requests in flight.
 _AIM_S_MAX = 3.0

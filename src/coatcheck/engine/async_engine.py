@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import wait
 from typing import Any, ParamSpec, Self, TypeVar, cast
 
+from coatcheck.core.answers import DidNotHappen, Happened
 from coatcheck.core.callables import check_function
 from coatcheck.core.fingerprint import fingerprint_of_call
 from coatcheck.core.keep import Outcome
@@ -39,13 +42,20 @@ from coatcheck.engine.sweeper import SWEEP_EVERY_S, Archive
 from coatcheck.engine.transactions import Database, LoopAccess, OperationTransaction, Repeat
 from coatcheck.engine.waiters import TaskWaiter
 from coatcheck.errors import Misconfigured, StoreUnavailable
-from coatcheck.operation import DidNotHappen, Happened, Operation, enter, leave
+from coatcheck.keyring import KeyRing
+from coatcheck.operation import Operation, enter, leave
 from coatcheck.stores import AsyncStore, Store, ThreadedStore, open_async_lazily
-from coatcheck.stores.encryption import EncryptedStore, KeyRing
+from coatcheck.stores.encryption import EncryptedStore
 from coatcheck.stores.transaction_statements import TransactionStatements
 from coatcheck.telemetry import Listener, Observer
 from coatcheck.transactions.pool import AsyncPool
 from coatcheck.transactions.sources import ConnectionSource
+
+# How often recovery checks whether the event loop that runs a registered function is alive.
+POLL_S = 0.05
+# Recovery waits so long for a registered function. Then the function goes on, under its own lease,
+# and the other operations are recovered.
+RUN_AGAIN_S_MAX = 60.0
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -297,9 +307,9 @@ class AsyncEngine(EngineBase):
         args, kwargs, codec = read_call(call, codec)
         fingerprint = fingerprint_of_call(args, kwargs)
         request = request_of_call(self.attempts, key, label, fingerprint, policy)
-        return await self._run_request(request, policy, call, codec, database)
+        return await self.run_request(request, policy, call, codec, database)
 
-    async def _run_request(
+    async def run_request(
         self,
         request: ClaimRequest,
         policy: Policy,
@@ -307,6 +317,12 @@ class AsyncEngine(EngineBase):
         codec: Codec[Any] | None,
         database: Database | None = None,
     ) -> T:
+        """
+        Run *call* for *request*, or return the value that is stored for it.
+
+        For integrations that make the request themselves: a transaction that the database undid is
+        run again. Raises refusals, and what *call* raises.
+        """
         repeats = 0
         while True:
             started = await self.begin(request, policy, database, repeats)
@@ -342,30 +358,37 @@ class AsyncEngine(EngineBase):
     # --- functions that the background can run again ---------------------------------------------
 
     def register(
-        self, name: str, function: Callable[[Any], Awaitable[T]], *, policy: Policy | None = None
+        self,
+        name: str,
+        function: Callable[[Any], Awaitable[T]],
+        *,
+        policy: Policy | None = None,
+        also_failed: bool = False,
     ) -> RegisteredFunction[Awaitable[T]]:
         """
         Register *function* under *name*, to be run with a stored input.
 
         `registered.run(key, input)` stores *input* (JSON or bytes) with the claim. If the process
         dies, the background of any node on which *name* is registered runs it again.
+        *also_failed*: also if the function raised, and its claim was released.
         """
         policy = self.policy if policy is None else policy_of(policy)
         check_result(function, None)
 
-        async def run(key: str, given: object) -> T:
+        async def run(key: str, given: object, note: object) -> T:
             await self.ensure_started()
-            request = request_with_input(self.attempts, key, name, given, policy)
+            request = request_with_input(self.attempts, key, name, given, policy, note=note)
             call = functools.partial(function, given)
-            return await self._run_request(request, policy, call, codec_of_call(call))
+            return await self.run_request(request, policy, call, codec_of_call(call))
 
         async def run_again(record: Record) -> None:
             given = stored_input(record)
             request = self.attempts.request_for(record)
             call = functools.partial(function, given)
-            await self._run_request(request, policy, call, codec_of_call(call))
+            await self.run_request(request, policy, call, codec_of_call(call))
 
-        self.recovery.register_resumable(name, self._on_loop(run_again), policy)
+        again = self._on_loop(run_again)
+        self.recovery.register_resumable(name, again, policy, also_failed=also_failed)
         return RegisteredFunction(name, run)
 
     def _on_loop(
@@ -375,10 +398,15 @@ class AsyncEngine(EngineBase):
 
         def run_and_wait(record: Record) -> None:
             loop = self.recovery.loop
-            if loop is not None and loop.is_running():
-                asyncio.run_coroutine_threadsafe(run_again(record), loop).result()
-            else:
+            if loop is None or not loop.is_running():
                 asyncio.run(run_again(record))
+                return
+            future = asyncio.run_coroutine_threadsafe(run_again(record), loop)
+            until_s = time.monotonic() + RUN_AGAIN_S_MAX
+            while loop.is_running() and time.monotonic() < until_s:
+                if wait((future,), POLL_S).done:
+                    future.result()
+                    return
 
         return run_and_wait
 

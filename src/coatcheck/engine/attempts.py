@@ -47,7 +47,6 @@ from coatcheck.core.record import (
     RUNNING,
     Get,
     Record,
-    State,
     Swap,
     is_same_write,
 )
@@ -68,20 +67,19 @@ from coatcheck.engine.reconcile_calls import (
     reconcile_call,
 )
 from coatcheck.engine.replay_cache import ReplayCache
+from coatcheck.engine.steps import StepWriter, UnrecordedSteps
 from coatcheck.engine.transactions import OperationTransaction
 from coatcheck.engine.waiters import Waiter, Waiters, has_changed, poll_pauses_s
 from coatcheck.engine.write_retry import WriteRetry
 from coatcheck.errors import ClaimLost, StoreUnavailable, Unreadable
-from coatcheck.operation import Lease, Loop, Operation, Steps
+from coatcheck.operation import Lease, Loop, Operation
 from coatcheck.stores.contract import Store
 from coatcheck.stores.fork import renew_after_fork
 from coatcheck.telemetry import (
+    ENDS,
+    STILL_UNKNOWN,
     Claimed,
-    Completed,
     Decision,
-    InDoubt,
-    OperationEvent,
-    Released,
     Telemetry,
     Waited,
     decision_of,
@@ -97,13 +95,6 @@ OUTAGES = (StoreUnavailable, Unreadable)
 NOT_RUN = "it is not known whether this request ran before, so it was not run"
 NOT_RECORDED = "this request ran, but its outcome could not be recorded"
 COMMIT_UNKNOWN = "it is not known whether the work of this request is committed"
-
-# The event when an attempt has ended in this state.
-ENDS: dict[State, type[OperationEvent]] = {
-    COMPLETED: Completed,
-    FAILED: Released,
-    IN_DOUBT: InDoubt,
-}
 
 # How often an outage is logged while requests run unguarded; each has a decision of its own.
 LOG_EVERY_S = 10.0
@@ -122,8 +113,8 @@ class Attempts:
         running_loop: the event loop that runs the caller, if there is one.
     """
 
-    steps: Steps  # set by the engine, which needs the attempts for it
-    unrecorded_steps: Steps  # the same for an operation that has no record
+    steps: StepWriter  # set by the engine, which needs the attempts for it
+    unrecorded_steps: UnrecordedSteps  # the same for an operation that has no record
 
     def __init__(
         self,
@@ -144,7 +135,7 @@ class Attempts:
         # What the heartbeat does beside its own work, at each tick; none of it may take long.
         self.tasks: list[Callable[[int], None]] = []
         self._store = store
-        self._new_waiter = new_waiter
+        self.new_waiter = new_waiter
         wait = functools.partial(self.reconcile_calls.wait, loop=None)
         self._ask = self.reconcile_calls.answer if is_async else wait
         self._running_loop = running_loop
@@ -276,6 +267,9 @@ class Attempts:
         transaction: Any = operation._transaction  # noqa: SLF001 - the engine's part of it
         if operation.has_notes:
             outcome = with_step_problems(operation, outcome, status=status)
+        tracing = self.telemetry.tracing
+        if tracing is not None:
+            outcome = self.telemetry.traced(tracing, operation.request, outcome, self.now_ms())
         try:
             answer = yield from self.advance(flow, operation.policy, transaction, outcome)
         except OUTAGES as error:
@@ -370,8 +364,9 @@ class Attempts:
             while type(effect) is not Execute:
                 try:
                     if isinstance(effect, Swap):
+                        swap_s = time.perf_counter() if self.telemetry.listeners else None
                         conflict: Record | None = yield effect
-                        result: Any = self.after_write(effect, conflict)
+                        result: Any = self.after_write(effect, conflict, began_s=swap_s)
                     else:
                         result = yield from self._perform(effect, policy, transaction)
                 except Exception as failure:  # noqa: BLE001 - the flow decides what it means
@@ -412,7 +407,7 @@ class Attempts:
         started_ms = self.now_ms()
         if wait.until_ms <= started_ms:
             return (yield from self.read(wait.id))
-        waiter = self._new_waiter()
+        waiter = self.new_waiter()
         if not self.waiters.join(wait.id, waiter.wake, waiters_max):
             return None
         try:
@@ -485,12 +480,14 @@ class Attempts:
             keys_max=policy.live_keys_max,
         )
 
-    def after_write(self, swap: Swap, conflict: Record | None, *, why: str = "") -> Record | None:
+    def after_write(
+        self, swap: Swap, conflict: Record | None, *, why: str = "", began_s: float | None = None
+    ) -> Record | None:
         """
         Return *conflict*, unless it is our own record: then the write was applied after all.
 
-        A final answer that was written is remembered, and its waiters are woken. *why*: the reason
-        of a doubt, for the log.
+        A final answer that was written is remembered, and its waiters are woken. *why*: of a doubt.
+        *began_s*: when the write began, if that was measured.
         """
         record = swap.record
         if record is None:
@@ -512,7 +509,8 @@ class Attempts:
         if self.telemetry.listeners:
             kind = Claimed if isinstance(swap, Claim) else ENDS.get(record.state)
             if kind is not None:
-                self.telemetry.happened(kind, record)
+                write_s = None if began_s is None else time.perf_counter() - began_s
+                self.telemetry.happened(kind, record, write_s)
         return None
 
     def _why_in_doubt(self, record: Record) -> str:
@@ -520,7 +518,7 @@ class Attempts:
         if isinstance(lease, Operation) and lease.claim.nonce == record.nonce:
             return lease.failure or f"attempt {record.attempt} gave no final answer"
         if record.lease_until_ms > self.now_ms():  # it was claimed only to call the function
-            return "its reconcile function does not know what happened"
+            return STILL_UNKNOWN
         return f"attempt {record.attempt} never finished"
 
     def current(self, record: Record) -> Record:
@@ -534,8 +532,8 @@ class Attempts:
         lease = self.heartbeat.leases.get(record.id)
         if lease is None or lease.claim.nonce != record.nonce or lease.is_stopped():
             return record
-        if lease.pending is not None:
-            self.heartbeat.wake()  # the store has just answered, so it may accept the completion
+        if lease.pending is not None:  # the store has just answered, so it may accept that
+            self.heartbeat.wake()
         if record.state in (COMPLETED, FAILED):
             return record
         # Later than anything its lease is compared with: a waiting request may have come before

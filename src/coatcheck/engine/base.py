@@ -26,7 +26,7 @@ from coatcheck.engine.sweeper import Archive, Sweeper
 from coatcheck.engine.transactions import Database
 from coatcheck.engine.waiters import Waiter
 from coatcheck.stores.contract import Store
-from coatcheck.stores.registry import info_of, refuse_archive
+from coatcheck.stores.registry import info_of, is_compact, refuse_archive
 from coatcheck.stores.transaction_statements import (
     TransactionStatements,
     no_transactions,
@@ -46,6 +46,7 @@ class EngineBase:
     attempts: Attempts
     recovery: Recovery
     policy: Policy
+    run_here: Callable[[Flow[Any]], Any]  # runs a flow; on an event loop its result is awaited
     is_started = False
 
     def _set_up(
@@ -78,6 +79,7 @@ class EngineBase:
             is_async=is_async,
             running_loop=running_loop,
         )
+        self.run_here = run_steps
         self.attempts.steps = StepWriter(self.attempts.now_ms, run_steps)
         self.attempts.unrecorded_steps = UnrecordedSteps(run_steps)
         self.recovery = Recovery(
@@ -98,6 +100,7 @@ class EngineBase:
     ) -> None:
         """Refuse wrong settings; *store* is a URL or a blocking store."""
         self.policy = policy_of(policy)
+        self.is_compact = is_compact(store)
         if archive is not None:
             refuse_archive(store)
         check_keyring(keyring)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 
+from coatcheck.core.answers import Happened
 from coatcheck.core.deferred import DeferredToken, decode_token, encode_token, offer, run_deferred
 from coatcheck.core.flow import Flow
 from coatcheck.core.keep import COMPLETE, Outcome
@@ -20,11 +21,16 @@ from coatcheck.engine.attempts import Attempts
 from coatcheck.engine.functions import refuse_unstarted
 from coatcheck.engine.outcomes import logger, outcome_of_accepted, response_of
 from coatcheck.engine.steps import performed, written
-from coatcheck.operation import Happened, Operation
+from coatcheck.errors import StoreUnavailable
+from coatcheck.operation import Operation
+
+NOT_DEFERRED = "this request was not recorded, so that no worker would find its work"
 
 
 def defer(attempts: Attempts, operation: Operation, lease_ms: int) -> Flow[str]:
     """Keep the claim of *operation* for a worker that comes within *lease_ms*; its token."""
+    if not operation.claim.version:  # it runs unguarded
+        raise StoreUnavailable(NOT_DEFERRED)
     flow = offer(operation.claim, attempts.now_ms() + lease_ms)
     offered: Record = yield from performed(flow, lambda effect: written(operation, effect))
     operation.advance_to(offered)
@@ -93,8 +99,9 @@ def _response_of(label: str, result: object) -> Response | None:
         body = json.dumps(result, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError):
         logger.error(
-            "coatcheck: the work of %s returned a %s, which is neither JSON nor Happened(status, "
-            "headers, body): it is not kept, and a retry gets 409 result-unavailable",
+            "coatcheck: the work of %s returned a value of type %s, which is neither JSON nor "
+            "Happened(status, headers, body): it is not kept, and a retry gets 409 "
+            "result-unavailable",
             *(label, type(result).__name__),
         )
         return None

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, Self, TypeVar, cast
 
+from coatcheck.core.answers import DidNotHappen, Happened
 from coatcheck.core.callables import check_function
 from coatcheck.core.fingerprint import fingerprint_of_call
 from coatcheck.core.keep import Outcome
@@ -37,9 +38,10 @@ from coatcheck.engine.sweeper import SWEEP_EVERY_S, Archive
 from coatcheck.engine.transactions import Database, OperationTransaction, Repeat, ThreadAccess
 from coatcheck.engine.waiters import ThreadWaiter
 from coatcheck.errors import Misconfigured, StoreUnavailable
-from coatcheck.operation import DidNotHappen, Happened, Operation, enter, leave
+from coatcheck.keyring import KeyRing
+from coatcheck.operation import Operation, enter, leave
 from coatcheck.stores import Batcher, Store, open_lazily
-from coatcheck.stores.encryption import EncryptedStore, KeyRing
+from coatcheck.stores.encryption import EncryptedStore
 from coatcheck.stores.lazy import LazyStore
 from coatcheck.stores.memory import MemoryStore
 from coatcheck.stores.transaction_statements import TransactionStatements
@@ -334,9 +336,9 @@ class Engine(EngineBase):
         args, kwargs, codec = read_call(call, codec)
         fingerprint = fingerprint_of_call(args, kwargs)
         request = request_of_call(self.attempts, key, label, fingerprint, policy)
-        return self._run_request(request, policy, call, codec, database)
+        return self.run_request(request, policy, call, codec, database)
 
-    def _run_request(
+    def run_request(
         self,
         request: ClaimRequest,
         policy: Policy,
@@ -344,6 +346,12 @@ class Engine(EngineBase):
         codec: Codec[Any] | None,
         database: Database | None = None,
     ) -> T:
+        """
+        Run *call* for *request*, or return the value that is stored for it.
+
+        For integrations that make the request themselves: a transaction that the database undid is
+        run again. Raises refusals, and what *call* raises.
+        """
         repeats = 0
         while True:
             started = self.begin(request, policy, database, repeats)
@@ -377,30 +385,36 @@ class Engine(EngineBase):
     # --- functions that the background can run again ---------------------------------------------
 
     def register(
-        self, name: str, function: Callable[[Any], T], *, policy: Policy | None = None
+        self,
+        name: str,
+        function: Callable[[Any], T],
+        *,
+        policy: Policy | None = None,
+        also_failed: bool = False,
     ) -> RegisteredFunction[T]:
         """
         Register *function* under *name*, to be run with a stored input.
 
         `registered.run(key, input)` stores *input* (JSON or bytes) with the claim. If the process
         dies, the background of any node on which *name* is registered runs it again.
+        *also_failed*: also if the function raised, and its claim was released.
         """
         policy = self.policy if policy is None else policy_of(policy)
         check_result(function, None)
 
-        def run(key: str, given: object) -> T:
+        def run(key: str, given: object, note: object) -> T:
             self.ensure_started()
-            request = request_with_input(self.attempts, key, name, given, policy)
+            request = request_with_input(self.attempts, key, name, given, policy, note=note)
             call = functools.partial(function, given)
-            return self._run_request(request, policy, call, codec_of_call(call))
+            return self.run_request(request, policy, call, codec_of_call(call))
 
         def run_again(record: Record) -> None:
             given = stored_input(record)
             request = self.attempts.request_for(record)
             call = functools.partial(function, given)
-            self._run_request(request, policy, call, codec_of_call(call))
+            self.run_request(request, policy, call, codec_of_call(call))
 
-        self.recovery.register_resumable(name, run_again, policy)
+        self.recovery.register_resumable(name, run_again, policy, also_failed=also_failed)
         return RegisteredFunction(name, run)
 
     # --- operators ------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, Generic, TypeVar
 
+from coatcheck.core.answers import Happened
 from coatcheck.core.callables import refuse_awaitable
 from coatcheck.core.fingerprint import fingerprint_of_call
 from coatcheck.core.identity import ID_BYTES, operation_id
@@ -17,14 +18,20 @@ from coatcheck.core.keep import Outcome
 from coatcheck.core.lifecycle import Answer, ClaimRequest, Refuse, Replay
 from coatcheck.core.policy import Policy
 from coatcheck.core.problem import problem
-from coatcheck.core.progress import NOTHING, PROGRESS_BYTES_MAX, encoded, progress_of
+from coatcheck.core.progress import (
+    NOTHING,
+    PROGRESS_BYTES_MAX,
+    Note,
+    encoded,
+    progress_of,
+)
 from coatcheck.core.record import Record
 from coatcheck.core.response import decode_value, encode_value
 from coatcheck.core.values import Codec
 from coatcheck.engine.attempts import Attempts
 from coatcheck.engine.outcomes import outcome_of_result, stored_result
 from coatcheck.errors import Misconfigured, Resumable
-from coatcheck.operation import Happened, Operation
+from coatcheck.operation import Operation
 
 
 def request_of_call(
@@ -100,7 +107,7 @@ def name_of(function: Callable[..., object]) -> str:
     named: Any = function if hasattr(function, "__qualname__") else type(function)
     if named.__qualname__.endswith("<lambda>"):
         raise Misconfigured(
-            "a lambda has no name, so that all lambdas would share their keys: give it a scope="
+            "a lambda has no name, so all lambdas would share their keys: give it a scope="
         )
     return f"{_module_of(named)}.{named.__qualname__}"
 
@@ -167,30 +174,32 @@ T_co = TypeVar("T_co", covariant=True)
 class RegisteredFunction(Generic[T_co]):
     """A function that `Engine.register` has named."""
 
-    def __init__(self, name: str, run: Callable[[str, Any], T_co]) -> None:
+    def __init__(self, name: str, run: Callable[[str, Any, Any], T_co]) -> None:
         self.name = name
         self._run = run
 
-    def run(self, key: str, given: object) -> T_co:
+    def run(self, key: str, given: object, note: object = None) -> T_co:
         """
         Call the function with *given* once for *key*, and return its result to every retry.
 
-        *given* is a JSON value or bytes; an async engine's is awaited.
+        *given* is a JSON value or bytes; an async engine's is awaited. *note* is stored as the
+        first note of the operation, and is not compared when the call is repeated.
         """
-        return self._run(key, given)
+        return self._run(key, given, note)
 
 
 def request_with_input(
-    attempts: Attempts, key: str, name: str, given: object, policy: Policy
+    attempts: Attempts, key: str, name: str, given: object, policy: Policy, *, note: object = None
 ) -> ClaimRequest:
-    """The request of a registered function, with its input to be stored."""
+    """The request of a registered function, with its input and its first *note* to be stored."""
     value = encode_value(given)
     if value is None:
         raise Misconfigured(
             f"the input of {name!r} is a {type(given).__name__}, which is neither JSON nor bytes, "
             "so that it cannot be stored"
         )
-    progress = encoded(NOTHING._replace(input=value))
+    notes = () if note is None else (Note(attempts.now_ms(), 1, note),)
+    progress = encoded(NOTHING._replace(input=value, notes=notes))
     if len(progress) > PROGRESS_BYTES_MAX:
         raise Misconfigured(
             f"the input of {name!r} takes {len(progress)} bytes; {PROGRESS_BYTES_MAX} can be "

@@ -24,6 +24,7 @@ from typing import NamedTuple, TypeAlias
 from coatcheck.core.flow import Effect, Flow
 from coatcheck.core.key import reference_of
 from coatcheck.core.lifecycle import Claim, release_of_claim
+from coatcheck.core.progress import has_notes
 from coatcheck.core.record import IN_DOUBT, RUNNING, Record, Swap, is_same_write
 from coatcheck.errors import StoreUnavailable, Unreadable
 from coatcheck.operation import Lease
@@ -210,7 +211,7 @@ class PendingCompletions:
             )
             return None
         completion = record._replace(version=conflict.version + 1, progress=conflict.progress)
-        if conflict.progress is not None:  # then the key stays bound; see `lifecycle.ended`
+        if has_notes(conflict):  # then the key stays bound; see `lifecycle.ended`
             completion = completion._replace(fingerprint=conflict.fingerprint)
         return Swap(swap.id, conflict.version, completion)
 

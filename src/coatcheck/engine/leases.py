@@ -161,19 +161,20 @@ class Heartbeat:
         try:
             self.tick()
         except Exception as error:  # noqa: BLE001 - a heartbeat that stops loses every lease
-            logger.warning("coatcheck: a heartbeat failed and is repeated: %s", error)
+            logger.warning("coatcheck: leases could not be renewed, and are tried again: %s", error)
         return self._pause_s()
 
     def stop(self) -> None:
         """End the thread. Leases are no longer renewed; pending completions are tried once more."""
         self._stopped = True
-        with suppress(Exception):  # then they are lost with this process
-            self._write_pending_now(self.now_ms())
         self._wake.set()
         with self._mutex:  # another thread may be starting it
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
+        # Only now, because the thread may have been writing the same.
+        with suppress(Exception):  # then they are lost with this process
+            self._write_pending_now(self.now_ms())
 
     # --- as flows, so that the simulator runs them too ------------------------------------------
 

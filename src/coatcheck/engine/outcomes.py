@@ -12,13 +12,14 @@ import logging
 from http import HTTPStatus
 from typing import Any
 
+from coatcheck.core.answers import DidNotHappen, Happened, Unknown
 from coatcheck.core.keep import COMPLETE, Outcome, OutcomeKind, outcome_kind_of
 from coatcheck.core.lifecycle import ClaimRequest, outcome_kind_of_error
 from coatcheck.core.policy import Policy
 from coatcheck.core.response import Response, encode_response, encode_value
 from coatcheck.core.values import Codec, NotStorable, codec_of
 from coatcheck.errors import Misconfigured
-from coatcheck.operation import DidNotHappen, Happened, Operation, Unknown
+from coatcheck.operation import Operation
 
 logger = logging.getLogger("coatcheck")
 
@@ -40,7 +41,8 @@ def outcome_of_response(response: Response, policy: Policy) -> Outcome:
         )
         kind = COMPLETE if policy.reruns else _final_or_in_doubt(response)
     if kind is not COMPLETE:
-        return Outcome(kind, failure=f"answered with status {response.status}")
+        failure = f"answered with status {response.status}"
+        return Outcome(kind, failure=failure, policy=policy.words)
     blob = encode_response(response, with_cookies=policy.replay_cookies)
     return Outcome(COMPLETE, blob, response.status)
 
@@ -100,7 +102,8 @@ def outcome_of_result(
 
 def _log_not_kept(request: ClaimRequest, result: object, why: str) -> None:
     logger.error(
-        "coatcheck: %s returned a %s, %s: it is not kept, and a retry raises ResultUnavailable",
+        "coatcheck: %s returned a value of type %s, %s: it is not kept, and a retry raises "
+        "ResultUnavailable",
         *(request.label, type(result).__name__, why),
     )
 
@@ -114,8 +117,8 @@ def stored_result(result: object, codec: Codec[Any] | None) -> bytes:
     except Exception as error:  # also what the application's own codec raises
         reason = error if isinstance(error, NotStorable) else type(error).__name__
         raise Misconfigured(
-            f"the function returned a {type(result).__name__}, which cannot be stored for a retry "
-            f"({reason}): annotate what the function returns, or give codec="
+            f"the function returned a value of type {type(result).__name__}, which cannot be "
+            f"stored for a retry ({reason}): annotate what the function returns, or give codec="
         ) from error
     return stored
 
@@ -124,7 +127,8 @@ def outcome_of_error(operation: Operation, error: BaseException) -> Outcome:
     """What the *error* of a handler means for its claim."""
     failure = f"raised {type(error).__name__}"  # its text may have what a client has sent
     operation.failure = f"attempt {operation.attempt} {failure}"
-    outcome = Outcome(outcome_kind_of_error(error, operation.policy), failure=failure)
+    kind = outcome_kind_of_error(error, operation.policy)
+    outcome = Outcome(kind, failure=failure, policy=operation.policy.words)
     return with_step_problems(operation, outcome)
 
 
@@ -135,9 +139,9 @@ def with_step_problems(operation: Operation, outcome: Outcome, *, status: int = 
         if problem is not None:
             operation.failure = str(problem)
     if operation.is_in_doubt:
-        return Outcome(OutcomeKind.IN_DOUBT, failure=outcome.failure)
+        return Outcome(OutcomeKind.IN_DOUBT, failure=outcome.failure, policy=outcome.policy)
     if operation.is_resumable and outcome.kind is OutcomeKind.IN_DOUBT:
-        return Outcome(OutcomeKind.RELEASE, failure=outcome.failure)
+        return outcome._replace(kind=OutcomeKind.RELEASE)
     return outcome
 
 
@@ -155,8 +159,8 @@ def outcome_of_reconcile(answer: object, *, as_value: bool) -> Outcome:
         case _:
             kind = type(answer).__name__  # not its value, which may hold what a provider returned
             logger.error(
-                "coatcheck: a reconcile function returned a %s, not Happened, DidNotHappen or "
-                "Unknown",
+                "coatcheck: a reconcile function returned a value of type %s, not Happened, "
+                "DidNotHappen or Unknown",
                 kind,
             )
             return Outcome(OutcomeKind.IN_DOUBT)

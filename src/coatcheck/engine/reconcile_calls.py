@@ -23,6 +23,7 @@ from coatcheck.core.keep import Outcome, OutcomeKind
 from coatcheck.core.key import reference_of
 from coatcheck.core.policy import Policy
 from coatcheck.core.record import Record
+from coatcheck.errors import Uncertain
 from coatcheck.operation import Operation
 from coatcheck.stores.fork import renew_after_fork
 
@@ -120,7 +121,7 @@ class ReconcileCalls:
             except Exception as error:  # noqa: BLE001 - raised to the caller
                 _set(future.set_exception, error)
             except BaseException as error:  # noqa: BLE001 - as above; it must not end the caller
-                _set(future.set_exception, RuntimeError(repr(error)))
+                _set(future.set_exception, Uncertain(f"it raised {type(error).__name__}"))
             else:
                 _set(future.set_result, result)
             finally:

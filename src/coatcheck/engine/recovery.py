@@ -3,7 +3,10 @@
 The heartbeat starts a round from time to time, in a thread of its own: a reconcile function may
 take long (see `reconcile_calls.py`), and leases are renewed meanwhile. A round reads a page of
 running records and of records in doubt, picks those that are abandoned, and runs
-`core/recovery.py` for each of them. A registered function with a stored input is run again.
+`core/recovery.py` for each of them. A registered function with a stored input is run again, in a
+thread of its own.
+
+The records in doubt are counted as well, if the engine has listeners: a monitor needs their number.
 
 Only operations whose policy is known in this process are touched: guarded functions by their
 scope, declared routes by method and template, and, if the engine has a service name, all other
@@ -15,8 +18,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from coatcheck.core.flow import Call, Effect, Flow, run
@@ -26,7 +30,17 @@ from coatcheck.core.key import reference_of
 from coatcheck.core.lifecycle import Reconcile, Snapshot
 from coatcheck.core.policy import Policy
 from coatcheck.core.progress import readable_progress_of
-from coatcheck.core.record import IN_DOUBT, RUNNING, Get, Record, State, Swap, is_lease_over
+from coatcheck.core.record import (
+    FAILED,
+    IN_DOUBT,
+    RUNNING,
+    Get,
+    Record,
+    State,
+    Swap,
+    is_lease_over,
+    is_window_over,
+)
 from coatcheck.core.recovery import ask_from_ms, recover
 from coatcheck.engine.attempts import Attempts, is_of_function
 from coatcheck.engine.clock import local_ms
@@ -37,7 +51,7 @@ from coatcheck.engine.write_retry import WriteRetry
 from coatcheck.errors import CoatcheckError, StoreUnavailable
 from coatcheck.stores.contract import Query, Store
 from coatcheck.stores.fork import renew_after_fork
-from coatcheck.telemetry import Recovered
+from coatcheck.telemetry import CountedInDoubt, Recovered
 
 logger = logging.getLogger("coatcheck")
 
@@ -49,6 +63,10 @@ RECORDS_MAX = 500
 PAUSE_PER_SEARCH = 20
 # Scopes of functions may be made at run time; then the oldest are forgotten.
 LABELS_MAX = 10_000
+# At most this many functions are run again at the same time, and a round waits so long for them:
+# one that hangs does not keep the others from running.
+RUNS_MAX = 8
+RUNS_S_MAX = 10.0
 # How long an engine that closes waits for a reconcile function.
 CLOSE_S_MAX = 5.0
 
@@ -74,6 +92,7 @@ class Recovery:
         self._requests: Policy | None = None
         # Functions that the background can run again, by their label; see `Engine.register`.
         self._registered: dict[str, tuple[Callable[[Record], object], Policy]] = {}
+        self._failed_labels: set[str] = set()  # of those that are run again if they were released
         self._recoveries: set[str] = set()  # other than "retry"
         self._is_closed = False
         self._renew()
@@ -87,8 +106,11 @@ class Recovery:
         self._thread: threading.Thread | None = None
         self._schedule = Schedule(self._schedule_every_s)
         self._searched_ms = 0  # how long the last round was searching
-        self._after: dict[State, bytes] = {RUNNING: b"", IN_DOUBT: b""}
+        self._after: dict[State, bytes] = {RUNNING: b"", IN_DOUBT: b"", FAILED: b""}
+        self._in_doubt = 0  # how many records in doubt the pages since the first one had
         self._silent: list[object] = []  # functions that did not answer in this round
+        self._runs: dict[bytes, threading.Thread] = {}  # what is run again, by its id
+        self._waits_until_s = 0.0
 
     # --- which policies are known here ----------------------------------------------------------
 
@@ -110,10 +132,17 @@ class Recovery:
             self._recoveries.add(policy.recovery)
 
     def register_resumable(
-        self, label: str, run_again: Callable[[Record], object], policy: Policy
+        self,
+        label: str,
+        run_again: Callable[[Record], object],
+        policy: Policy,
+        *,
+        also_failed: bool = False,
     ) -> None:
-        """Operations of *label* that have a stored input can be run again."""
+        """Operations of *label* that have a stored input can be run again; also released ones."""
         self._registered[label_of(label)] = (run_again, policy)
+        if also_failed:
+            self._failed_labels.add(label_of(label))
         self.register_function(label, policy)  # if it may not simply run again
         self._recoveries.add("resume")
 
@@ -152,7 +181,9 @@ class Recovery:
 
     def tick(self, now_ms: int) -> None:
         """Start a round, if it is due; the heartbeat does not wait for it."""
-        if not self._recoveries or (self._thread is not None and self._thread.is_alive()):
+        if not (self._recoveries or self._has_listeners()):
+            return
+        if self._thread is not None and self._thread.is_alive():
             return
         if self._schedule.is_due(now_ms) and not self._is_closed:
             self._thread = start_daemon("coatcheck-recovery", self._round_or_log)
@@ -182,7 +213,13 @@ class Recovery:
         """Search for abandoned operations, and end those that are found."""
         self._searched_ms = 0
         self._silent = []
-        for state in (RUNNING, IN_DOUBT) if "reconcile" in self._recoveries else (RUNNING,):
+        self._waits_until_s = time.monotonic() + RUNS_S_MAX
+        self._search()
+        for thread in self._runs.values():
+            thread.join(max(0.0, self._waits_until_s - time.monotonic()))
+
+    def _search(self) -> None:
+        for state in self._states():
             started_ms = local_ms()
             query = Query(state=state, after_id=self._after[state], limit=RECORDS_MAX)
             try:
@@ -190,15 +227,37 @@ class Recovery:
             finally:
                 self._searched_ms += local_ms() - started_ms
             self._after[state] = more or b""
+            if state == IN_DOUBT:
+                self._count_in_doubt(len(records), is_last=more is None)
             for record in records:
                 attempts = self._attempts()
                 if self._is_closed or attempts is None:
                     return
-                if record.label in self._registered:
+                if record.label in (self._failed_labels if state == FAILED else self._registered):
                     self._run_again(attempts, record)
-                policy = self._policy_of(record)
+                policy = self._policy_of(record) if state != FAILED else None
                 if policy is not None and self._is_due(attempts, record, policy):
                     self._recover(attempts, record.id, policy)
+
+    def _states(self) -> Iterator[State]:
+        if self._recoveries:
+            yield RUNNING
+        if "reconcile" in self._recoveries or self._has_listeners():
+            yield IN_DOUBT
+        if self._failed_labels:
+            yield FAILED
+
+    def _has_listeners(self) -> bool:
+        attempts = self._attempts()
+        return attempts is not None and bool(attempts.telemetry.listeners)
+
+    def _count_in_doubt(self, records: int, *, is_last: bool) -> None:
+        """Add the records of one page; after the last page, report how many there are."""
+        self._in_doubt += records
+        attempts = self._attempts()
+        if is_last and attempts is not None:
+            attempts.telemetry.emit(CountedInDoubt(self._in_doubt))
+            self._in_doubt = 0
 
     def _is_due(self, attempts: Attempts, record: Record, policy: Policy) -> bool:
         now_ms = attempts.now_ms()
@@ -277,8 +336,29 @@ class Recovery:
         progress = readable_progress_of(record)
         if policy.recovery != "retry" or progress is None or progress.input is None:
             return
-        if not is_lease_over(attempts.current(record), attempts.now_ms()):
+        now_ms = attempts.now_ms()
+        # After its window it would begin anew, without the steps that are done and its input.
+        if not is_lease_over(attempts.current(record), now_ms) or is_window_over(record, now_ms):
             return
+        if record.id not in self._runs and self._has_place():
+            thread = start_daemon("coatcheck-rerun", self._run_one, attempts, run_again, record)
+            if thread is not None:
+                self._runs[record.id] = thread
+
+    def _has_place(self) -> bool:
+        """One more function may run; waits for one that ends, as long as a round waits."""
+        while True:
+            self._runs = {id: thread for id, thread in self._runs.items() if thread.is_alive()}
+            if len(self._runs) < RUNS_MAX:
+                return True
+            left_s = self._waits_until_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            next(iter(self._runs.values())).join(left_s)
+
+    def _run_one(
+        self, attempts: Attempts, run_again: Callable[[Record], object], record: Record
+    ) -> None:
         try:
             run_again(record)
         except Exception:  # its own failure is reported by the engine; the others still run

@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
+from coatcheck.core.progress import only_trace
 from coatcheck.core.record import Record
 
 # 16 MiB and 10 000 records: some minutes of retries at a thousand requests a second, and little
@@ -57,7 +58,7 @@ class ReplayCache:
         if size > RECORD_BYTES_MAX:
             return
         if record.progress is not None:
-            record = record._replace(progress=None)
+            record = only_trace(record)
         records = self._records
         with self._mutex:
             if record.id in records:  # of an earlier generation

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from coatcheck.core.answers import DidNotHappen, Happened
 from coatcheck.core.flow import Flow
 from coatcheck.core.identity import scope_of_caller
 from coatcheck.core.keep import COMPLETE, Outcome, OutcomeKind
@@ -23,22 +24,42 @@ from coatcheck.core.recovery import (
     HAPPENED,
     Unchanged,
     can_correct,
+    can_resolve,
     rerun,
     resolve,
 )
+from coatcheck.core.saga.actions import LABEL_PREFIX
 from coatcheck.core.values import Codec
 from coatcheck.engine.attempts import Attempts, is_of_function
 from coatcheck.engine.functions import outcome_of_call, refuse_unstarted, value_of
 from coatcheck.engine.outcomes import logger, outcome_of_reconcile
 from coatcheck.errors import ClaimLost, Misconfigured, NotResolved, Unreadable
-from coatcheck.operation import DidNotHappen, Happened, Operation
+from coatcheck.operation import Operation
 from coatcheck.stores.contract import SWEEP_BATCH, Query, Store
 
 # 100 and 500: a name or an address; and a reason that a colleague will read.
 BY_CHARS_MAX = 100
 WHY_CHARS_MAX = 500
 
+# One key may be in use by many callers and on many routes; more than this is not readable.
+LOOKUP_LIMIT = 100
+
 _id_digits = re.compile("[0-9a-f]{32}").fullmatch
+
+
+def find_operations(store: Store, text: str) -> list[Record]:
+    """Return the operations that *text* names: by reference, by id, otherwise by key."""
+    if not text:  # a compact store has no keys: all of its records would match
+        return []
+    reference = parse_reference(text)
+    if reference is not None:
+        page = store.find(Query(id_prefix=prefix_of(reference), limit=LOOKUP_LIMIT))
+        found = [record for record in page.records if reference_of(record.id) == reference]
+    elif _id_digits(text) is not None:
+        found = list(store.find(Query(id_prefix=bytes.fromhex(text))).records)
+    else:
+        found = []
+    return found or list(store.find(Query(key=text, limit=LOOKUP_LIMIT)).records)
 
 
 def query_of(reference: str) -> Query:
@@ -85,15 +106,22 @@ class ResolutionRequest:
             raise Unreadable(
                 "its notes are encrypted: resolve it in a process that has the key ring"
             )
-        _check("by", by, BY_CHARS_MAX)
-        _check("why", why, WHY_CHARS_MAX)
+        check_who(by=by, why=why)
+        if record.label.startswith(LABEL_PREFIX):
+            raise NotResolved(
+                "it is a saga, and has more than one step: decide with coatcheck sagas show "
+                f"{reference_of(record.id)}",
+                record,
+            )
         self._attempts = attempts
         self._read = read
         self._by = by
         self._why = why
         self._abandoned = abandoned
         # A rerun that fails leaves it in doubt again: an operator is looking after it.
-        self._policy = changed(policy, {"recovery": "manual", "reconcile": None})
+        # And the store is there, or it could not have been read.
+        manual = {"recovery": "manual", "reconcile": None, "on_outage": "refuse"}
+        self._policy = changed(policy, manual)
 
     def resolve(self, outcome: object, *, correct: bool = False) -> Flow[Record]:
         """
@@ -106,7 +134,7 @@ class ResolutionRequest:
         flow = resolve(self._read, known, resolution, abandoned=self._abandoned, correct=correct)
         answer: Any = yield from self._attempts.advance(flow, self._policy)
         if isinstance(answer, Unchanged):
-            raise self._not_decided(answer.record) if correct else self._not_in_doubt(answer.record)
+            raise self._refused(answer.record, correct=correct)
         record: Record = answer.record
         self._attempts.replay_cache.forget(record.id)  # another process may correct it
         self._log(record)
@@ -121,7 +149,7 @@ class ResolutionRequest:
         if isinstance(started, Refuse):
             raise started.cause or started.problem.error()
         if isinstance(started, Unchanged):
-            raise self._not_in_doubt(started.record)
+            raise self._refused(started.record)
         assert isinstance(started, Operation)
         self._log(started.claim)
         return started
@@ -141,8 +169,8 @@ class ResolutionRequest:
             return outcome_of_call(operation, result, codec, may_differ=True)
         refuse_unstarted(result)
         logger.error(
-            "coatcheck: operation %s (%s) is a request, and its rerun returned a %s, not "
-            "Happened(status, headers, body): it is not kept, and a retry gets 409 "
+            "coatcheck: operation %s (%s) is a request, and its rerun returned a value of type "
+            "%s, not Happened(status, headers, body): it is not kept, and a retry gets 409 "
             "result-unavailable",
             *(operation.reference, operation.label, type(result).__name__),
         )
@@ -180,42 +208,67 @@ class ResolutionRequest:
         what = (self._reference, record.label, outcome, self._by, self._why)
         logger.info("coatcheck: operation %s (%s) was resolved: it %s, says %r: %r", *what)
 
-    def _not_in_doubt(self, current: Record) -> NotResolved:
-        """Why there is nothing to decide about *current*."""
+    def _refused(self, current: Record, *, correct: bool = False) -> NotResolved:
+        """Why nothing was changed; *current*: as it is now."""
         if current.version == 0:
             return _unknown(self._reference)
-        if current.state == COMPLETED:
-            words = "is completed already"
-        elif current.state != RUNNING:
-            words = "was released, and the next retry runs it"
-        elif is_lease_over(current, self._attempts.now_ms()):
-            words = (
-                f"is not in doubt yet: the lease of attempt {current.attempt} has expired. "
-                "If you know that it is dead, say that it is abandoned"
-            )
-        else:
-            words = f"is being executed, by attempt {current.attempt}"
-        decided = progress_of(current).resolutions
-        by = f" (resolved by {decided[-1].by!r}: {decided[-1].why!r})" if decided else ""
-        if can_correct(current):
-            by += "; to replace that decision: --correct, or correct=True"
-        return NotResolved(f"{self._reference} {words}{by}", current)
+        if correct:
+            return _not_decided(current)
+        return _not_in_doubt(Snapshot(current, self._attempts.now_ms()))
 
-    def _not_decided(self, current: Record) -> NotResolved:
-        """Why there is no decision about *current* that could be corrected."""
-        if current.version == 0:
-            return _unknown(self._reference)
-        words = "was not ended by a decision of a person, so there is nothing to correct"
-        return NotResolved(f"{self._reference} {words}", current)
+
+def refusal_of(
+    read: Snapshot, *, abandoned: bool = False, correct: bool = False
+) -> NotResolved | None:
+    """Why an operator cannot decide about the record that was *read*; None: it can be decided."""
+    if correct:
+        return None if can_correct(read.record) else _not_decided(read.record)
+    return None if can_resolve(read, abandoned=abandoned) else _not_in_doubt(read)
+
+
+def _not_in_doubt(read: Snapshot) -> NotResolved:
+    """Why there is nothing to decide about what was *read*."""
+    current = read.record
+    reference = reference_of(current.id)
+    if current.state == COMPLETED:
+        words = "is completed already"
+    elif current.state != RUNNING:
+        words = "was released, and the next retry runs it"
+    elif is_lease_over(current, read.now_ms):
+        words = (
+            f"is not in doubt yet: the lease of attempt {current.attempt} has expired. "
+            "If its process is dead, add --abandoned (in Python: abandoned=True)"
+        )
+    else:
+        words = f"is being executed, by attempt {current.attempt}"
+    decided = progress_of(current).resolutions
+    by = f" (resolved by {decided[-1].by!r}: {decided[-1].why!r})" if decided else ""
+    if can_correct(current):
+        by += "; to replace that decision, add --correct (in Python: correct=True)"
+    return NotResolved(f"{reference} {words}{by}", current)
+
+
+def _not_decided(current: Record) -> NotResolved:
+    """Why there is no decision about *current* that could be corrected."""
+    words = "was not ended by a decision of a person, so there is nothing to correct"
+    return NotResolved(f"{reference_of(current.id)} {words}", current)
 
 
 def _unknown(reference: str) -> NotResolved:
     return NotResolved(f"there is no operation {reference}")
 
 
+def check_who(*, by: str, why: str) -> None:
+    """Refuse a decision without its author or its reason."""
+    _check("by", by, BY_CHARS_MAX)
+    _check("why", why, WHY_CHARS_MAX)
+
+
 def _check(name: str, text: object, chars_max: int) -> None:
     if not isinstance(text, str) or not text.strip() or len(text) > chars_max:
-        raise Misconfigured(f"{name} is {text!r:.120}; it is a text of 1 to {chars_max} characters")
+        raise Misconfigured(
+            f"{name} is {text!r:.120}; it must be a text of 1 to {chars_max} characters"
+        )
 
 
 def _outcome_of(outcome: object, record: Record) -> Outcome:

@@ -11,7 +11,7 @@ from coatcheck.core.callables import refuse_async
 from coatcheck.core.identity import digest_key
 from coatcheck.core.policy import Policy, PresetName
 from coatcheck.errors import Misconfigured
-from coatcheck.stores.encryption import KeyRing
+from coatcheck.keyring import KeyRing
 
 
 def secret_of(secret: object) -> bytes:
@@ -19,7 +19,7 @@ def secret_of(secret: object) -> bytes:
     if isinstance(secret, str):
         secret = secret.encode("utf-8", "surrogatepass")  # an environment variable: any bytes
     if not isinstance(secret, bytes):
-        raise Misconfigured(f"secret is a {type(secret).__name__}; it is text or bytes")
+        raise Misconfigured(f"secret is a {type(secret).__name__}; it must be text or bytes")
     return digest_key(secret)
 
 
@@ -27,7 +27,9 @@ def check_keyring(keyring: object) -> None:
     """Refuse anything but a key ring: it would fail when work is done and cannot be stored."""
     if keyring is not None and not isinstance(keyring, KeyRing):
         kind = type(keyring).__name__
-        raise Misconfigured(f"keyring is a {kind}; it is a KeyRing: write KeyRing({{name: key}})")
+        raise Misconfigured(
+            f"keyring is a {kind}; it must be a KeyRing: write KeyRing({{name: key}})"
+        )
 
 
 def every(name: str, seconds: object) -> float | None:
@@ -39,7 +41,9 @@ def every(name: str, seconds: object) -> float | None:
         or not isinstance(seconds, (int, float))
         or not 0 < seconds < math.inf
     ):
-        raise Misconfigured(f"{name} is {seconds!r}; it is a number of seconds, or None for never")
+        raise Misconfigured(
+            f"{name} is {seconds!r}; it must be a number of seconds, or None for never"
+        )
     return seconds
 
 
@@ -47,7 +51,7 @@ def functions(name: str, given: object) -> tuple[Callable[[Any], object], ...]:
     """The setting *name*: *given*, as a tuple of plain functions."""
     found = tuple(given) if isinstance(given, Iterable) else None
     if found is None or not all(map(callable, found)):
-        raise Misconfigured(f"{name} is {given!r}; it is a list of functions")
+        raise Misconfigured(f"{name} is {given!r}; it must be a list of functions")
     for function in found:
         refuse_async(name, function)
     return found
@@ -72,6 +76,6 @@ def service_name(service: object) -> str:
     """The name that the requests of this service are labelled with; "": none."""
     if not isinstance(service, str) or _SERVICE.fullmatch(service) is None:
         raise Misconfigured(
-            f"service is {service!r}; it is a name of up to 50 characters without spaces"
+            f"service is {service!r}; it must be a name of up to 50 characters without spaces"
         )
     return service

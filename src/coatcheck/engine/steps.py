@@ -16,7 +16,7 @@ from coatcheck.core.progress import NOTE_BYTES_MAX, Note, Progress, Report
 from coatcheck.core.record import Record, Swap, is_same_write
 from coatcheck.core.response import decode_value
 from coatcheck.core.signatures import codec_of_call
-from coatcheck.core.steps import Probe, Run, StepPlan, remember, take
+from coatcheck.core.steps import Probe, Run, StepPlan, again_until_ms, remember, take
 from coatcheck.core.values import Codec
 from coatcheck.engine.outcomes import logger, outcome_of_reconcile, stored_result
 from coatcheck.engine.write_retry import WriteRetry
@@ -91,6 +91,10 @@ class StepWriter:
             self._remember(operation, lambda progress: progress._replace(report=report))
         )
 
+    def confirm(self, operation: Operation) -> Any:  # noqa: ANN401 - as above
+        """Renew the lease; raises `ClaimLost` if another attempt has taken over."""
+        return self._run(self._remember(operation, lambda progress: progress, has_limit=False))
+
     # --- as flows -------------------------------------------------------------------------------
 
     def _step(self, operation: Operation, call: StepCall) -> Flow[Any]:
@@ -99,7 +103,7 @@ class StepWriter:
         try:
             flow = take(operation.claim, plan)
             _, value = yield from performed(
-                flow, lambda effect: _perform(operation, call, codec, effect)
+                flow, lambda effect: self._perform(operation, call, codec, effect)
             )
         except Exception as error:
             self._note_failure(operation, error)
@@ -110,13 +114,48 @@ class StepWriter:
         stored = decode_value(value)
         return stored if codec is None else codec.decode(stored)
 
-    def _remember(self, operation: Operation, change: Callable[[Progress], Progress]) -> Flow[None]:
+    def _remember(
+        self,
+        operation: Operation,
+        change: Callable[[Progress], Progress],
+        *,
+        has_limit: bool = True,
+    ) -> Flow[None]:
         try:
-            flow = remember(operation.claim, change)
-            yield from performed(flow, lambda effect: written(operation, effect))
+            flow = remember(operation.claim, change, has_limit=has_limit)
+            yield from performed(flow, lambda effect: self._written(operation, effect))
         except ClaimLost as error:
             self._note_failure(operation, error)
             raise
+
+    def _perform(
+        self,
+        operation: Operation,
+        call: StepCall,
+        codec: Codec[Any] | None,
+        effect: Effect[Any],
+    ) -> Flow[Any]:
+        if isinstance(effect, Probe):
+            assert call.probe is not None
+            answer = yield from Call(call.probe)
+            return outcome_of_reconcile(answer, as_value=True)
+        if isinstance(effect, Run):
+            return _encoded(call.name, (yield from Call(call.call)), codec)
+        return (yield from self._written(operation, effect))
+
+    def _written(self, operation: Operation, effect: Effect[Any]) -> Flow[Record | None]:
+        """
+        Write into the claim, and renew its lease in the same write.
+
+        Many steps in a row would otherwise make each renewal of the heartbeat lose against them,
+        until the lease has expired.
+        """
+        assert isinstance(effect, Swap)
+        record = effect.record
+        assert record is not None
+        until_ms = max(record.lease_until_ms, self._now_ms() + operation.lease_ms)
+        renewed = record._replace(lease_until_ms=until_ms)
+        return (yield from written(operation, Swap(effect.id, effect.expected, renewed)))
 
     def _begin(self, operation: Operation, call: StepCall) -> StepPlan:
         name, running = call.name, operation.steps_running
@@ -131,13 +170,16 @@ class StepWriter:
             )
         running.add(name)
         operation.steps_asked.add(name)
+        now_ms = self._now_ms()
         return StepPlan(
             name,
             at_most_once=call.at_most_once,
             has_probe=call.probe is not None,
-            now_ms=self._now_ms(),
+            now_ms=now_ms,
             asked=frozenset(operation.steps_asked),
             beside=lambda: tuple(sorted(running - {name})),
+            again_until_ms=again_until_ms(now_ms, call.remembered_ms),
+            is_parallel=call.is_parallel,
         )
 
     def _note_failure(self, operation: Operation, error: Exception) -> None:
@@ -171,18 +213,6 @@ def performed(flow: Flow[Any], perform: Callable[[Effect[Any]], Flow[Any]]) -> F
                 effect = flow.send(result)
     except StopIteration as done:
         return done.value
-
-
-def _perform(
-    operation: Operation, call: StepCall, codec: Codec[Any] | None, effect: Effect[Any]
-) -> Flow[Any]:
-    if isinstance(effect, Probe):
-        assert call.probe is not None
-        answer = yield from Call(call.probe)
-        return outcome_of_reconcile(answer, as_value=True)
-    if isinstance(effect, Run):
-        return _encoded(call.name, (yield from Call(call.call)), codec)
-    return (yield from written(operation, effect))
 
 
 def written(operation: Operation, effect: Effect[Any]) -> Flow[Record | None]:

@@ -21,7 +21,7 @@ from typing import TypeAlias
 from coatcheck.core.callables import refuse_awaitable
 from coatcheck.core.record import Record, Swap
 from coatcheck.engine.periodic import Schedule, start_daemon
-from coatcheck.stores.contract import SWEEP_BATCH, HasSegments, Query, Store
+from coatcheck.stores.contract import SWEEP_BATCH, Query, Store
 from coatcheck.stores.fork import renew_after_fork
 from coatcheck.telemetry import Swept, Telemetry
 
@@ -119,13 +119,6 @@ def rest_between(
             break
         began_s = monotonic()
     return count
-
-
-def sweep_all(store: Store, now_ms: int) -> Iterator[int]:
-    """Delete everything that has expired, without rests; yields how many records at a time."""
-    if isinstance(store, HasSegments):
-        return store.sweep_all(now_ms)
-    return batches(store, now_ms)
 
 
 def batches(store: Store, now_ms: int, archive: Archive | None = None) -> Iterator[int]:

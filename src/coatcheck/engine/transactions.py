@@ -15,11 +15,15 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from coatcheck.core.flow import Call, Effect, Flow
+from coatcheck.core.messages.event import OutgoingEvent
+from coatcheck.core.messages.offset import PartitionOffset
 from coatcheck.core.record import GONE, RUNNING, Record, Swap, in_doubt
 from coatcheck.core.transaction import Begin, Commit
 from coatcheck.errors import CoatcheckError, Misconfigured, NotCommitted, StoreUnavailable
 from coatcheck.operation import Operation
-from coatcheck.stores.transaction_statements import Dialect, TransactionStatements
+from coatcheck.stores.event_table import EventTable
+from coatcheck.stores.offset_table import OffsetTable
+from coatcheck.stores.transaction_statements import Dialect, Statement, TransactionStatements
 from coatcheck.telemetry import Claimed, Released
 from coatcheck.transactions.contract import (
     InTransaction,
@@ -27,7 +31,13 @@ from coatcheck.transactions.contract import (
     call,
     call_async,
 )
-from coatcheck.transactions.errors import ErrorKind, error_kind_of, is_busy, is_refused
+from coatcheck.transactions.errors import (
+    ErrorKind,
+    error_kind_of,
+    is_busy,
+    is_refused,
+    is_table_missing,
+)
 from coatcheck.transactions.run_to_end import run_to_end
 from coatcheck.transactions.sources import ConnectionSource, acquire, acquire_async
 
@@ -41,6 +51,14 @@ TRIES = 3
 _GONE_MAX = 5
 # The nonce of a claim that another transaction has not committed yet, so that we cannot read it.
 _UNCOMMITTED = -1
+NO_EVENTS_TABLE = (
+    "there is no table coatcheck_events in the store's database: run `coatcheck migrate --events`, "
+    "or start a Relay, which creates it"
+)
+NO_OFFSETS_TABLE = (
+    "there is no table coatcheck_offsets in the store's database: run "
+    "`coatcheck migrate --offsets`, or start the consumer again, which creates it"
+)
 # 5 s: as long as a store waits for its database. A longer rollback goes on in the background.
 ROLLBACK_S_MAX = 5.0
 
@@ -74,6 +92,10 @@ class Access(Protocol):
         """Return a connection, and the function that gives it back."""
         ...
 
+    def run(self, flow: Flow[None], /) -> Any:  # noqa: ANN401 - None, or awaited
+        """Run *flow*."""
+        ...
+
     def run_to_end(self, flow: Flow[None], timeout_s: float, /) -> Any:  # noqa: ANN401 - None, or awaited
         """Run *flow*, also if the caller is cancelled meanwhile."""
         ...
@@ -98,6 +120,29 @@ class OperationTransaction:
         if self._connection is None:
             raise NotCommitted("the transaction of this operation is over")
         return self._connection.handle
+
+    def emit(self, event: OutgoingEvent) -> Any:  # noqa: ANN401 - None, or awaited
+        """Write *event* in the transaction."""
+        return self._write(EventTable(self._database.statements).insertion(event), NO_EVENTS_TABLE)
+
+    def store_offset(self, offset: PartitionOffset) -> Any:  # noqa: ANN401 - as above
+        """Write *offset* in the transaction."""
+        return self._write(OffsetTable(self._database.statements).storing(offset), NO_OFFSETS_TABLE)
+
+    def _write(self, statement: Statement, no_table: str) -> Any:  # noqa: ANN401 - as above
+        if self._connection is None:
+            raise NotCommitted("the transaction of this operation is over")
+        return self._access.run(self._written(self._connection, statement, no_table))
+
+    def _written(
+        self, connection: TransactionConnection, statement: Statement, no_table: str
+    ) -> Flow[None]:
+        try:
+            yield from connection.write(statement)
+        except Exception as error:
+            if is_table_missing(error, self._dialect):
+                raise Misconfigured(no_table) from error
+            raise
 
     def perform(self, effect: Effect[Any]) -> Flow[Record | None]:
         """Perform an effect of `core/transaction.py`."""
@@ -322,6 +367,7 @@ class ThreadAccess:
     """Connections for threads."""
 
     acquire = staticmethod(acquire)
+    run = staticmethod(call)
 
     def run_to_end(self, flow: Flow[None], _timeout_s: float) -> None:
         """Run *flow*."""
@@ -332,6 +378,7 @@ class LoopAccess:
     """Connections for event loops."""
 
     acquire = staticmethod(acquire_async)
+    run = staticmethod(call_async)
 
     async def run_to_end(self, flow: Flow[None], timeout_s: float) -> None:
         """Run *flow*, also if the caller is cancelled meanwhile."""

@@ -1,7 +1,7 @@
 """Real servers for the tests: started by them, on private ports and in private directories.
 
 A server is started when a test first asks for it, once for each process of the test run, and ends
-with that process. Where a program is missing, CI fails; on a laptop the tests of that one store
+with that process, also where that is killed: `watcher.py`. Where a program is missing, CI fails; on a laptop the tests of that one store
 are left out, with one clear line, and a benchmark ends with it.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -18,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,6 +30,33 @@ START_S_MAX = 30
 MEMORY = "/dev/shm"
 # 1 GiB: several times what all of them take together.
 ROOM_BYTES = 1 << 30
+MARK = "COATCHECK_TESTS"
+WATCHER = Path(__file__).with_name("watcher.py")
+
+
+def mark() -> str:
+    """What marks the processes and directories of this process; they end when it has ended."""
+    return _mark_of(os.getpid())
+
+
+@cache
+def _mark_of(pid: int) -> str:
+    mark = f"{pid}-{secrets.token_hex(4)}"
+    # -I, -S: it needs only the standard library, and starts in a third of the time.
+    command = [sys.executable, "-I", "-S", str(WATCHER), str(pid), mark]
+    os.posix_spawn(
+        sys.executable,
+        [*command, MEMORY, tempfile.gettempdir()],
+        {name: value for name, value in os.environ.items() if name != MARK},
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDWR, 0),
+            (os.POSIX_SPAWN_DUP2, 0, 1),
+            (os.POSIX_SPAWN_DUP2, 0, 2),
+        ],
+        setsid=True,  # what ends all processes of a terminal does not end it
+    )
+    os.environ[MARK] = mark
+    return mark
 
 
 def find_program(name: str, *places: str, package: str) -> str:
@@ -68,6 +97,21 @@ def until(look: Callable[[], T]) -> T:
     return found
 
 
+def _reserve_port() -> tuple[socket.socket, int]:
+    """A socket, and the port that is reserved for a server of ours while the socket is open.
+
+    The system gives the port to nobody else, also while the server starts and after it was killed.
+    The server can listen on it, because this socket does not, and both have SO_REUSEADDR.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    port: int = reserved.getsockname()[1]
+    if sys.platform != "linux":  # elsewhere only one socket can be bound to a port
+        reserved.close()
+    return reserved, port
+
+
 class Server:
     """A process of a server, its directory and its port; it may be killed and started again."""
 
@@ -77,10 +121,10 @@ class Server:
         self.user = user if user and os.getuid() == 0 else ""
         # In memory where that can be: the laws commit thousands of times, and are not about disks.
         parent = None if on_disk or not _has_room(MEMORY) else MEMORY
-        self.directory = Path(tempfile.mkdtemp(prefix=f"coatcheck-{name}-", dir=parent))
+        self.directory = Path(tempfile.mkdtemp(prefix=f"coatcheck-{name}-{mark()}-", dir=parent))
         if self.user:
             shutil.chown(self.directory, self.user)
-        self.port = free_port()
+        self._reserved, self.port = _reserve_port()
         self.process: subprocess.Popen[bytes] | None = None
         atexit.register(self.remove)
 
@@ -91,13 +135,19 @@ class Server:
         )
         assert done.returncode == 0, (done.stdout + done.stderr).decode()
 
-    def launch(self, command: Sequence[str | Path], is_ready: Callable[[], bool]) -> None:
+    def launch(
+        self,
+        command: Sequence[str | Path],
+        is_ready: Callable[[], bool],
+        *,
+        within_s: float = START_S_MAX,
+    ) -> None:
         """Start the server, and wait until it answers."""
         with (self.directory / "log").open("ab") as log:
             self.process = subprocess.Popen(
                 self._as_user(command), cwd=self.directory, stdout=log, stderr=log
             )
-        deadline = time.monotonic() + START_S_MAX
+        deadline = time.monotonic() + within_s
         while not is_ready():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 sys.stderr.write(self.log())
@@ -134,7 +184,7 @@ class Server:
     def frozen(self) -> Iterator[None]:
         """Stop it, and its children, which may be its sessions, until the end of the `with`."""
         assert self.process is not None
-        pids = [self.process.pid, *_children_of(self.process.pid)]
+        pids = [self.process.pid, *children_of(self.process.pid)]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         try:
@@ -151,7 +201,7 @@ class Server:
         and would still answer; except for those that were stopped.
         """
         assert self.process is not None
-        children = _children_of(self.process.pid)
+        children = children_of(self.process.pid)
         self.process.send_signal(number)
         if number == signal.SIGSTOP:
             until(lambda: _state_of(self.process.pid) in _STOPPED)
@@ -164,6 +214,7 @@ class Server:
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
             self.kill()
+        self._reserved.close()
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
@@ -175,7 +226,8 @@ def _state_of(pid: int) -> str:
     return _status_of(pid).partition(" ")[0]
 
 
-def _children_of(pid: int) -> list[int]:
+def children_of(pid: int) -> list[int]:
+    """The processes that *pid* has started, and that still run."""
     others = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
     return [other for other in others if _status_of(other).split(" ")[1:2] == [str(pid)]]
 

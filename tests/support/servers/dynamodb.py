@@ -1,16 +1,21 @@
-"""DynamoDB: moto's server stands in for it, because the real one cannot be installed."""
+"""DynamoDB: moto's server stands in for it, or DynamoDB Local, which is AWS's own.
+
+`make test-dynamodb` sets COATCHECK_DYNAMODB to a directory with the jars of DynamoDB Local.
+"""
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from functools import cache
 from itertools import count
 from pathlib import Path
 
-from tests.support.servers import Server
+from tests.support.servers import Server, find_program
 
 PROGRAM = Path(__file__).with_name("dynamodb_stand_in.py")
+JARS = os.environ.get("COATCHECK_DYNAMODB")
 
 
 class Dynamodb(Server):
@@ -43,7 +48,24 @@ class Dynamodb(Server):
         return True
 
 
+class DynamodbLocal(Dynamodb):
+    """DynamoDB Local, which keeps its tables in a file; it listens on all addresses."""
+
+    def __init__(self, jars: str) -> None:
+        self._java = find_program("java", package="default-jre-headless")
+        self._jars = jars
+        super().__init__()
+
+    def start(self) -> None:
+        """Start it, again where it has ended; its tables are still there."""
+        java = [self._java, "-Xmx512m", f"-Djava.library.path={self._jars}", "-cp"]
+        main = "com.amazonaws.services.dynamodbv2.local.main.ServerRunner"
+        options = ["-disableTelemetry", "-sharedDb", "-dbPath", self.directory]
+        where = ["-port", str(self.port)]
+        self.launch([*java, f"{self._jars}/*", main, *options, *where], self._is_ready)
+
+
 @cache
 def dynamodb() -> Dynamodb:
     """The one of this process."""
-    return Dynamodb()
+    return DynamodbLocal(JARS) if JARS else Dynamodb()

@@ -113,11 +113,17 @@ class Mariadb(Server):
         self.kill(signal.SIGTERM)
 
     def _is_ready(self) -> bool:
-        try:
-            pymysql.connect(host="127.0.0.1", port=self.port, user="root", **PLAIN).close()
-        except pymysql.err.OperationalError:
-            return False
-        return True
+        return is_answered(self.port)
+
+
+def is_answered(port: int) -> bool:
+    """A server on *port* of the loopback accepts sessions."""
+    try:
+        pymysql.connect(host="127.0.0.1", port=port, user="root", **PLAIN).close()
+    # Not `pymysql.err`: when Django uses PyMySQL as MySQLdb, that name is another module.
+    except pymysql.OperationalError:
+        return False
+    return True
 
 
 @cache

@@ -47,6 +47,13 @@ class Postgres(Server):
         """A fresh store."""
         return f"{self.url}?schema=laws_{next(self._numbers)}"
 
+    def fresh_database(self) -> str:
+        """The URL of an empty database."""
+        name = f"database_{next(self._numbers)}"
+        with psycopg.connect(self.url, autocommit=True) as connection:
+            connection.execute(f"create database {name}")
+        return self.url.removesuffix("postgres") + name
+
     def start(self) -> None:
         """Start it, again where it has ended."""
         settings = [f"--{name}={value}" for name, value in self._settings.items()]
