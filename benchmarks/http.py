@@ -11,7 +11,7 @@ import itertools
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
@@ -99,7 +99,8 @@ def measure(*, quick: bool) -> Table:
     with ExitStack() as stack:
         urls = _stores(stack, quick=quick)
         # Before this process is pinned, because a child inherits that.
-        servers = stack.enter_context(_servers(urls))
+        pairs = sorted({variant[:2] for variant in VARIANTS.values()})
+        servers = stack.enter_context(servers_of(pairs, urls))
         where = stack.enter_context(pinned("last"))
         turns = {name: Turn(servers[v[:2]], v.requests, slot) for name, v in VARIANTS.items()}
         found = interleave(turns, ROUNDS_QUICK if quick else ROUNDS)
@@ -184,9 +185,10 @@ def _bare(found: dict[str, Samples], name: str) -> Samples:
 
 
 @contextmanager
-def _servers(urls: Mapping[str, str]) -> Iterator[dict[tuple[str, str], Server]]:
+def servers_of(
+    pairs: Sequence[tuple[str, str]], urls: Mapping[str, str]
+) -> Iterator[dict[tuple[str, str], Server]]:
     """Start a server for each contender and store; all of them answer before one is loaded."""
-    pairs = sorted({variant[:2] for variant in VARIANTS.values()})
     words = [word for name, store in pairs for word in (name, urls[store].format(contender=name))]
     command = [sys.executable, "-m", "benchmarks.http_apps", *words]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

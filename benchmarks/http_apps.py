@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -27,8 +28,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from benchmarks.exporters import EXPORTERS
 from benchmarks.http_floor import App, FloorMiddleware
 from benchmarks.machine import pinned
+from coatcheck import AsyncEngine
 from coatcheck.server.asgi import IdempotencyMiddleware
 
 
@@ -55,6 +58,13 @@ def _shop(forget: Callable[[], object] = int) -> Starlette:
 def _product(url: str) -> App:
     shop = _shop()
     shop.add_middleware(IdempotencyMiddleware, store=url)
+    return shop
+
+
+def _measured(instrument: Callable[[AsyncEngine], object], url: str) -> App:
+    shop, engine = _shop(), AsyncEngine(url)
+    instrument(engine)
+    shop.add_middleware(IdempotencyMiddleware, engine=engine)
     return shop
 
 
@@ -85,6 +95,7 @@ CONTENDERS: dict[str, Callable[[str], App]] = {
     "bare": lambda _: _shop(),
     "product": _product,
     "idemkit": _idemkit,
+    **{name: partial(_measured, instrument) for name, instrument in EXPORTERS.items()},
     "floor": lambda _: FloorMiddleware(_shop()),
 }
 

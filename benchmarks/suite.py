@@ -13,7 +13,16 @@ from benchmarks.report import Table
 # The tables of `sweeping` take longer to fill than to measure, so they are filled meanwhile.
 TIMED = (
     *("memory", "sqlite", "postgres", "mysql", "redis", "latency"),
-    *("transactions", "replays", "powertools", "http", "waiting", "telemetry"),
+    *(
+        "transactions",
+        "consumers",
+        "replays",
+        "powertools",
+        "http",
+        "waiting",
+        "telemetry",
+        "adapters",
+    ),
 )
 UNTIMED = ("memory_growth", "size")
 SET_UP = "sweeping"

@@ -1,8 +1,9 @@
 """How much does telemetry add to a guarded request?
 
-The middleware runs in this process on the memory store, without a server. Each contender has an
-engine of its own. Requests alternate between contenders in small groups, and the ratio is computed
-within each round.
+Over HTTP, each contender is a uvicorn worker, as in `http.py`, and its processor time is measured.
+In process, the middleware runs without a server: this shows smaller differences. Each contender has
+an engine of its own on the memory store. Requests alternate between contenders in small groups, and
+the ratio is computed within each round.
 """
 
 from __future__ import annotations
@@ -13,25 +14,24 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
-from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from benchmarks.measuring import Samples
+from benchmarks.exporters import EXPORTERS
+from benchmarks.http import SLOT, SLOT_QUICK, Turn, servers_of
+from benchmarks.machine import pinned
+from benchmarks.measuring import Samples, interleave
 from benchmarks.report import TIMES, Figures, Table, Target
 from coatcheck import AsyncEngine
-from coatcheck.metrics import opentelemetry, prometheus
 from coatcheck.server.asgi import IdempotencyMiddleware
 
 ROUNDS, ROUNDS_QUICK = 60, 20
 # Short rounds: a disturbance of the machine then affects both parts of a ratio, or few ratios.
 REQUESTS = 200
+HTTP_ROUNDS, HTTP_ROUNDS_QUICK = 21, 5
+HTTP_KINDS = {"new": "a new key", "replay": "a replay"}
 TELEMETRY_MAX = 1.05  # of a request without telemetry, for TARGETED
 TARGETED = "Prometheus"
 
@@ -42,34 +42,61 @@ OF = f"{TIMES} without telemetry"
 def measure(*, quick: bool) -> Table:
     """Measure, and return the table."""
     rounds = ROUNDS_QUICK if quick else ROUNDS
+    over_http = _measure_http(quick=quick)
     new, replayed = asyncio.run(_measure(rounds))
-    rows = []
-    for what, found in (("a new key", new), ("a replay", replayed)):
-        bare = found["without"]
-        for name in list(found)[1:]:
-            ratio = found[name].over(bare)
-            target = Target(measured=ratio, bound="≤", limit=TELEMETRY_MAX, unit=OF)
-            rows.append(
-                Figures(
-                    what=f"{what}, {name}",
-                    columns={"without, µs": bare, "with, µs": found[name], OF: ratio},
-                    targets=[target] if name == TARGETED else (),
-                )
-            )
+    rows = [
+        row for what, found in over_http.items() for row in _rows(f"HTTP, {what}", found, TARGETED)
+    ]
+    rows += _rows("in process, a new key", new)
+    rows += _rows("in process, a replay", replayed)
     return Table(
         name="telemetry",
-        question="processor time of a guarded request in process, on the memory store",
+        question="processor time of a guarded request, on the memory store",
         rows=rows,
         head=("", "without, µs", "with, µs", OF),
         notes=[
-            "a Starlette application with one route, called without a server",
+            "a Starlette application with one route; HTTP: one uvicorn worker, 64 connections",
             "OpenTelemetry: with its SDK, which keeps one of a hundred traces",
         ],
     )
 
 
+def _rows(what: str, found: dict[str, Samples], targeted: str = "") -> list[Figures]:
+    bare = found["without"]
+    rows = []
+    for name in list(found)[1:]:
+        ratio = found[name].over(bare)
+        target = Target(measured=ratio, bound="≤", limit=TELEMETRY_MAX, unit=OF)
+        rows.append(
+            Figures(
+                what=f"{what}, {name}",
+                columns={"without, µs": bare, "with, µs": found[name], OF: ratio},
+                targets=[target] if name == targeted else (),
+            )
+        )
+    return rows
+
+
+def _measure_http(*, quick: bool) -> dict[str, dict[str, Samples]]:
+    """Processor time of the server for one request, by kind of request and contender."""
+    slot = SLOT_QUICK if quick else SLOT
+    pairs = [(name, "memory") for name in EXPORTERS]
+    with servers_of(pairs, {"memory": "memory://"}) as servers, pinned("last"):
+        turns = {
+            (kind, name): Turn(servers[name, "memory"], kind, slot)
+            for kind in HTTP_KINDS
+            for name in EXPORTERS
+        }
+        named = {" ".join(key): turn for key, turn in turns.items()}
+        interleave(named, HTTP_ROUNDS_QUICK if quick else HTTP_ROUNDS)
+    return {
+        what: {name: Samples(tuple(turns[kind, name].cpu_us)) for name in EXPORTERS}
+        for kind, what in HTTP_KINDS.items()
+    }
+
+
 async def _measure(rounds: int) -> tuple[dict[str, Samples], dict[str, Samples]]:
-    apps = {name: _app(instrument) for name, instrument in CONTENDERS.items()}
+    apps = {name: _app(instrument) for name, instrument in EXPORTERS.items()}
     names = list(apps)
     new: dict[str, list[float]] = {name: [] for name in names}
     replayed: dict[str, list[float]] = {name: [] for name in names}
@@ -138,33 +165,3 @@ async def _receive() -> dict[str, Any]:
 
 async def _drop(_message: dict[str, Any]) -> None:
     pass
-
-
-def _without(_engine: AsyncEngine) -> None:
-    pass
-
-
-def _nothing(engine: AsyncEngine) -> None:
-    telemetry = engine.attempts.telemetry
-    telemetry.observers = telemetry.listeners = (lambda _: None,)
-
-
-def _prometheus(engine: AsyncEngine) -> None:
-    prometheus.instrument(engine, registry=CollectorRegistry())
-
-
-def _otel(engine: AsyncEngine) -> None:
-    # One of a hundred traces is kept, as services with many requests do.
-    opentelemetry.instrument(
-        engine,
-        tracer_provider=TracerProvider(TraceIdRatioBased(0.01), shutdown_on_exit=False),
-        meter_provider=MeterProvider([InMemoryMetricReader()], shutdown_on_exit=False),
-    )
-
-
-CONTENDERS = {
-    "without": _without,
-    "an observer and a listener that do nothing": _nothing,
-    "Prometheus": _prometheus,
-    "OpenTelemetry": _otel,
-}

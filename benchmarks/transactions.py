@@ -154,7 +154,7 @@ async def _new_shop(url: str) -> str:
 
 
 @asynccontextmanager
-async def _shop(url: str, *, autocommit: bool = False) -> AsyncIterator[tuple[Any, str]]:
+async def shop(url: str, *, autocommit: bool = False) -> AsyncIterator[tuple[Any, str]]:
     """Yield a psycopg pool for an empty shop, and the URL of its store."""
     store = f"{url}?options=-c%20search_path%3D{await _new_shop(url)}"
     pool = AsyncConnectionPool(
@@ -166,7 +166,7 @@ async def _shop(url: str, *, autocommit: bool = False) -> AsyncIterator[tuple[An
 
 @asynccontextmanager
 async def _product(url: str) -> AsyncIterator[Operation]:
-    async with _shop(url) as (pool, store), AsyncEngine(store, transactions=pool) as engine:
+    async with shop(url) as (pool, store), AsyncEngine(store, transactions=pool) as engine:
 
         async def order(number: int) -> dict[str, object]:
             operation = current_operation()
@@ -189,7 +189,7 @@ def _values_of(number: int) -> dict[str, object]:
 
 @asynccontextmanager
 async def _by_hand(url: str, *, autocommit: bool = False) -> AsyncIterator[Operation]:
-    async with _shop(url, autocommit=autocommit) as (pool, _):
+    async with shop(url, autocommit=autocommit) as (pool, _):
 
         async def operation(number: int) -> None:
             values = _values_of(number)
@@ -208,7 +208,7 @@ _three_commits = partial(_by_hand, autocommit=True)
 
 @asynccontextmanager
 async def _unprotected(url: str) -> AsyncIterator[Operation]:
-    async with _shop(url, autocommit=True) as (pool, _):
+    async with shop(url, autocommit=True) as (pool, _):
 
         async def operation(number: int) -> None:
             async with pool.connection() as connection:
@@ -228,7 +228,8 @@ _COMPLETE_ASYNCPG = _COMPLETE.replace("%(response)s", "$1").replace("%(id)s", "$
 
 
 @asynccontextmanager
-async def _asyncpg_shop(url: str) -> AsyncIterator[tuple[Any, str]]:
+async def asyncpg_shop(url: str) -> AsyncIterator[tuple[Any, str]]:
+    """The same with an asyncpg pool."""
     schema = await _new_shop(url)
     sizes = {"min_size": SESSIONS, "max_size": SESSIONS}
     async with asyncpg.create_pool(url, server_settings={"search_path": schema}, **sizes) as pool:
@@ -237,7 +238,7 @@ async def _asyncpg_shop(url: str) -> AsyncIterator[tuple[Any, str]]:
 
 @asynccontextmanager
 async def _product_on_asyncpg(url: str) -> AsyncIterator[Operation]:
-    async with _asyncpg_shop(url) as (pool, store), AsyncEngine(store, transactions=pool) as engine:
+    async with asyncpg_shop(url) as (pool, store), AsyncEngine(store, transactions=pool) as engine:
 
         async def order(number: int) -> dict[str, object]:
             operation = current_operation()
@@ -250,7 +251,7 @@ async def _product_on_asyncpg(url: str) -> AsyncIterator[Operation]:
 
 @asynccontextmanager
 async def _by_hand_on_asyncpg(url: str) -> AsyncIterator[Operation]:
-    async with _asyncpg_shop(url) as (pool, _):
+    async with asyncpg_shop(url) as (pool, _):
 
         async def operation(number: int) -> None:
             id, fingerprint, key, response = _values_of(number).values()

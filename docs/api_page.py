@@ -19,46 +19,88 @@ MODULES: dict[str, tuple[str, ...] | None] = {
     "coatcheck.server.fastapi": None,
     "coatcheck.server.starlette": None,
     "coatcheck.server.flask": ("Coatcheck", "idempotent"),
+    "coatcheck.server.litestar": None,
+    "coatcheck.server.django": None,
+    "coatcheck.server.django.openapi": ("state_guarded_views",),
     "coatcheck.server.routes": (
         *("RoutePolicies", "NewRoutes", "idempotent", "mark_of", "policy_of_mark"),
         *("found", "found_unguarded"),
     ),
-    "coatcheck.server.openapi": ("annotate",),
+    "coatcheck.openapi": None,
     "coatcheck.server.request": ("Request",),
     "coatcheck.server.callers": (
-        *("Caller", "AsyncCaller", "Refused", "credential", "api_key", "cookie", "jwt", "user"),
-        *("client_certificate", "client_address"),
+        *("Caller", "AsyncCaller", "Named", "Refused", "credential", "api_key", "cookie"),
+        *("jwt", "user", "client_certificate", "client_address"),
     ),
+    "coatcheck.server.keys": ("by_content",),
     "coatcheck.client": (
-        *("RetryPolicy", "RetryBudget", "Preset", "Action", "Result", "Clock", "result_of"),
+        *("ClientSettings", "BufferSettings", "RetryPolicy", "RetryBudget", "Preset"),
+        *("Action", "Result", "Clock", "result_of"),
     ),
     "coatcheck.client.httpx2": ("Client", "AsyncClient", "Transport", "AsyncTransport"),
     "coatcheck.client.requests": ("Session",),
     "coatcheck.client.aiohttp": ("ClientSession", "Middleware"),
     "coatcheck.client.outbox": (
         *("Outbox", "Ticket", "AsyncOutbox", "AsyncTicket"),
-        *("Done", "Refused", "Pending", "Unknown"),
+        *("Done", "Refused", "Pending", "Unknown", "SendAgain"),
     ),
-    "coatcheck.client.optimistic": ("OptimisticQueue",),
+    "coatcheck.client.outbox_store": ("Stored",),
+    "coatcheck.client.optimistic": ("OptimisticQueue", "AsyncOptimisticQueue"),
+    "coatcheck.consumer": (
+        *("Inbox", "Handler", "Message", "Headers", "Reject"),
+        *("Acknowledge", "Redeliver", "DeadLetter"),
+    ),
+    "coatcheck.consumer.event_ids": (
+        *("published_id", "message_id", "header", "cloudevent", "delivery_id"),
+    ),
+    "coatcheck.consumer.rabbitmq": ("consume", "publisher"),
+    "coatcheck.consumer.relay": ("Relay", "OutgoingEvent"),
+    "coatcheck.saga": None,
+    "coatcheck.consumer.nats": ("consume",),
+    "coatcheck.consumer.redis_streams": ("consume",),
+    "coatcheck.consumer.kafka": ("consume",),
+    "coatcheck.consumer.aiokafka": ("consume",),
+    "coatcheck.consumer.sqs": ("consume",),
+    "coatcheck.consumer.faststream": ("InboxMiddleware",),
     "coatcheck.stores": None,
     "coatcheck.telemetry": (
-        *("Decision", "Observer", "log_decision", "Listener", "OperationEvent", "Claimed"),
-        *("Waited", "Renewed", "Lost", "Completed", "Released", "InDoubt", "Recovered", "Swept"),
+        *("Decision", "Observer", "log_decision", "Listener", "OperationEvent", "WriteEvent"),
+        *(
+            "Claimed",
+            "Waited",
+            "Renewed",
+            "Lost",
+            "Completed",
+            "Released",
+            "InDoubt",
+            "Recovered",
+            "Swept",
+            "CountedInDoubt",
+        ),
     ),
     "coatcheck.metrics.prometheus": ("Metrics", "instrument"),
     "coatcheck.metrics.opentelemetry": ("Telemetry", "instrument"),
     "coatcheck.core.record": ("Swap",),
     "coatcheck.core.progress": ("Note",),
     "coatcheck.core.describe": ("facts_of",),
+    "coatcheck.testing": None,
     "coatcheck.verify.crash": ("Point", "Injector", "kill", "freeze", "fail", "Injected"),
 }
 
 # Documented on a page of its own.
 ELSEWHERE = {"Policy": "policy.md"}
 # The inherited methods that users call.
-INHERITED = {"close", "instrument", "listen"}
+INHERITED = {
+    *("action", "close", "instrument", "listen", "register"),
+    *("outcome", "dead_letters", "retry", "discard", "forget"),
+    *("travel", "travel_past_lease", "travel_past_window"),
+}
 # Used by other packages of the library, not by users.
-OURS = {"AsyncOperation.__init__", "Operation.__init__", "Operation.check_steps"}
+OURS = {
+    *("AsyncOperation.__init__", "Operation.__init__", "Operation.check_steps"),
+    *("Operation.record_step", "Saga.__init__", "Saga.failure_after", "Saga.undo"),
+    *("AsyncSaga.__init__", "SagaFunction.__init__"),
+}
 
 LINE_COLUMNS_MAX = 88
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -208,7 +250,8 @@ def _bases(thing: Thing) -> Iterator[Thing]:
     """Return the class and its base classes in this package, nearest first."""
     yield thing
     assert isinstance(thing.node, ast.ClassDef)
-    for base in thing.node.bases:
+    for given in thing.node.bases:
+        base = given.value if isinstance(given, ast.Subscript) else given
         found = find(thing.module, base.id) if isinstance(base, ast.Name) else None
         if found:
             yield from _bases(found)

@@ -72,7 +72,7 @@ def stores() -> str:
     for store in STORES:
         urls = ", ".join(f"`{url}`" for url in store.urls)
         needs = f"`coatcheck[{store.extra}]`" if store.extra else "nothing"
-        deletes = _DELETES[store.sweeps, store.archives]
+        deletes = "in sweeps" if store.sweeps else "by itself, on its own clock"
         lines.append(
             f"| {store.title} | {urls} | {needs} | {store.survives} | {store.shared_by} "
             f"| {store.keeps} | {deletes} | {'yes' if store.transacts else 'no'} "
@@ -83,12 +83,6 @@ def stores() -> str:
     return "\n".join(lines) + "\n"
 
 
-# By whether sweeps delete records, and whether `archive=` gets them.
-_DELETES = {
-    (True, "yes"): "in sweeps",
-    (True, "usually"): "in sweeps, or by itself if that is sooner",
-    (False, "no"): "by itself, on its own clock",
-}
 _ARCHIVES = {
     "yes": "yes",
     "usually": "yes, unless the store has deleted a record first",

@@ -7,7 +7,9 @@ from flask import Blueprint, Flask, request
 from flask.views import MethodView
 from flask_login import LoginManager, UserMixin, login_required, login_user
 from flask_sqlalchemy import SQLAlchemy
+from markupsafe import escape
 
+from coatcheck.errors import KeyRejected
 from coatcheck.server.flask import Coatcheck, current_operation, idempotent
 
 db = SQLAlchemy()
@@ -32,7 +34,7 @@ def create_app(database: str) -> Flask:
 
 
 class User(UserMixin):
-    """Somebody who has logged in."""
+    """A user who has logged in."""
 
     def __init__(self, id: str) -> None:
         self.id = id
@@ -78,6 +80,18 @@ class Addresses(MethodView):
 shop.add_url_rule("/addresses/<int:number>", view_func=Addresses.as_view("addresses"))
 
 
+@shop.app_errorhandler(422)
+def unprocessable(error):
+    if request.accept_mimetypes.best == "text/html":
+        return f"<p>Please go back and try again: {escape(error.description)}</p>", 422
+    return error  # the problem document
+
+
+@shop.app_errorhandler(KeyRejected)
+def rejected(error):
+    return {"code": error.problem.code, "detail": str(error)}, error.problem.status
+
+
 # --- tests ------------------------------------------------------------------------------------
 
 
@@ -119,3 +133,15 @@ def test_an_order_needs_a_key_and_a_user(app):
     assert place_order(client).status_code == 401
     client.get("/login/ada")
     assert place_order(client).status_code == 201
+
+
+def test_a_browser_gets_a_page_and_a_program_the_problem_document(app):
+    client = app.test_client()
+    client.get("/login/ada")
+    place_order(client)
+    headers = {"Idempotency-Key": "order-1", "Accept": "text/html"}
+    page = client.post("/orders", json={"item": "hat"}, headers=headers)
+    assert (page.status_code, page.text[:15]) == (422, "<p>Please go ba")
+    headers["Accept"] = "application/json"
+    document = client.post("/orders", json={"item": "hat"}, headers=headers)
+    assert (document.status_code, document.json["code"]) == (422, "key-reused")

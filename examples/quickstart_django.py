@@ -5,9 +5,14 @@ from django.core.wsgi import get_wsgi_application
 from django.http import JsonResponse
 from django.urls import path
 
-from coatcheck.server.wsgi import IdempotencyMiddleware
-
-settings.configure(ROOT_URLCONF=__name__, ALLOWED_HOSTS=["*"], SECRET_KEY="for this page only")
+settings.configure(
+    ROOT_URLCONF=__name__,
+    ALLOWED_HOSTS=["*"],
+    SECRET_KEY="for this page only",
+    INSTALLED_APPS=["coatcheck.server.django"],
+    MIDDLEWARE=["coatcheck.server.django.IdempotencyMiddleware"],
+    COATCHECK={"store": "sqlite:///orders.db"},
+)
 orders = []
 
 
@@ -17,4 +22,4 @@ def place(request):
 
 
 urlpatterns = [path("orders", place)]
-application = IdempotencyMiddleware(get_wsgi_application(), store="sqlite:///orders.db")
+application = get_wsgi_application()

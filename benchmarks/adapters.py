@@ -1,0 +1,258 @@
+"""How much does the integration of a framework add to the middleware that it is built on?
+
+Each framework serves the same route twice in this process, on the memory store and without a
+server: once with the bare middleware, and once as its page in the docs says, with a marked route.
+Requests alternate between both, and the ratio is computed within each round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import flask
+from fastapi import FastAPI
+from fastapi import Request as FastApiRequest
+from litestar import Litestar, post
+from litestar import Request as LitestarRequest
+from litestar.middleware import DefineMiddleware
+
+from benchmarks.measuring import Samples
+from benchmarks.report import TIMES, Figures, Table, Target
+from coatcheck import AsyncEngine, Engine
+from coatcheck.server import asgi, wsgi
+from coatcheck.server import fastapi as on_fastapi
+from coatcheck.server import flask as on_flask
+from coatcheck.server import litestar as on_litestar
+from coatcheck.server.routes import OnePolicy
+
+ROUNDS, ROUNDS_QUICK = 60, 20
+# Short rounds: a disturbance of the machine then affects both parts of a ratio, or few ratios.
+REQUESTS = 100
+ADAPTER_MAX = 1.10  # of a request to the same application behind the bare middleware
+
+BODY = b'{"item": 1, "amount": 20}'
+PLACED = {"id": 1, "amount": 20, "state": "placed"}
+OF = f"{TIMES} the middleware"
+Send: TypeAlias = Callable[[Iterator[int]], float]
+
+
+class Pair(NamedTuple):
+    """One framework: behind the bare middleware, and with its own integration."""
+
+    bare: Send
+    adapted: Send
+
+
+def measure(*, quick: bool) -> Table:
+    """Measure, and return the table."""
+    rounds = ROUNDS_QUICK if quick else ROUNDS
+    rows = []
+    with asyncio.Runner() as runner:
+        pairs = {
+            "FastAPI": Pair(*(_of_asgi(runner, app) for app in (_fastapi_bare(), _fastapi()))),
+            "Litestar": Pair(*(_of_asgi(runner, app) for app in (_litestar_bare(), _litestar()))),
+            "Flask": Pair(*(_of_wsgi(app) for app in (_flask_bare(), _flask()))),
+        }
+        new, replayed = _measure(pairs, rounds)
+    for what, found in (("a new key", new), ("a replay", replayed)):
+        for name, (bare, adapted) in found.items():
+            ratio = adapted.over(bare)
+            columns = {"middleware, µs": bare, "integration, µs": adapted, OF: ratio}
+            target = Target(measured=ratio, bound="≤", limit=ADAPTER_MAX, unit=OF)
+            rows.append(Figures(what=f"{what}, {name}", columns=columns, targets=[target]))
+    return Table(
+        name="adapters",
+        question="processor time of a guarded request in process, on the memory store",
+        rows=rows,
+        head=("", "middleware, µs", "integration, µs", OF),
+        notes=[
+            "middleware: without marks, added as the framework documents it for any middleware",
+            "integration: a marked route, and Litestar's plugin or Flask's extension",
+        ],
+    )
+
+
+Found: TypeAlias = dict[str, tuple[Samples, Samples]]
+
+
+def _measure(pairs: Mapping[str, Pair], rounds: int) -> tuple[Found, Found]:
+    senders = {(name, at): send for name, pair in pairs.items() for at, send in enumerate(pair)}
+    places = list(senders)
+    new: dict[tuple[str, int], list[float]] = {place: [] for place in places}
+    replayed: dict[tuple[str, int], list[float]] = {place: [] for place in places}
+    numbers = itertools.count()
+    for send in senders.values():
+        send(itertools.islice(numbers, REQUESTS))
+    for number in range(rounds):
+        first = number // 2 % len(places)
+        # Backwards in every other round: of two turns of a framework the second one is the faster.
+        turns = (places[first:] + places[:first])[:: -1 if number % 2 else 1]
+        keys = list(itertools.islice(numbers, REQUESTS))
+        for found in (new, replayed):  # the same keys: the second time they are replays
+            for place in turns:
+                found[place].append(senders[place](iter(keys)))
+    return _samples(pairs, new), _samples(pairs, replayed)
+
+
+def _samples(pairs: Mapping[str, Pair], found: dict[tuple[str, int], list[float]]) -> Found:
+    return {
+        name: (Samples(tuple(found[name, 0])), Samples(tuple(found[name, 1]))) for name in pairs
+    }
+
+
+# --- the applications -----------------------------------------------------------------------
+
+
+def _fastapi_bare() -> Any:  # noqa: ANN401 - any ASGI application
+    app = FastAPI()
+    app.add_middleware(
+        asgi.IdempotencyMiddleware, engine=AsyncEngine("memory://"), routes=OnePolicy
+    )
+    app.post("/orders", status_code=201)(_fastapi_place)
+    return app
+
+
+def _fastapi() -> Any:  # noqa: ANN401 - any ASGI application
+    app = FastAPI()
+    app.add_middleware(asgi.IdempotencyMiddleware, engine=AsyncEngine("memory://"))
+    app.post("/orders", status_code=201)(on_fastapi.idempotent(required=True)(_fastapi_place))
+    return app
+
+
+async def _fastapi_place(request: FastApiRequest) -> dict[str, Any]:
+    await request.json()
+    return PLACED
+
+
+def _litestar_bare() -> Any:  # noqa: ANN401 - any ASGI application
+    middleware = DefineMiddleware(
+        asgi.IdempotencyMiddleware, engine=AsyncEngine("memory://"), routes=OnePolicy
+    )
+    handler = post("/orders")(_litestar_place)
+    return Litestar([handler], middleware=[middleware], logging_config=None)
+
+
+def _litestar() -> Any:  # noqa: ANN401 - any ASGI application
+    handler = post("/orders")(on_litestar.idempotent(required=True)(_litestar_place))
+    plugin = on_litestar.IdempotencyPlugin(engine=AsyncEngine("memory://"))
+    return Litestar([handler], plugins=[plugin], logging_config=None)
+
+
+async def _litestar_place(request: LitestarRequest[Any, Any, Any]) -> dict[str, Any]:
+    await request.json()
+    return PLACED
+
+
+def _flask_bare() -> Any:  # noqa: ANN401 - any WSGI application
+    app = flask.Flask("bare")
+    app.add_url_rule("/orders", "place", _flask_place, methods=["POST"])
+    return wsgi.IdempotencyMiddleware(app.wsgi_app, engine=Engine("memory://"))
+
+
+def _flask() -> Any:  # noqa: ANN401 - any WSGI application
+    app = flask.Flask("marked")
+    on_flask.Coatcheck(app, engine=Engine("memory://"))
+    view = on_flask.idempotent(required=True)(_flask_place)
+    app.add_url_rule("/orders", "place", view, methods=["POST"])
+    return app.wsgi_app
+
+
+def _flask_place() -> tuple[dict[str, Any], int]:
+    flask.request.get_json()
+    return PLACED, 201
+
+
+# --- sending --------------------------------------------------------------------------------
+
+
+def _of_asgi(runner: asyncio.Runner, app: Any) -> Send:  # noqa: ANN401 - any ASGI application
+    async def send(keys: Iterator[int]) -> float:
+        """Send a request for each of *keys*; µs of processor time for each."""
+        scopes = [_scope(key) for key in keys]
+        started_s = time.process_time()
+        for scope in scopes:
+            await app(scope, _receive, _drop)
+        return (time.process_time() - started_s) / len(scopes) * 1e6
+
+    return lambda keys: runner.run(send(keys))
+
+
+def _scope(key: int) -> dict[str, Any]:
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(BODY)),
+        (b"idempotency-key", b"order-%d" % key),
+    ]
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": "/orders",
+        "raw_path": b"/orders",
+        "root_path": "",
+        "query_string": b"",
+        "headers": headers,
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 80),
+    }
+
+
+async def _receive() -> dict[str, Any]:
+    return {"type": "http.request", "body": BODY, "more_body": False}
+
+
+async def _drop(_message: dict[str, Any]) -> None:
+    pass
+
+
+def _of_wsgi(app: Any) -> Send:  # noqa: ANN401 - any WSGI application
+    def send(keys: Iterator[int]) -> float:
+        """Send a request for each of *keys*; µs of processor time for each."""
+        environs = [_environ(key) for key in keys]
+        started_s = time.process_time()
+        for environ in environs:
+            returned = app(environ, _start_response)
+            b"".join(returned)
+            getattr(returned, "close", _nothing)()
+        return (time.process_time() - started_s) / len(environs) * 1e6
+
+    return send
+
+
+def _environ(key: int) -> dict[str, Any]:
+    return {
+        "REQUEST_METHOD": "POST",
+        "SCRIPT_NAME": "",
+        "PATH_INFO": "/orders",
+        "QUERY_STRING": "",
+        "SERVER_NAME": "127.0.0.1",
+        "SERVER_PORT": "80",
+        "SERVER_PROTOCOL": "HTTP/1.1",
+        "HTTP_HOST": "127.0.0.1",
+        "REMOTE_ADDR": "127.0.0.1",
+        "CONTENT_TYPE": "application/json",
+        "CONTENT_LENGTH": str(len(BODY)),
+        "HTTP_IDEMPOTENCY_KEY": f"order-{key}",
+        "wsgi.version": (1, 0),
+        "wsgi.url_scheme": "http",
+        "wsgi.input": io.BytesIO(BODY),
+        "wsgi.errors": io.StringIO(),
+        "wsgi.multithread": True,
+        "wsgi.multiprocess": False,
+        "wsgi.run_once": False,
+    }
+
+
+def _start_response(_status: str, _headers: list[tuple[str, str]], _error: object = None) -> Any:  # noqa: ANN401 - the write function
+    return _nothing
+
+
+def _nothing(*_arguments: object) -> None:
+    pass
