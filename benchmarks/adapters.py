@@ -21,6 +21,8 @@ from litestar import Litestar, post
 from litestar import Request as LitestarRequest
 from litestar.middleware import DefineMiddleware
 
+from benchmarks import asgi_requests
+from benchmarks.asgi_requests import BODY
 from benchmarks.measuring import Samples
 from benchmarks.report import TIMES, Figures, Table, Target
 from coatcheck import AsyncEngine, Engine
@@ -35,7 +37,6 @@ ROUNDS, ROUNDS_QUICK = 60, 20
 REQUESTS = 100
 ADAPTER_MAX = 1.10  # of a request to the same application behind the bare middleware
 
-BODY = b'{"item": 1, "amount": 20}'
 PLACED = {"id": 1, "amount": 20, "state": "placed"}
 OF = f"{TIMES} the middleware"
 Send: TypeAlias = Callable[[Iterator[int]], float]
@@ -171,45 +172,7 @@ def _flask_place() -> tuple[dict[str, Any], int]:
 
 
 def _of_asgi(runner: asyncio.Runner, app: Any) -> Send:  # noqa: ANN401 - any ASGI application
-    async def send(keys: Iterator[int]) -> float:
-        """Send a request for each of *keys*; µs of processor time for each."""
-        scopes = [_scope(key) for key in keys]
-        started_s = time.process_time()
-        for scope in scopes:
-            await app(scope, _receive, _drop)
-        return (time.process_time() - started_s) / len(scopes) * 1e6
-
-    return lambda keys: runner.run(send(keys))
-
-
-def _scope(key: int) -> dict[str, Any]:
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", b"%d" % len(BODY)),
-        (b"idempotency-key", b"order-%d" % key),
-    ]
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": "/orders",
-        "raw_path": b"/orders",
-        "root_path": "",
-        "query_string": b"",
-        "headers": headers,
-        "client": ("127.0.0.1", 1),
-        "server": ("127.0.0.1", 80),
-    }
-
-
-async def _receive() -> dict[str, Any]:
-    return {"type": "http.request", "body": BODY, "more_body": False}
-
-
-async def _drop(_message: dict[str, Any]) -> None:
-    pass
+    return lambda keys: runner.run(asgi_requests.send(app, keys))
 
 
 def _of_wsgi(app: Any) -> Send:  # noqa: ANN401 - any WSGI application
