@@ -304,6 +304,37 @@ def test_an_unknown_action_holds_its_lane_until_a_person_decides(context, shop):
     assert shop.items == ["a", "b"]
 
 
+LANE_WAIT = """
+const sign = (_method, _url, body) => {
+  if (body.includes("unsigned")) throw new Error("signed out");
+  return {};
+};
+const waiting = { ...retry, laneWaitMs: 400 };
+const { outbox } = createClient({ database: "lane-wait", retry: waiting, sign });
+await outbox.start();
+const ended = [];
+for (const item of ["unsigned", "unknown", "tea"]) {
+  const ticket = await outbox.submit("POST", "/orders", { item }, { lane: "basket" });
+  ended.push(ticket.result().then(({ state, reason, answer }) => [state, reason, answer?.status]));
+}
+return await Promise.all(ended);
+"""
+
+
+def test_an_action_without_a_definite_answer_holds_its_lane_for_a_limited_time(context, shop):
+    """C3: one that is never sent is refused, one that is unknown stays so; the next is sent."""
+    page = context.new_page()
+    page.goto(f"{shop.url}/coatcheck.js")
+    shop.script += [(409, {}, {"code": "outcome-unknown", "retry": "never"})]
+    began_s = time.monotonic()
+    unsigned, unknown, tea = call(page, LANE_WAIT)
+    assert time.monotonic() - began_s >= 0.8
+    assert unsigned == ["refused", "it could not be sent: Error: signed out", None]
+    assert unknown == ["unknown", "outcome-unknown", 409]
+    assert tea == ["done", "", 201]
+    assert shop.items == ["tea"]
+
+
 LATE = """
 let signed = 0;
 const strict = createClient({
@@ -420,7 +451,7 @@ def test_every_block_of_the_page_is_a_part_of_the_example():
         assert block in textwrap.dedent(source) or textwrap.indent(block, "    ") in source
 
 
-def test_the_module_is_in_the_package_with_types_for_every_export():
+def test_the_module_is_in_the_package_with_types_for_every_export_and_setting():
     folder = files("coatcheck.client").joinpath("browser")
     source, types = (folder.joinpath(f"coatcheck.{end}").read_text() for end in ("js", "d.ts"))
     exports = re.findall(r"^export (?:const|class|function) (\w+)", source, re.MULTILINE)
@@ -429,3 +460,8 @@ def test_the_module_is_in_the_package_with_types_for_every_export():
         assert re.search(
             rf"^export (?:declare )?(?:const|class|function) {name}\b", types, re.MULTILINE
         )
+    settings, typed = (
+        re.findall(r"^  (\w+): ", text.split("{", 1)[1].split("\n}", 1)[0], re.MULTILINE)
+        for text in (source[source.index("export const RETRY") :], types)
+    )
+    assert settings == typed
