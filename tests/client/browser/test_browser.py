@@ -244,6 +244,16 @@ def test_a_definite_no_reverts_the_entry_and_is_a_dead_letter(context, shop):
     assert shop.items == []
 
 
+def test_a_refusal_is_shown_with_its_reason(context, shop):
+    """C4: not every refused order is for a teapot that is sold out."""
+    page = opened(context, shop)
+    shop.script += [(422, {}, {"code": "key-reused"})]
+    order(page)
+    assert shown(page, "refused") == ["Blue teapot", "Not ordered"]
+    page.reload()
+    assert shown(page, "refused") == ["Blue teapot", "Not ordered"]
+
+
 LANE = """
 const shown = [];
 const steps = [];
