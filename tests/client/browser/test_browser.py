@@ -44,7 +44,7 @@ def shop():
 
 
 @pytest.fixture
-def context(browser):
+def context(browser, shop):  # closed before the shop, whose port another test may then get
     context = browser.new_context()
     yield context
     context.close()
