@@ -48,12 +48,12 @@ def test_a_request_and_its_replay_are_spans_below_those_of_the_server(readings):
     for _ in range(2):
         assert client.post("/orders/17", headers={"Idempotency-Key": "k" * 20}).text == "placed"
     spans = readings.spans.get_finished_spans()
-    assert [span.name for span in spans] == ["coatcheck POST /orders/{id}", "server"] * 2
+    assert [span.name for span in spans] == ["coatcheck POST /orders/{number}", "server"] * 2
     first, first_server, replay, replay_server = spans
     for ours, server in ((first, first_server), (replay, replay_server)):
         assert ours.parent.span_id == server.context.span_id
         assert ours.attributes["http.request.method"] == "POST"
-        assert ours.attributes["http.route"] == "/orders/{id}"
+        assert ours.attributes["http.route"] == "/orders/{number}"
         assert "k" * 20 not in str(ours.attributes)
     assert first.attributes["coatcheck.outcome"] == "executed"
     assert replay.attributes["coatcheck.outcome"] == "replayed"

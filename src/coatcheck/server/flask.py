@@ -224,7 +224,7 @@ class FlaskRoutes:
         except HTTPException:  # no such route: Flask answers. Not remembered: it may be added yet.
             return self._unmarked(method)
         mark = _mark_of_view(app.view_functions.get(rule.endpoint), method)
-        match = self._unmarked(method)
+        match = self._unmarked(method)._replace(template=rule.rule)
         if mark is not None:
             policy = policy_of_mark(self._policy, method, mark)
             self._register(f"{method} {rule.rule}", policy)

@@ -313,11 +313,8 @@ class LitestarRoutes:
 
     def _match(self, handler: Any, method: str, template: str) -> _Match:  # noqa: ANN401 - a handler
         mark, changes = _changes_of(handler)
-        if mark is None:
-            match = _Match(self._policy if method in self._policy.methods else None, None, None)
-        else:
-            policy = policy_of_mark(self._policy, method, changes)
-            match = _Match(policy if method in policy.methods else None, template or "/", mark)
+        policy = self._policy if mark is None else policy_of_mark(self._policy, method, changes)
+        match = _Match(policy if method in policy.methods else None, template or "/", mark)
         if len(self._matches) >= MATCHES_MAX:  # a mounted application takes any method
             self._matches.clear()
         self._matches[handler, method, template] = match

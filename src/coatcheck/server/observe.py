@@ -84,14 +84,14 @@ class ObservedRequest:
         self.claimed: Future[Observation | None] | None = None  # None: it is not observed
         self.lease: Lease | None = None
 
-    def outcome(self, error: BaseException | None, *, is_marked: bool) -> Outcome | None:
+    def outcome(self, error: BaseException | None) -> Outcome | None:
         """What the end of the handler means for the claim; None: that is not known."""
         if error is not None or not self.status:
             is_known = error is None or is_failure(error)
             failure = error or RuntimeError()
             return Outcome(outcome_kind_of_error(failure, self.policy)) if is_known else None
         response = Response(self.status, [], b"")
-        if is_marked and is_refused_early(response, self.operation):
+        if is_refused_early(response, self.operation):
             return Outcome(OutcomeKind.REJECT)
         return outcome_of_partial(response, self.policy)
 
@@ -151,12 +151,10 @@ class Observations:
             logger.warning("coatcheck: requests are not observed, because the store is too slow")
         return observed
 
-    def end(
-        self, observed: ObservedRequest, error: BaseException | None, *, is_marked: bool
-    ) -> None:
+    def end(self, observed: ObservedRequest, error: BaseException | None) -> None:
         """Write in the background how *observed* has ended."""
         if observed.claimed is not None:
-            outcome = observed.outcome(error, is_marked=is_marked)
+            outcome = observed.outcome(error)
             took_ms = self.attempts.now_ms() - observed.request.now_ms
             is_failed = error is not None or not observed.status
             self._threads.submit(self._end, observed, outcome, took_ms, is_failed=is_failed)

@@ -72,8 +72,8 @@ class RoutePolicies(Protocol):
         The policy for a request with an unsafe *method*, and the template of its route.
 
         *native* is the ASGI scope or the WSGI environ. No policy: the request is not guarded. The
-        template is the label of the route's operations; None if the policy is the middleware's
-        own: then the path is the label. Keys belong to the path in both cases.
+        template is the label of the route's operations; None if it is not known: then the path is
+        the label. Keys belong to the path in both cases.
         """
         ...
 
@@ -97,6 +97,7 @@ class OnePolicy:
         self, _native: MutableMapping[str, Any], method: str
     ) -> tuple[Policy | None, str | None]:
         """The policy, if *method* is one of its methods."""
+        found(None)
         return (self._policy if method in self._policy.methods else None), None
 
     def let_pass(self, native: MutableMapping[str, Any]) -> None:

@@ -94,7 +94,7 @@ class StarletteRoutes:
         routes: Sequence[Any] = self._router.routes
         if routes is not self._known or len(routes) != self._count:
             routes = self._read_routes(asgi_scope)
-        if not self._has_marks:
+        if not routes:  # another framework's application
             return (self._policy if method in self._policy.methods else None), None
         place = (method, asgi_scope["path"], *self._hosts(asgi_scope))
         match = self._matches.get(place)
@@ -142,10 +142,9 @@ class StarletteRoutes:
         method = asgi_scope["method"].upper()
         route, template = _matching(routes, asgi_scope)
         mark, changes = _changes_of(route, method)
-        if mark is None:
-            return _Match(self._policy if method in self._policy.methods else None, None, None)
-        policy = policy_of_mark(self._policy, method, changes)
-        return _Match(policy if method in policy.methods else None, template, mark)
+        policy = self._policy if mark is None else policy_of_mark(self._policy, method, changes)
+        known = None if route is None else template
+        return _Match(policy if method in policy.methods else None, known, mark)
 
 
 def extend_openapi(

@@ -2,8 +2,8 @@
 
 `COATCHECK_DISABLED=1` in the environment switches a whole process off when it starts. `disabled_by`
 of a middleware switches routes off and on while the process runs: a file with a label in each line,
-or a function of a label. The label of a request is its method and the template of its route, or
-its path if the route is not marked.
+or a function of a label. The label of a request is its method and the template of its route, or its
+path where that is not known.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from .api import AsgiApi, WsgiApi
 from .shop import Call, Said
 
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
-# Routes of their own, because the path of a marked route is its label.
+# Routes of their own, because the template of a route is its label.
 LABELLED = ("/orders", "/refunds")
 
 
@@ -39,7 +39,7 @@ class FlaskApi(WsgiApi):
     def _open(self, settings: dict[str, Any], middleware: dict[str, Any]) -> None:
         self.engine = Engine(self.store, **settings)
         app = flask.Flask("shop")
-        for rule in ("/", "/<path:path>"):
+        for rule in ("/", *LABELLED, "/<path:path>"):
             app.add_url_rule(rule, view_func=self._view, methods=METHODS)
         on_flask.Coatcheck(app, engine=self.engine, **middleware)
         self.middleware = app.extensions["coatcheck"]

@@ -240,7 +240,6 @@ class IdempotencyMiddleware:
             return
 
         exchange = Exchange(self, request, receive, send, claim=claim, policy=policy)
-        exchange.is_marked = template is not None
         await (exchange.run_in_task() if may_be_cancelled() else exchange.run())
 
     async def _safe(self, asgi_scope: AsgiScope, receive: Receive, send: Send) -> None:

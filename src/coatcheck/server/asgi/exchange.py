@@ -17,7 +17,7 @@ from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, Protocol
 
-from coatcheck.core.keep import Outcome, OutcomeKind
+from coatcheck.core.keep import CLIENT_ERROR, Outcome, OutcomeKind
 from coatcheck.core.key import reference_of
 from coatcheck.core.lifecycle import ClaimRequest, Executed, Refuse, Replay
 from coatcheck.core.policy import Policy
@@ -79,7 +79,7 @@ class Exchange(BufferedReceive):
         *("_accepting", "_chunks", "_claim", "_claim_policy", "_client_receive", "_client_send"),
         *("_done", "_failure", "_headers", "_is_accepted", "_is_deferred", "_is_ended", "_is_over"),
         *("_is_streaming", "_is_undeferred", "_loop", "_operation", "_over", "_policy", "_request"),
-        *("_size", "_status", "_wait_s", "is_marked", "middleware", "task"),
+        *("_size", "_status", "_wait_s", "middleware", "task"),
     )
 
     _operation: Operation
@@ -124,7 +124,6 @@ class Exchange(BufferedReceive):
         # The timer of a 202, and then the task that sends it.
         self._accepting: asyncio.TimerHandle | asyncio.Task[None] | None = None
         self.task = None
-        self.is_marked = False  # its route is marked `idempotent`
 
     async def run_in_task(self) -> None:
         """Run in a task of its own: if the caller is cancelled, it goes on."""
@@ -275,7 +274,7 @@ class Exchange(BufferedReceive):
                 response = Response(self._status, self._headers, body)
                 if self._is_accepted:
                     outcome = outcome_of_accepted(response, self._policy)
-                elif self.is_marked and is_refused_early(response, self._operation):
+                elif self._status >= CLIENT_ERROR and is_refused_early(response, self._operation):
                     outcome = Outcome(OutcomeKind.REJECT)
                 else:
                     outcome = outcome_of_response(response, self._policy)

@@ -73,7 +73,7 @@ async def serve_observed(
         raise
     finally:
         leave(entered)
-        middleware.observations.end(observed, error, is_marked=found[1] is not None)
+        middleware.observations.end(observed, error)
 
 
 async def _begin(

@@ -59,7 +59,8 @@ class DjangoRoutes:
         found = resolved(request)
         mark = None if found is None else mark_of_view(found.func, method)
         if found is None or mark is None:
-            return Match(self._policy if method in self._policy.methods else None, None, None)
+            template = None if found is None else f"/{found.route}"
+            return Match(self._policy if method in self._policy.methods else None, template, None)
         known = self._matches.get((found.route, method))
         if known is None or known.mark is not mark:
             known = self._matches[found.route, method] = self._marked(found.route, method, mark)

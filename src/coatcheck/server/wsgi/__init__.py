@@ -184,7 +184,6 @@ class IdempotencyMiddleware:
         if "coatcheck.operation" in request.native and guard.is_nested(request, claim):
             return self._pass(request, start_response)
         exchange = Exchange(self, request, start_response, claim=claim, policy=policy)
-        exchange.is_marked = template is not None
         before = current_operation()  # of a guarded function that calls us in its own thread
         try:
             return exchange.serve()

@@ -86,7 +86,6 @@ class Exchange:
         self._is_streaming = False
         self._is_deferred = False  # a worker finds the answer
         self._is_undeferred = False  # the handler could not defer, because of an outage
-        self.is_marked = False  # its route is marked `idempotent`
 
     def serve(self) -> Iterable[bytes]:
         """Claim, execute, answer; again, if the database asks for it and the policy allows it."""
@@ -190,7 +189,7 @@ class Exchange:
         body = b"".join(self._chunks)
         response = Response(int(self._status_line[:3]), self._lowered(), body)
         assert self._operation is not None
-        if self.is_marked and is_refused_early(response, self._operation):
+        if is_refused_early(response, self._operation):
             return response, Outcome(OutcomeKind.REJECT)
         outcome_of = outcome_of_response if is_whole else outcome_of_partial
         return response, outcome_of(response, self._policy)

@@ -51,7 +51,7 @@ def serve_observed(
         observed.status = int(status[:3])
         return start_response(status, headers, *rest)
 
-    watched = _WatchedBody(middleware.observations, observed, is_marked=found[1] is not None)
+    watched = _WatchedBody(middleware.observations, observed)
     environ["coatcheck.operation"] = observed.operation
     returned = watched.call(middleware.app, environ, watch)
     if isinstance(returned, (list, tuple)):  # servers send these in a shorter way
@@ -98,14 +98,11 @@ def _begin(
 class _WatchedBody:
     """What an observed application returned; its operation is the current one while it runs."""
 
-    def __init__(
-        self, observations: Observations, observed: ObservedRequest, *, is_marked: bool
-    ) -> None:
+    def __init__(self, observations: Observations, observed: ObservedRequest) -> None:
         self.returned: Iterable[bytes] = ()
         self.chunks: Iterator[bytes] = iter(())
         self._observations = observations
         self._observed = observed
-        self._is_marked = is_marked
         self._is_ended = False
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401 - what it returns
@@ -126,7 +123,7 @@ class _WatchedBody:
         """The application has ended, or failed with *error*."""
         if not self._is_ended:
             self._is_ended = True
-            self._observations.end(self._observed, error, is_marked=self._is_marked)
+            self._observations.end(self._observed, error)
 
     def __iter__(self) -> Iterator[bytes]:
         return self
