@@ -11,9 +11,10 @@ import pytest
 
 from coatcheck import Misconfigured
 from coatcheck.consumer import Inbox, event_ids
+from coatcheck.consumer import rabbitmq as rabbitmq_module
 from coatcheck.consumer.message import REASON
 from coatcheck.consumer.rabbitmq import _next, consume
-from tests.consumer.failing import fail, failing_once
+from tests.consumer.failing import BEHIND_POISON, POISON, fail, failing_for_poison, failing_once
 from tests.consumer.law import Source
 from tests.consumer.waits import arrived, until
 from tests.support.servers.rabbitmq import rabbitmq
@@ -113,6 +114,18 @@ def test_a_failed_message_is_handled_again_and_nothing_is_lost(tmp_path):
     assert seen == ["a", "a"]
 
 
+def test_poisoned_messages_that_pause_do_not_hold_up_the_healthy_one_behind_them(tmp_path):
+    seen = []
+
+    async def main():
+        async with consuming(failing_for_poison(seen), tmp_path, backoff="5m") as site:
+            await site.publish(*BEHIND_POISON)
+            await arrived(seen, len(BEHIND_POISON))
+
+    asyncio.run(main())
+    assert sorted(seen) == sorted(id for id, _ in BEHIND_POISON)
+
+
 @pytest.mark.parametrize(("id", "reason"), [("a", "ValueError in attempt 2"), ("", "no event id")])
 def test_a_message_that_cannot_be_handled_is_kept_with_its_reason(tmp_path, id, reason):
     async def main():
@@ -142,6 +155,48 @@ def test_a_message_whose_pause_is_cut_short_by_the_stop_goes_back_to_the_queue(t
 
     asyncio.run(main())
     assert len(seen) == 1
+
+
+def test_no_more_messages_are_fetched_than_are_handled_beside_those_that_pause(tmp_path):
+    """Others are for other consumers of the queue."""
+    seen = []
+
+    async def main():
+        fail_for_poison, may_end = failing_for_poison(seen), asyncio.Event()
+
+        async def on_message(message):
+            await fail_for_poison(message)
+            await may_end.wait()
+
+        async with consuming(on_message, tmp_path, concurrency=4, backoff="5m") as site:
+            await site.publish(*[(f"{number}-poison", POISON) for number in range(25)])
+            await site.publish(*[(str(number), b"1") for number in range(25)])
+            await arrived(seen, 25 + 3)  # one that pauses is not yet half of four
+            left = await site.left()
+            may_end.set()
+            await arrived(seen, 50)
+            return left
+
+    # 4 run, and up to 5 more wait here since the last subscription.
+    assert asyncio.run(main()) >= 25 - 4 - 5
+
+
+def test_a_message_that_was_kept_for_long_goes_back_to_the_queue_after_its_pause(
+    tmp_path, monkeypatch
+):
+    """RabbitMQ closes a channel that keeps a message for 30 minutes."""
+    monkeypatch.setattr(rabbitmq_module, "KEPT_S_MAX", 0.01)
+    deliveries = []
+
+    async def main():
+        async with consuming(
+            failing_once(deliveries, "deliveries"), tmp_path, backoff="5m"
+        ) as site:
+            await site.publish(("a", b"1"))
+            await arrived(deliveries, 2)
+
+    asyncio.run(main())
+    assert deliveries == [None, 2]  # it came from the queue again
 
 
 def test_a_channel_that_could_lose_dead_letters_is_refused(tmp_path):
