@@ -48,6 +48,8 @@ logger = logging.getLogger("coatcheck")
 ERRORS = (AMQPError, *CONNECTION_EXCEPTIONS)
 # Set by quorum queues: how often the message was delivered before.
 DELIVERY_COUNT = "x-delivery-count"
+# 1 s: how often a subscription is tried that a lost connection has ended.
+RETRY_S = 1.0
 # 10 minutes: no longer pauses, and a message that was kept here for longer is returned after its
 # pause. RabbitMQ closes the channel of a consumer that has kept one for 30 minutes.
 KEPT_S_MAX = 600.0
@@ -195,18 +197,24 @@ class _Fetching:
         async with self._lock:
             is_half = 2 * len(self._pausing) >= self._concurrency
             if is_half and self._received.empty() and running.may_step_aside and not self._is_over:
-                await self._start_anew()
+                await self._start_anew(running)
 
-    async def _start_anew(self) -> None:
-        tag, pausing = self._tag, self._pausing
-        try:
-            await self.start()
-        except ERRORS as error:
-            logger.info("coatcheck: a queue of RabbitMQ cannot be subscribed to: %s", error)
-            self._tag, self._pausing = tag, pausing
-            return
+    async def _start_anew(self, running: Running) -> None:
+        """
+        Subscribe once more, after the end of the first subscription.
+
+        In the other order, a queue with a single active consumer would send nothing any more.
+        """
         with suppress(*ERRORS):  # it has ended with its connection
-            await self._queue.cancel(tag)
+            await self._queue.cancel(self._tag)
+        while not (self._is_over or running.stop.is_set() or self._queue.channel.is_closed):
+            try:
+                await self.start()
+            except ERRORS as error:
+                logger.warning("coatcheck: a queue of RabbitMQ cannot be subscribed to: %s", error)
+                await running.pause(RETRY_S)
+            else:
+                return
 
 
 class _Consumer:
