@@ -10,21 +10,30 @@ from __future__ import annotations
 import asyncio
 import io
 import itertools
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
+import django
 import flask
+from django.conf import settings
+from django.core.handlers.wsgi import WSGIHandler
+from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.urls import path
 from fastapi import FastAPI
 from fastapi import Request as FastApiRequest
 from litestar import Litestar, post
 from litestar import Request as LitestarRequest
 from litestar.middleware import DefineMiddleware
 
+from benchmarks import asgi_requests
+from benchmarks.asgi_requests import BODY
 from benchmarks.measuring import Samples
 from benchmarks.report import TIMES, Figures, Table, Target
 from coatcheck import AsyncEngine, Engine
 from coatcheck.server import asgi, wsgi
+from coatcheck.server import django as on_django
 from coatcheck.server import fastapi as on_fastapi
 from coatcheck.server import flask as on_flask
 from coatcheck.server import litestar as on_litestar
@@ -35,7 +44,6 @@ ROUNDS, ROUNDS_QUICK = 60, 20
 REQUESTS = 100
 ADAPTER_MAX = 1.10  # of a request to the same application behind the bare middleware
 
-BODY = b'{"item": 1, "amount": 20}'
 PLACED = {"id": 1, "amount": 20, "state": "placed"}
 OF = f"{TIMES} the middleware"
 Send: TypeAlias = Callable[[Iterator[int]], float]
@@ -57,6 +65,7 @@ def measure(*, quick: bool) -> Table:
             "FastAPI": Pair(*(_of_asgi(runner, app) for app in (_fastapi_bare(), _fastapi()))),
             "Litestar": Pair(*(_of_asgi(runner, app) for app in (_litestar_bare(), _litestar()))),
             "Flask": Pair(*(_of_wsgi(app) for app in (_flask_bare(), _flask()))),
+            "Django": _django(),
         }
         new, replayed = _measure(pairs, rounds)
     for what, found in (("a new key", new), ("a replay", replayed)):
@@ -72,7 +81,8 @@ def measure(*, quick: bool) -> Table:
         head=("", "middleware, µs", "integration, µs", OF),
         notes=[
             "middleware: without marks, added as the framework documents it for any middleware",
-            "integration: a marked route, and Litestar's plugin or Flask's extension",
+            "integration: a marked route, and the plugin, extension or middleware of the framework",
+            "Django: a replay by the bare middleware does not reach Django's handler",
         ],
     )
 
@@ -167,55 +177,38 @@ def _flask_place() -> tuple[dict[str, Any], int]:
     return PLACED, 201
 
 
+def _django() -> Pair:
+    """Django behind the bare middleware, and with its own; both have the same settings."""
+    marked = on_django.idempotent(required=True)(_django_place)
+    settings.configure(
+        ALLOWED_HOSTS=["*"],
+        INSTALLED_APPS=["coatcheck.server.django"],
+        MIDDLEWARE=[],
+        COATCHECK={"store": "memory://"},
+        ROOT_URLCONF=(path("orders", _django_place), path("marked", marked)),
+    )
+    django.setup()
+    bare = wsgi.IdempotencyMiddleware(WSGIHandler(), engine=Engine("memory://"))
+    settings.MIDDLEWARE = ["coatcheck.server.django.IdempotencyMiddleware"]
+    return Pair(_of_wsgi(bare), _of_wsgi(WSGIHandler(), "/marked"))
+
+
+def _django_place(request: HttpRequest) -> HttpResponse:
+    json.loads(request.body)
+    return JsonResponse(PLACED, status=201)
+
+
 # --- sending --------------------------------------------------------------------------------
 
 
 def _of_asgi(runner: asyncio.Runner, app: Any) -> Send:  # noqa: ANN401 - any ASGI application
-    async def send(keys: Iterator[int]) -> float:
-        """Send a request for each of *keys*; µs of processor time for each."""
-        scopes = [_scope(key) for key in keys]
-        started_s = time.process_time()
-        for scope in scopes:
-            await app(scope, _receive, _drop)
-        return (time.process_time() - started_s) / len(scopes) * 1e6
-
-    return lambda keys: runner.run(send(keys))
+    return lambda keys: runner.run(asgi_requests.send(app, keys))
 
 
-def _scope(key: int) -> dict[str, Any]:
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", b"%d" % len(BODY)),
-        (b"idempotency-key", b"order-%d" % key),
-    ]
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": "/orders",
-        "raw_path": b"/orders",
-        "root_path": "",
-        "query_string": b"",
-        "headers": headers,
-        "client": ("127.0.0.1", 1),
-        "server": ("127.0.0.1", 80),
-    }
-
-
-async def _receive() -> dict[str, Any]:
-    return {"type": "http.request", "body": BODY, "more_body": False}
-
-
-async def _drop(_message: dict[str, Any]) -> None:
-    pass
-
-
-def _of_wsgi(app: Any) -> Send:  # noqa: ANN401 - any WSGI application
+def _of_wsgi(app: Any, path: str = "/orders") -> Send:  # noqa: ANN401 - any WSGI application
     def send(keys: Iterator[int]) -> float:
         """Send a request for each of *keys*; µs of processor time for each."""
-        environs = [_environ(key) for key in keys]
+        environs = [_environ(key, path) for key in keys]
         started_s = time.process_time()
         for environ in environs:
             returned = app(environ, _start_response)
@@ -226,11 +219,11 @@ def _of_wsgi(app: Any) -> Send:  # noqa: ANN401 - any WSGI application
     return send
 
 
-def _environ(key: int) -> dict[str, Any]:
+def _environ(key: int, path: str) -> dict[str, Any]:
     return {
         "REQUEST_METHOD": "POST",
         "SCRIPT_NAME": "",
-        "PATH_INFO": "/orders",
+        "PATH_INFO": path,
         "QUERY_STRING": "",
         "SERVER_NAME": "127.0.0.1",
         "SERVER_PORT": "80",

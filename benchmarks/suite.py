@@ -22,6 +22,7 @@ TIMED = (
         "waiting",
         "telemetry",
         "adapters",
+        "client",
     ),
 )
 UNTIMED = ("memory_growth", "size")

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from benchmarks.asgi_requests import send
 from benchmarks.exporters import EXPORTERS
 from benchmarks.http import SLOT, SLOT_QUICK, Turn, servers_of
 from benchmarks.machine import pinned
@@ -35,7 +34,6 @@ HTTP_KINDS = {"new": "a new key", "replay": "a replay"}
 TELEMETRY_MAX = 1.05  # of a request without telemetry, for TARGETED
 TARGETED = "Prometheus"
 
-BODY = b'{"item": 1, "amount": 20}'
 OF = f"{TIMES} without telemetry"
 
 
@@ -102,13 +100,13 @@ async def _measure(rounds: int) -> tuple[dict[str, Samples], dict[str, Samples]]
     replayed: dict[str, list[float]] = {name: [] for name in names}
     numbers = itertools.count()
     for app in apps.values():
-        await _send(app, itertools.islice(numbers, REQUESTS))
+        await send(app, itertools.islice(numbers, REQUESTS))
     for number in range(rounds):
         first = number % len(names)
         keys = list(itertools.islice(numbers, REQUESTS))
         for found in (new, replayed):  # the same keys: the second time they are replays
             for name in names[first:] + names[:first]:
-                found[name].append(await _send(apps[name], iter(keys)))
+                found[name].append(await send(apps[name], iter(keys)))
     return _samples(new), _samples(replayed)
 
 
@@ -126,42 +124,3 @@ def _app(instrument: Callable[[AsyncEngine], object]) -> IdempotencyMiddleware:
 async def _create(request: Request) -> Response:
     order = await request.json()
     return JSONResponse({"id": 1, "amount": order["amount"], "state": "placed"}, status_code=201)
-
-
-async def _send(app: IdempotencyMiddleware, keys: Iterator[int]) -> float:
-    """Send a request for each of *keys*; µs of processor time for each."""
-    scopes = [_scope(key) for key in keys]
-    started_s = time.process_time()
-    for scope in scopes:
-        await app(scope, _receive, _drop)
-    return (time.process_time() - started_s) / len(scopes) * 1e6
-
-
-def _scope(key: int) -> dict[str, Any]:
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", b"%d" % len(BODY)),
-        (b"idempotency-key", b"order-%d" % key),
-    ]
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": "/orders",
-        "raw_path": b"/orders",
-        "root_path": "",
-        "query_string": b"",
-        "headers": headers,
-        "client": ("127.0.0.1", 1),
-        "server": ("127.0.0.1", 80),
-    }
-
-
-async def _receive() -> dict[str, Any]:
-    return {"type": "http.request", "body": BODY, "more_body": False}
-
-
-async def _drop(_message: dict[str, Any]) -> None:
-    pass

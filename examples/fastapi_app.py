@@ -19,8 +19,6 @@ from coatcheck.server.fastapi import (
 )
 from coatcheck.server.request import Request
 
-TOKENS = {"Bearer ada-1": "ada", "Bearer ada-2": "ada", "Bearer bob-1": "bob"}
-
 
 class Charge(BaseModel):
     """How much to charge."""
@@ -29,10 +27,28 @@ class Charge(BaseModel):
     currency: str
 
 
-class Order(BaseModel):
-    """What a client orders."""
+router = APIRouter()
 
-    item: str
+
+@router.post("/charges", status_code=201)
+@idempotent(required=True, window="72h", recovery="manual")
+async def charge(body: Charge, operation: CurrentOperation) -> dict[str, object]:
+    """Charge once, however often the request is sent."""
+    # The key for the payment provider: the same in every attempt of this operation.
+    provider_key = operation.derive("charge")
+    return {"amount": body.amount, "provider_key": provider_key, "see": operation.reference}
+
+
+refunds = idempotent_router(APIRouter(prefix="/refunds"), required=True, window="72h")
+
+
+@refunds.post("")
+async def refund(operation: CurrentOperation) -> str:
+    """Return money; the policy is that of the router."""
+    return operation.reference
+
+
+TOKENS = {"Bearer ada-1": "ada", "Bearer ada-2": "ada", "Bearer bob-1": "bob"}
 
 
 def caller(request: Request) -> str:
@@ -50,16 +66,10 @@ def current_user(authorization: Annotated[str, Header()] = "") -> str:
     return TOKENS[authorization]
 
 
-router = APIRouter()
+class Order(BaseModel):
+    """What a client orders."""
 
-
-@router.post("/charges", status_code=201)
-@idempotent(required=True, window="72h", recovery="manual")
-async def charge(body: Charge, operation: CurrentOperation) -> dict[str, object]:
-    """Charge once, however often the request is sent."""
-    # The key for the payment provider: the same in every attempt of this operation.
-    provider_key = operation.derive("charge")
-    return {"amount": body.amount, "provider_key": provider_key, "see": operation.reference}
+    item: str
 
 
 @router.post("/orders", status_code=201)
@@ -72,15 +82,6 @@ async def place(
         "insert into orders values (?, ?)", (user, order.item)
     )
     return {"order": cursor.lastrowid}
-
-
-refunds = idempotent_router(APIRouter(prefix="/refunds"), required=True, window="72h")
-
-
-@refunds.post("")
-async def refund(operation: CurrentOperation) -> str:
-    """Return money; the policy is that of the router."""
-    return operation.reference
 
 
 def create_app(database: str) -> FastAPI:

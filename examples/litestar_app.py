@@ -20,40 +20,6 @@ from litestar.testing import TestClient
 from coatcheck.server.litestar import CurrentOperation, IdempotencyPlugin, idempotent
 
 
-@dataclass
-class User:
-    """A user, known by the token of a request."""
-
-    id: str
-
-
-@dataclass
-class Order:
-    """What a client orders."""
-
-    item: str
-
-
-TOKENS = {"Bearer ada-1": User("ada"), "Bearer ada-2": User("ada"), "Bearer bob-1": User("bob")}
-
-
-class Authentication(AbstractAuthenticationMiddleware):
-    """Finds the user of a request; Litestar's own `JWTAuth` and `SessionAuth` do the same."""
-
-    async def authenticate_request(self, connection: ASGIConnection) -> AuthenticationResult:
-        token = connection.headers.get("Authorization", "")
-        if token not in TOKENS:
-            raise NotAuthorizedException
-        return AuthenticationResult(user=TOKENS[token], auth=token)
-
-
-@post("/orders")
-@idempotent(required=True, mode="transaction")
-async def place(data: JSONBody[Order], operation: CurrentOperation) -> dict[str, int]:
-    cursor = await operation.connection.execute("insert into orders values (?)", (data.item,))
-    return {"order": cursor.lastrowid}
-
-
 @post("/search")
 @idempotent(methods=())  # never guarded
 async def search() -> list[str]:
@@ -70,6 +36,40 @@ payments = Router(
     route_handlers=[refund],
     opt={"idempotent": {"required": True, "window": "72h"}},
 )
+
+
+@dataclass
+class User:
+    """A user, known by the token of a request."""
+
+    id: str
+
+
+TOKENS = {"Bearer ada-1": User("ada"), "Bearer ada-2": User("ada"), "Bearer bob-1": User("bob")}
+
+
+class Authentication(AbstractAuthenticationMiddleware):
+    """Finds the user of a request; Litestar's own `JWTAuth` and `SessionAuth` do the same."""
+
+    async def authenticate_request(self, connection: ASGIConnection) -> AuthenticationResult:
+        token = connection.headers.get("Authorization", "")
+        if token not in TOKENS:
+            raise NotAuthorizedException
+        return AuthenticationResult(user=TOKENS[token], auth=token)
+
+
+@dataclass
+class Order:
+    """What a client orders."""
+
+    item: str
+
+
+@post("/orders")
+@idempotent(required=True, mode="transaction")
+async def place(data: JSONBody[Order], operation: CurrentOperation) -> dict[str, int]:
+    cursor = await operation.connection.execute("insert into orders values (?)", (data.item,))
+    return {"order": cursor.lastrowid}
 
 
 def create_app(database: str) -> Litestar:

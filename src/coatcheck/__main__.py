@@ -19,7 +19,10 @@ def main() -> int:
             from coatcheck.demo.__main__ import main as demo  # noqa: PLC0415 - only then
 
             return demo(sys.argv[2:])
-        sys.stderr.write("coatcheck: the command line needs: pip install 'coatcheck[cli]'\n")
+        sys.stderr.write(
+            "coatcheck: only the command demo runs without click and rich; "
+            "for the others: pip install 'coatcheck[cli]'\n"
+        )
         return 2
     return run()
 

@@ -155,7 +155,11 @@ class Swept:
 
 @dataclass(frozen=True, slots=True)
 class CountedInDoubt:
-    """The background has counted: so many operations of the store are in doubt now."""
+    """
+    The background has counted: so many operations of the store are in doubt now.
+
+    It counts up to 500 in each round; if there are more, the number is reached after some rounds.
+    """
 
     records: int
 

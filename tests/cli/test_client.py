@@ -92,6 +92,18 @@ def test_a_refused_action_is_sent_again_or_discarded(run, actions):
     assert run("outbox", "list", "--all", "--outbox", url)[2] == "coatcheck: no actions found\n"
 
 
+def test_what_a_decision_about_an_action_did_is_json_for_programs(run, actions):
+    """O1: with the reason if it did nothing."""
+    url, ticket = actions
+    for words, done in ((("retry",), "retried"), (("discard", "--yes"), "discarded")):
+        command = ("outbox", words[0], ticket.key, *words[1:], "--json", "--outbox", url)
+        code, shown, _ = run(*command)
+        assert (code, json.loads(shown)) == (0, {done: True, "reason": None})
+        code, shown, error = run(*command)
+        again = json.loads(shown)
+        assert (code, again[done], error) == (1, False, f"coatcheck: {again['reason']}\n")
+
+
 def test_an_action_that_did_not_happen_is_sent_again_on_request(run, actions):
     """C5: with a new key only where the person says so."""
     url, ticket = actions

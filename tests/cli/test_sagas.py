@@ -1,5 +1,7 @@
 """`coatcheck sagas`: what a person sees of sagas, and decides about blocked ones (E3)."""
 
+import json
+
 import pytest
 
 from coatcheck.saga import Retry, SagaBlocked, Sagas, SagaUndone
@@ -84,6 +86,16 @@ def test_a_blocked_saga_is_resumed_and_another_process_continues_it(records, sho
     shop.sagas.engine.recovery.round()
     assert (shop.sagas.show("42").state, shop.refunds) == ("undone", 1)
     assert "resumed, by ada: they said so" in records.run("sagas", "show", "42")[1]
+
+
+def test_what_a_decision_about_a_saga_did_is_json_for_programs(records, shop):
+    """O1: with the reason if it did nothing."""
+    blocked(shop)
+    code, shown, _ = records.run("sagas", "resume", "42", "--json", *BY_ADA)
+    assert (code, json.loads(shown)) == (0, {"resumed": True, "reason": None})
+    code, shown, error = records.run("sagas", "resume", "43", "--json", *BY_ADA)
+    reason = json.loads(shown)["reason"]
+    assert (code, json.loads(shown)["resumed"], error) == (1, False, f"coatcheck: {reason}\n")
 
 
 @pytest.mark.parametrize(

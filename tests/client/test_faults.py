@@ -1,12 +1,13 @@
 """Every client against an API that loses answers: every action has exactly one effect."""
 
-import socket
+from contextlib import ExitStack
 
 import pytest
 
 from coatcheck.client import RetryPolicy
-from tests.client.drivers import DRIVERS
+from tests.client.drivers import DRIVERS, FakeTime
 from tests.support.faulty_server import IN_PROGRESS, FaultyServer, later
+from tests.support.servers import reserve_port
 
 # 600 ms: a busy machine answers within that time, and a test waits for it once at most.
 QUICK = RetryPolicy(timeout="600ms", attempts_max=4)
@@ -79,11 +80,28 @@ def test_an_endless_refusal_ends_with_the_last_response(driver):
 
 def test_a_server_that_is_not_there_is_refused_and_not_unknown(driver):
     """C-25: no connection, no effect."""
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    got = driver.post(f"http://127.0.0.1:{port}/", json={}, retry=RetryPolicy(attempts_max=2))
+    reserved, port = reserve_port()
+    with reserved:
+        url = f"http://127.0.0.1:{port}/"
+        got = driver.post(url, json={}, retry=RetryPolicy(attempts_max=2))
     assert isinstance(got.error, driver.errors)
     assert (got.result.outcome, got.result.attempts) == ("refused", 2)
+
+
+def test_a_server_that_starts_while_the_client_waits_gets_the_request(driver):
+    """C-25: the port was closed, and is open at the second attempt."""
+    reserved, port = reserve_port()
+    time, servers = FakeTime(), []
+    with reserved, ExitStack() as stack:
+
+        def sleep(seconds, pause=time.sleep):
+            pause(seconds)
+            servers.append(stack.enter_context(FaultyServer(port=port)))
+
+        time.sleep = sleep
+        got = driver.post(f"http://127.0.0.1:{port}/charges", json={}, time=time)
+    assert (got.status, got.result.attempts, got.result.was_replayed) == (201, 2, False)
+    assert servers[0].keys == [got.result.key]
 
 
 @pytest.mark.parametrize("status", [400, 402, 403, 404, 409, 422])

@@ -249,6 +249,26 @@ def test_a_clock_that_is_set_back_loses_no_action_and_sends_none_blindly(make, t
     assert "the clock was set back" in taken.result().reason
 
 
+def test_a_clock_that_is_set_back_does_not_hold_a_lane_for_years(make, time):
+    """C3: neither behind an unknown action, nor behind one that cannot be sent."""
+
+    def sign(method, url, body):
+        return {} if body else 1 / 0
+
+    with FaultyServer((409, {}, {"code": "outcome-unknown", "retry": "never"})) as server:
+        outbox = make(sign=sign)
+        unknown, after = (outbox.submit("POST", server.url, lane="a", json=n) for n in range(2))
+        unsigned = outbox.submit("POST", server.url, lane="b")
+        last = outbox.submit("POST", server.url, lane="b", json=2)
+        outbox.drain()
+        assert [ticket.result() for ticket in (after, unsigned, last)] == [Pending()] * 3
+        time.advance(-3 * 365 * 86_400)
+        outbox.drain()
+    assert isinstance(unknown.result(), Unknown)
+    assert isinstance(unsigned.result(), Refused)
+    assert [type(ticket.result()) for ticket in (after, last)] == [Done] * 2
+
+
 def test_the_same_reference_is_submitted_once(make):
     with FaultyServer() as server:
         outbox = make()

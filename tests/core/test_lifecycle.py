@@ -109,6 +109,14 @@ def test_a_rejected_retry_does_not_free_the_key_for_another_request():
     assert swap.record.attempt == 2
 
 
+def test_an_attempt_that_was_ended_before_its_request_knew_of_it_is_followed_by_the_next():
+    """L5, L6: the answer to its claim was lost, and an operator has settled it meanwhile."""
+    flow, second = met(failed(FIRST))
+    third = flow.send(failed(second.record))
+    assert (second.record.attempt, third.record.attempt) == (2, 3)
+    assert flow.send(None) == Execute(third.record)
+
+
 @pytest.mark.parametrize(
     ("kind", "fingerprint"),
     [(OutcomeKind.REJECT, b""), (OutcomeKind.RELEASE, REQUEST.fingerprint)],

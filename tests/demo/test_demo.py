@@ -340,6 +340,17 @@ def test_servers_do_not_outlive_a_killed_parent(tmp_path):
     assert refuses(port)
 
 
+def test_nothing_is_sent_to_the_port_of_a_killed_server(tmp_path):
+    """The system may give it to another program, such as a server of a test beside this one."""
+    service = Service("provider", tmp_path, "none")
+    service.start()
+    assert not refuses(service.port)
+    service.kill()
+    assert service.port == 0
+    with pytest.raises(NETWORK_ERRORS):
+        connect(service.port)
+
+
 def test_a_server_that_cannot_start_names_its_log(tmp_path):
     service = Service("provider", tmp_path, "no such guard")
     with pytest.raises(RuntimeError, match=r"the provider did not start; see .*provider\.log"):

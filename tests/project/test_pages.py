@@ -159,6 +159,23 @@ def test_the_tests_of_an_example_pass(name):
     assert ran.returncode == 0, ran.stdout
 
 
+@pytest.mark.parametrize("name", ["fastapi", "flask", "litestar"])
+def test_what_a_reader_copies_from_top_to_bottom_is_a_tested_application(name, tmp_path):
+    """The first block of the page is a program; the others are a larger one, with its tests."""
+    page = (DOCS / "howto" / f"{name}.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    shop = tmp_path / "shop.py"
+    shop.write_text("\n\n".join(blocks[1:]))
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", shop],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTEST_ADDOPTS": ""},
+    )
+    assert ran.returncode == 0, ran.stdout
+
+
 def test_the_tests_of_the_django_example_pass(tmp_path):
     """L9, S1: as its reader runs them; and the project has no mistakes."""
     project = shutil.copytree(ROOT / "examples" / "django_shop", tmp_path / "shop")

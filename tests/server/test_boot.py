@@ -107,6 +107,29 @@ def test_uvicorn_does_not_start_on_a_redis_that_may_evict_records(tmp_path):
         redis.remove()
 
 
+@pytest.mark.parametrize("kind", [UVICORN_ALONE, WAITRESS], ids=lambda kind: kind.name)
+def test_a_store_that_comes_back_unsafe_is_refused_until_it_is_safe(kind, tmp_path):
+    """D2, D3: the server runs already, so guarded requests get 503 and the log says why."""
+    redis = Redis(**{"maxmemory": "100mb", "maxmemory-policy": "allkeys-lru"})
+    try:
+        redis.kill()
+        with closing(Server(kind, tmp_path, APP, SHOP_STORE=redis.url)) as server:
+            assert server.post("k-1", "/orders").code == "store-unavailable"
+            redis.start()
+
+            def is_refused_as_unsafe() -> bool:
+                refused = server.post("k-1", "/orders")
+                assert (refused.status, refused.code) == (503, "store-unavailable")
+                return "allkeys-lru" in server.log()
+
+            eventually(is_refused_as_unsafe)
+            assert server.exchange("POST", "/unguarded").status == 200
+            redis.ask("CONFIG", "SET", "maxmemory-policy", "noeviction")
+            eventually(lambda: server.post("k-1", "/orders").status < 300)
+    finally:
+        redis.remove()
+
+
 @pytest.mark.parametrize("flavour", MIDDLEWARES)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_raised_where_the_middleware_is_made(flavour, mistake):
@@ -235,12 +258,15 @@ class Opening:
         self.now_s = 100.0
         self.tries = 0
         self.is_down = True
+        self.is_unsafe = False
         self.lazy = LazyStore(self.open, monotonic=lambda: self.now_s)
 
     def open(self) -> MemoryStore:
         self.tries += 1
         if self.is_down:
             raise StoreUnavailable("down")
+        if self.is_unsafe:
+            raise Misconfigured("unsafe")
         return MemoryStore()
 
 
@@ -256,6 +282,26 @@ def test_an_unreachable_store_is_tried_once_a_second():
     assert opening.lazy.get([bytes(16)]) == [None]
     assert opening.lazy.get([bytes(16)]) == [None]
     assert opening.tries == 2
+
+
+def test_a_mistake_is_raised_at_once_and_after_an_outage_it_is_a_part_of_it():
+    """D2, D3: a server that has started without its store keeps running."""
+    opening = Opening()
+    opening.is_down, opening.is_unsafe = False, True
+    with pytest.raises(Misconfigured, match="unsafe"):
+        opening.lazy.now_ms()
+    opening.is_down = True
+    with pytest.raises(StoreUnavailable, match="down"):
+        opening.lazy.now_ms()
+    opening.is_down = False
+    opening.now_s += RETRY_S
+    for _ in range(2):
+        with pytest.raises(StoreUnavailable, match="unsafe"):
+            opening.lazy.now_ms()
+    assert opening.tries == 3
+    opening.is_unsafe = False
+    opening.now_s += RETRY_S
+    assert opening.lazy.get([bytes(16)]) == [None]
 
 
 def test_the_check_of_an_unreachable_store_is_a_finding():

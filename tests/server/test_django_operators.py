@@ -4,6 +4,7 @@ import io
 import json
 import sqlite3
 from contextlib import closing, redirect_stdout
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,6 +21,7 @@ from coatcheck import DidNotHappen, Policy  # noqa: E402
 from coatcheck.server.django import get_engine  # noqa: E402
 from coatcheck.server.django.databases import url_of_database  # noqa: E402
 from coatcheck.server.django.management.commands.coatcheck import Command  # noqa: E402
+from coatcheck.server.django.openapi import state_guarded_views  # noqa: E402
 from coatcheck.stores import Query  # noqa: E402
 from coatcheck.stores.mysql.url import parse_url as parse_mysql  # noqa: E402
 from coatcheck.stores.postgres.url import parse_url as parse_postgres  # noqa: E402
@@ -250,3 +252,12 @@ def test_the_document_states_the_header_and_the_refusals_of_guarded_views(site):
     update = paths["/orders/{id}/"]["put"]
     assert "422" not in update["responses"]
     assert document["components"]["schemas"]["Problem"]["properties"]["retry"]
+
+
+def test_a_view_is_not_taken_for_another_whose_path_ends_like_its_own(site):
+    """V3: drf-spectacular names parameters after fields, and may leave out a prefix."""
+    paths = {"/": {"get": {}}, "/{id}/": {"post": {}}, "/orders/{id}/": {"post": {}}}
+    views = SimpleNamespace(endpoints=[("/shop/orders/{pk}/", "", "POST", object())])
+    stated = state_guarded_views({"paths": paths}, views)["paths"]
+    assert "parameters" in stated["/orders/{id}/"]["post"]
+    assert stated["/{id}/"] == paths["/{id}/"]

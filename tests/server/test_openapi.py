@@ -132,6 +132,19 @@ def test_a_header_that_the_application_declares_itself_is_not_repeated():
     assert operation["parameters"] == [{**own, "required": True}]
 
 
+def test_a_header_that_the_operation_shares_with_others_is_not_repeated():
+    """V3: the shared one stays as it is, because others may not require it."""
+    own = {"name": "Idempotency-Key", "in": "header", "schema": {"type": "string"}}
+    reference = {"$ref": "#/components/parameters/Key"}
+    operation, document = annotated(
+        {"parameters": [reference]},
+        Policy(required=True),
+        components={"parameters": {"Key": own}},
+    )
+    assert operation["parameters"] == [{**own, "required": True}]
+    assert document["components"]["parameters"]["Key"] == own
+
+
 def test_a_schema_of_the_application_is_not_replaced():
     """V3."""
     own = {"type": "object", "title": "Problem of mine"}

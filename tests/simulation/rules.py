@@ -108,7 +108,9 @@ class Rules(ProgressRules):
         is_same = before.window_until_ms == record.window_until_ms
         is_same = is_same and before.expires_ms == record.expires_ms
         self.require(is_same, "the times of a generation are set once")
-        is_next = record.state == RUNNING and record.nonce != before.nonce and move != "defer"
+        # By the move, not by the nonce: if the answer to a claim was lost, and an operator has ended
+        # that attempt, the same request may begin the next one.
+        is_next = record.state == RUNNING and move not in ("renew", "defer")
         is_counted = record.attempt == before.attempt + is_next
         self.require(is_counted, "attempts are counted one by one")
         is_open = b"" in (before.fingerprint, record.fingerprint)

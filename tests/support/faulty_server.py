@@ -42,8 +42,8 @@ class FaultyServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, *script, key_header="Idempotency-Key", key_member=None):
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, *script, key_header="Idempotency-Key", key_member=None, port=0):
+        super().__init__(("127.0.0.1", port), _Handler)
         self.script, self.seen, self.effects, self.answers = list(script), [], [], {}
         self.key_header, self.key_member = key_header, key_member
         self.polls = 0

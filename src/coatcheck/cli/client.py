@@ -9,9 +9,9 @@ from typing import Any
 import click
 
 from coatcheck.cli.options import confirm, example, json_option, yes_option
-from coatcheck.cli.printing import print_error, print_json, print_table
+from coatcheck.cli.printing import print_error, print_json, print_result, print_table
 from coatcheck.client.keys import new_uuid4
-from coatcheck.client.outbox_store import Stored, open_outbox
+from coatcheck.client.outbox_store import OutboxStore, Stored, open_outbox
 from coatcheck.core.client.plan import BYTES_PER_KEY, plan, plan_text
 from coatcheck.core.policy import Policy
 
@@ -33,8 +33,20 @@ outbox_option = click.option(
     short_help="Compare a window with retries; compute the storage.",
     epilog=example("coatcheck plan --rate 50 --store postgresql --retries-for 1h"),
 )
-@click.option("--window", metavar="TIME", default="24h", show_default=True, help="of the server")
-@click.option("--margin", metavar="TIME", default="1h", show_default=True, help="of the server")
+@click.option(
+    "--window",
+    metavar="TIME",
+    default="24h",
+    show_default=True,
+    help="how long the server deduplicates retries",
+)
+@click.option(
+    "--margin",
+    metavar="TIME",
+    default="1h",
+    show_default=True,
+    help="how long it keeps a record after that",
+)
 @click.option(
     "--retries-for",
     "horizon",
@@ -44,9 +56,17 @@ outbox_option = click.option(
     help="how long clients retry: the deadline of their policy",
 )
 @click.option("--rate", metavar="N", type=float, default=0.0, help="new keys a second")
-@click.option("--store", type=click.Choice(tuple(BYTES_PER_KEY)), default="sqlite")
-@click.option("--response-bytes", metavar="N", type=int, default=0, help="of an average response")
-@click.option("--compact", is_flag=True, help="the URL of the store has compact=1")
+@click.option(
+    "--store",
+    type=click.Choice(tuple(BYTES_PER_KEY)),
+    default="sqlite",
+    show_default=True,
+    help="where the records are",
+)
+@click.option(
+    "--response-bytes", metavar="N", type=int, default=0, help="size of an average response"
+)
+@click.option("--compact", is_flag=True, help="the store has compact=1 in its URL")
 @json_option
 def plan_command(
     window: str, margin: str, horizon: str, *, compact: bool, as_json: bool, **sizes: Any
@@ -69,7 +89,11 @@ def outbox() -> None:
     """Look at the actions of an outbox, send them again or discard them."""
 
 
-@outbox.command("list", epilog=example("coatcheck outbox list --outbox sqlite:///outbox.db"))
+@outbox.command(
+    "list",
+    short_help="List refused actions, and those with an unknown outcome.",
+    epilog=example("coatcheck outbox list --outbox sqlite:///outbox.db"),
+)
 @click.option("--all", "with_all", is_flag=True, help="also those that are pending or done")
 @outbox_option
 @json_option
@@ -99,36 +123,41 @@ def list_actions(url: str, *, with_all: bool, as_json: bool) -> int:
     help="send it with a new key; if it did happen, it happens twice",
 )
 @outbox_option
-def retry_action(key: str, url: str, *, did_not_happen: bool, new_key: bool) -> int:
+@json_option
+def retry_action(key: str, url: str, *, did_not_happen: bool, new_key: bool, as_json: bool) -> int:
     """Send a refused or unknown action again, with its key."""
     sent_key, is_new = new_uuid4() if new_key else None, did_not_happen or new_key
     store = open_outbox(url, must_exist=True)
-    if not store.retry(key, _now_ms(), sent_key=sent_key, is_new=is_new):
-        print_error(f"no refused or unknown action has the key {key!r}")
-        return 1
-    print("the next sender sends it again")
-    return 0
+    is_done = store.retry(key, _now_ms(), sent_key=sent_key, is_new=is_new)
+    reason = None if is_done else f"no refused or unknown action has the key {key!r}"
+    return print_result("retried", "the next sender sends it again", reason, as_json=as_json)
 
 
-@outbox.command("discard", epilog=example("coatcheck outbox discard 0b9d7c1e-5f5e-4a8e-9f6c"))
+@outbox.command(
+    "discard",
+    short_help="Delete an action, so that its lane continues.",
+    epilog=example("coatcheck outbox discard 0b9d7c1e-5f5e-4a8e-9f6c"),
+)
 @click.argument("key")
 @yes_option
 @outbox_option
-def discard_action(key: str, url: str, *, yes: bool) -> int:
+@json_option
+def discard_action(key: str, url: str, *, yes: bool, as_json: bool) -> int:
     """Delete an action that is neither done nor being sent, so that its lane continues."""
-    store = open_outbox(url, must_exist=True)
+    reason = _discard(open_outbox(url, must_exist=True), key, yes=yes)
+    return print_result("discarded", "discarded", reason, as_json=as_json)
+
+
+def _discard(store: OutboxStore, key: str, *, yes: bool) -> str | None:
+    """Delete the action with *key*; return why it was not deleted, or None."""
     found = next((action for action in store.listed(with_all=True) if action.key == key), None)
     if found is None or found.state == "done":
-        print_error(f"no refused, unknown or pending action has the key {key!r}")
-        return 1
+        return f"no refused, unknown or pending action has the key {key!r}"
     if not confirm(f"Delete {found.method} {found.url} ({found.state})?", yes=yes):
-        print_error("nothing was changed")
-        return 1
+        return "nothing was changed"
     if not store.discard(key, _now_ms()):
-        print_error("the action is being sent, or it has ended; nothing was changed")
-        return 1
-    print("discarded")
-    return 0
+        return "the action is being sent, or it has ended; nothing was changed"
+    return None
 
 
 def _now_ms() -> int:

@@ -85,6 +85,21 @@ def print_json(document: object) -> None:
     print(json.dumps(document, indent=2, default=str))
 
 
+def print_result(name: str, done: str, reason: str | None, *, as_json: bool) -> int:
+    """
+    Print what a command has *done*, or the *reason* why it changed nothing; return its exit code.
+
+    *name*: of the member of the JSON that says whether it was done.
+    """
+    if reason is not None:
+        print_error(reason)
+    if as_json:
+        print_json({name: reason is None, "reason": reason})
+    elif reason is None:
+        print(done)
+    return 0 if reason is None else 1
+
+
 def print_error(message: object) -> None:
     """Print *message* on standard error, with our name before it."""
     print(f"coatcheck: {message}", file=sys.stderr)

@@ -10,7 +10,15 @@ from typing import Any
 import click
 
 from coatcheck.cli.options import confirm, example, json_option, store_option, yes_option
-from coatcheck.cli.printing import STYLES, console, print_error, print_json, print_table, printable
+from coatcheck.cli.printing import (
+    STYLES,
+    console,
+    print_error,
+    print_json,
+    print_result,
+    print_table,
+    printable,
+)
 from coatcheck.core.answers import DidNotHappen, Happened
 from coatcheck.core.describe import age_of
 from coatcheck.core.key import redacted
@@ -138,8 +146,17 @@ def _commands(run: SagaRun) -> list[str]:
 @click.option("--why", metavar="TEXT", required=True, help="the reason; stored in the record")
 @yes_option
 @store_option
+@json_option
 def resume(
-    key: str, name: str | None, url: str, *, yes: bool, by: str, why: str, **how: Any
+    key: str,
+    name: str | None,
+    url: str,
+    *,
+    yes: bool,
+    by: str,
+    why: str,
+    as_json: bool,
+    **how: Any,
 ) -> int:
     """
     Have a blocked saga continue.
@@ -147,6 +164,7 @@ def resume(
     A process that has the saga continues it: in its background, or when it is called again.
     """
     _check(**how)
+    done, reason = "", None
     try:
         with closing(open_store(url, create=False)) as store:
             record = find_saga(store, key, name)
@@ -156,11 +174,10 @@ def resume(
             if not confirm(question, yes=yes):
                 raise NotResolved("nothing was changed", record)
             _decide(decisions, **how)
+            done = f"{run.reference} continues: the next call or the background of any node runs it"
     except NotResolved as error:
-        print_error(error)
-        return 1
-    print(f"{run.reference} continues: the next call or the background of any node runs it")
-    return 0
+        reason = str(error)
+    return print_result("resumed", done, reason, as_json=as_json)
 
 
 def _check(

@@ -3,11 +3,11 @@
 `httpx2`, `httpx`, `requests` and `aiohttp` have a client for the library of that name.
 """
 
-from coatcheck.client.call import Action, result_of
+from coatcheck.client.call import Action
 from coatcheck.client.presets import PRESETS
 from coatcheck.client.settings import BufferSettings, ClientSettings, Clock
 from coatcheck.core.client.retry_policy import Preset, RetryBudget, RetryPolicy
-from coatcheck.core.client.send import Result
+from coatcheck.core.client.send import Result, result_of
 
 __all__ = [
     "PRESETS",

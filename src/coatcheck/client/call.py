@@ -22,6 +22,7 @@ from coatcheck.client.keys import (
 from coatcheck.client.settings import Settings, checked_policy
 from coatcheck.core.client.retry_policy import RetryPolicy
 from coatcheck.core.client.send import (
+    EXTENSION,
     Answer,
     GaveUp,
     Lost,
@@ -39,9 +40,6 @@ from coatcheck.core.flow import Effect, Flow, run, run_async
 from coatcheck.core.key import redacted
 from coatcheck.core.policy import SAFE_METHODS
 from coatcheck.errors import Misconfigured
-
-# Where a response has its `Result`: in the extensions of httpx, as an attribute elsewhere.
-EXTENSION = "coatcheck"
 
 # Where a URL names none.
 PORTS = {"http": 80, "https": 443}
@@ -368,17 +366,6 @@ class Exchange(Generic[T]):
         self.action.result = result
         setattr(error, EXTENSION, result)
         error.add_note(_note(result))
-
-
-def result_of(thing: object) -> Result | None:
-    """What came of the call that returned the response, or raised the error, *thing*."""
-    for one in (thing, getattr(thing, "response", None)):  # the latter: of `raise_for_status`
-        extensions = getattr(one, "extensions", None)
-        found = extensions.get(EXTENSION) if isinstance(extensions, dict) else None
-        found = getattr(one, EXTENSION, None) if found is None else found
-        if isinstance(found, Result):
-            return found
-    return None
 
 
 _REASONS = {

@@ -12,10 +12,10 @@ from types import ModuleType
 from typing import Any, TypeVar, Unpack, cast
 
 from coatcheck.client.body import BodyCopy, CopiedStream, copied, copied_async
-from coatcheck.client.call import EXTENSION, PORTS, Action, Actions, Exchange
+from coatcheck.client.call import PORTS, Action, Actions, Exchange
 from coatcheck.client.keys import key_in_body, key_out_of_body
 from coatcheck.client.settings import BufferSettings, ClientSettings, Settings, settings_of
-from coatcheck.core.client.send import Answer, Lost, Send, is_body_read
+from coatcheck.core.client.send import EXTENSION, Answer, Lost, Send, is_body_read
 
 R = TypeVar("R")  # the response of the library
 

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
-from coatcheck.client.call import Action, Actions, result_of
+from coatcheck.client.call import Action, Actions
 from coatcheck.client.keys import checked_key, key_of_reference
 from coatcheck.client.outbox_store import OutboxStore, Stored, open_outbox
 from coatcheck.client.outcomes import Done, Found, Outcome, Refused, SendAgain, outcome_of
@@ -26,7 +26,7 @@ from coatcheck.core.client.outbox import (
     verdict_of,
 )
 from coatcheck.core.client.retry_policy import seconds
-from coatcheck.core.client.send import Result
+from coatcheck.core.client.send import Result, result_of
 from coatcheck.core.key import redacted
 from coatcheck.core.policy import Duration
 from coatcheck.core.response import Response

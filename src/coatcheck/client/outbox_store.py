@@ -86,7 +86,8 @@ create index if not exists {index}_memos on {table} (id) where memo is not null;
 """
 
 # The next action: the first of its lane, because the actions of a lane are sent in their order. An
-# action whose outcome is unknown holds its lane back, for a limited time.
+# action whose outcome is unknown holds its lane back, for a limited time: the distance from its end
+# counts, so that a clock that was set back does not make it years.
 _NEXT = """
 select id, key, sent_key, lane, method, url, request, state, submitted_ms, first_sent_ms, calls + 1
 from {table} as head
@@ -99,7 +100,8 @@ where state in ('pending', 'unknown')
       select 1 from {table} as earlier
       where earlier.state in ('pending', 'unknown')
         and earlier.lane = head.lane and earlier.id < head.id
-        and (earlier.state = 'pending' or earlier.hold_until_ms > :now_ms)
+        and (earlier.state = 'pending'
+          or earlier.hold_until_ms - earlier.ended_ms > abs(:now_ms - earlier.ended_ms))
     ))
   )
 order by id limit 1 {skips_locked}

@@ -22,7 +22,7 @@ class Service:
     """One server; `with` starts it and stops it."""
 
     def __init__(self, name: str, directory: Path, *arguments: object) -> None:
-        self.port = 0  # of the current process; a restart changes it
+        self.port = 0  # of the current process; a restart changes it, 0: there is none
         self._name = name
         self._log = directory / f"{name}.log"
         module = ("-m", "coatcheck.demo.servers", name)
@@ -70,6 +70,7 @@ class Service:
 
     def kill(self) -> None:
         """End the process at once: kill -9."""
+        self.port = 0  # nothing listens there; the system may give the old one to another program
         process, self._process = self._process, None
         if process is not None:
             with process:  # closes its pipes and waits for its end

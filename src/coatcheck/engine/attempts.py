@@ -501,7 +501,8 @@ class Attempts:
                 self.waiters.wake(record)
             if record.state == IN_DOUBT:
                 self.telemetry.became_in_doubt(record, why or self._why_in_doubt(record))
-        elif 0 < swap.expected < record.created_ms:
+        elif 0 < swap.expected < record.created_ms and record.key != record.fingerprint.hex():
+            # A key that is the fingerprint (`keys.by_content`) names a new action after its window.
             logger.warning(
                 "coatcheck: late retry: operation %s (%s) runs again, because its window was over",
                 *(reference_of(record.id), record.label),

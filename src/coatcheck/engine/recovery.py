@@ -108,6 +108,7 @@ class Recovery:
         self._searched_ms = 0  # how long the last round was searching
         self._after: dict[State, bytes] = {RUNNING: b"", IN_DOUBT: b"", FAILED: b""}
         self._in_doubt = 0  # how many records in doubt the pages since the first one had
+        self._in_doubt_reported = 0
         self._silent: list[object] = []  # functions that did not answer in this round
         self._runs: dict[bytes, threading.Thread] = {}  # what is run again, by its id
         self._waits_until_s = 0.0
@@ -252,11 +253,13 @@ class Recovery:
         return attempts is not None and bool(attempts.telemetry.listeners)
 
     def _count_in_doubt(self, records: int, *, is_last: bool) -> None:
-        """Add the records of one page; after the last page, report how many there are."""
+        """Add the records of one page; report how many there are, or that there are more."""
         self._in_doubt += records
         attempts = self._attempts()
-        if is_last and attempts is not None:
+        if attempts is not None and (is_last or self._in_doubt > self._in_doubt_reported):
             attempts.telemetry.emit(CountedInDoubt(self._in_doubt))
+            self._in_doubt_reported = self._in_doubt
+        if is_last:
             self._in_doubt = 0
 
     def _is_due(self, attempts: Attempts, record: Record, policy: Policy) -> bool:

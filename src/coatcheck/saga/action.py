@@ -16,13 +16,13 @@ from coatcheck.core.policy import Duration, positive_ms
 from coatcheck.core.response import decode_value
 from coatcheck.core.saga.actions import (
     UNDO,
-    UNKNOWN_ERRORS,
     Blocked,
     Ended,
     Retry,
     check_name,
     derived_key,
 )
+from coatcheck.core.saga.unknown_errors import UNKNOWN_ERRORS
 from coatcheck.core.signatures import codec_of_call
 from coatcheck.core.steps import ALWAYS_MS
 from coatcheck.core.values import Codec

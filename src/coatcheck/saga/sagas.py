@@ -10,11 +10,8 @@ from coatcheck.core.answers import DidNotHappen, Happened
 from coatcheck.core.callables import check_function
 from coatcheck.core.policy import Policy
 from coatcheck.core.record import Record
-from coatcheck.core.saga.actions import (
-    UNKNOWN_ERRORS,
-    Retry,
-    check_name,
-)
+from coatcheck.core.saga.actions import Retry, check_name
+from coatcheck.core.saga.unknown_errors import UNKNOWN_ERRORS
 from coatcheck.core.saga.view import (
     SagaRun,
     picture_of_run,
@@ -47,7 +44,7 @@ class Sagas:
         policy: a `Policy` in record mode with recovery "retry"; None: a window of 30 days.
         retry: how undos, steps after the pivot and unknown outcomes are retried.
         unknown_errors: further kinds of errors that leave the outcome of a step unknown, such as
-            `grpc.RpcError`. Those of the usual HTTP libraries are known.
+            `grpc.RpcError`. Those of the usual HTTP libraries are known, also by their status.
         secret: as for an `Engine`.
         clock: as for an `Engine`.
         observers: as for an `Engine`.

@@ -108,6 +108,8 @@ def credential(request: Request) -> str | None:
     Two credentials never share a key. If tokens are refreshed between retries, use `user` or a
     function of your own: a retry with the new token would count as another caller's request.
     """
+    if CREDENTIALS.isdisjoint(request.fields):
+        return None
     return credential_text((name, request.fields.get(name)) for name in CREDENTIAL_NAMES) or None
 
 

@@ -54,7 +54,7 @@ def annotate(
     Args:
         document: an OpenAPI document, version 3.0 or later.
         routes: the policies of those that are guarded, by path template and method:
-            `("/orders/{id}", "POST")`.
+            `("/orders/{id}", "POST")`. One that the document does not have is left out.
     """
     annotated: dict[str, Any] = copy.deepcopy(dict(document))
     paths = annotated.get("paths", {})
@@ -68,7 +68,7 @@ def annotate(
         name = _name_in(schemas)
         schemas[name] = copy.deepcopy(dict(PROBLEM_SCHEMA))
         for operation, policy in found:
-            _add_header(operation, policy)
+            _add_header(operation, policy, annotated)
             for status, codes in _codes_by_status(policy).items():
                 reference = {"$ref": f"#/components/schemas/{name}"}
                 _add_refusal(operation.setdefault("responses", {}), status, codes, reference)
@@ -80,13 +80,30 @@ def _name_in(schemas: Mapping[str, Any]) -> str:
     return "Problem" if schemas.get("Problem", PROBLEM_SCHEMA) == PROBLEM_SCHEMA else "KeyProblem"
 
 
-def _add_header(operation: dict[str, Any], policy: Policy) -> None:
+def resolved(document: Mapping[str, Any], parameter: Mapping[str, Any]) -> Mapping[str, Any]:
+    """*parameter*, or the one of *document* that it refers to."""
+    reference = parameter.get("$ref", "")
+    if not reference.startswith("#/"):
+        return parameter
+    found: Any = document
+    for part in reference[2:].split("/"):
+        found = found.get(part.replace("~1", "/").replace("~0", "~"), {})
+    return found if isinstance(found, Mapping) else {}
+
+
+def is_header(parameter: Mapping[str, Any], name: str) -> bool:
+    """*parameter* is the header *name*."""
+    return parameter.get("in") == "header" and str(parameter.get("name")).lower() == name.lower()
+
+
+def _add_header(operation: dict[str, Any], policy: Policy, document: Mapping[str, Any]) -> None:
     parameters = operation.setdefault("parameters", [])
-    for parameter in parameters:
-        is_header = parameter.get("in") == "header"
-        if is_header and parameter["name"].lower() == policy.key_header.lower():
-            parameter["required"] = policy.required or parameter.get("required", False)
-            return  # the application reads it, too
+    for place, given in enumerate(parameters):
+        parameter = resolved(document, given)
+        if is_header(parameter, policy.key_header):  # the application reads it, too
+            required = policy.required or parameter.get("required", False)
+            parameters[place] = {**parameter, "required": required}
+            return
     parameters.append(
         {
             "name": policy.key_header,

@@ -2,7 +2,7 @@
 
 An engine that gets a URL uses this. The URL is checked at once, because a mistake in it must stop
 the server from starting. The store is opened by the first call; if that fails, later calls try
-again.
+again. A store that cannot be reached and then turns out to be unsafe stays unavailable.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from coatcheck.core.record import Record, Swap
-from coatcheck.errors import StoreUnavailable
+from coatcheck.errors import Misconfigured, StoreUnavailable
 from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, Store
 from coatcheck.stores.fork import renew_after_fork
 
@@ -67,6 +67,13 @@ class LazyStore:
         except StoreUnavailable as error:
             self._failure, self._failed_s = error, self._monotonic()
             raise
+        except Misconfigured as mistake:
+            if self._failure is None:
+                raise
+            # The store was down when the server started, so the server runs, and it must refuse
+            # requests until the store may be used.
+            self._failure, self._failed_s = StoreUnavailable(str(mistake)), self._monotonic()
+            raise self._failure from mistake
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - what the store has beside the contract
         if name.startswith("__"):  # Python looks these up by itself, such as when it copies

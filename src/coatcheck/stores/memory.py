@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from coatcheck.core.record import GONE, Record, Swap, is_retention_over
 from coatcheck.errors import Misconfigured
 from coatcheck.stores.async_store import ThreadedStore
-from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, matching, page_of
+from coatcheck.stores.contract import SWEEP_BATCH, Finding, Page, Query, matches, matching, page_of
 from coatcheck.stores.fork import renew_after_fork
 from coatcheck.stores.migration import Migration
 from coatcheck.stores.registry import MEMORY
@@ -77,7 +77,8 @@ class MemoryStore:
         """Return records for operators."""
         with self._mutex:
             records = list(self._records.values())
-        return page_of(matching(sorted(records), query), query)
+        # Sorting many records would hold up all threads; only those that match are sorted.
+        return page_of(matching(sorted(r for r in records if matches(r, query)), query), query)
 
     def sweep(self, now_ms: int, limit: int = SWEEP_BATCH) -> int:
         """Delete up to *limit* records whose retention is over."""

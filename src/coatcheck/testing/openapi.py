@@ -8,6 +8,7 @@ from typing import Any
 
 from coatcheck.core.policy import Policy
 from coatcheck.errors import Misconfigured
+from coatcheck.server.openapi import is_header, resolved
 from coatcheck.testing.apps import AsgiSender, Request, interface_of, run_anywhere
 
 # PUT and DELETE are not: HTTP defines them as idempotent.
@@ -44,7 +45,7 @@ def assert_every_unsafe_route_takes_a_key(
         names = {route, str(operation.get("operationId", route))}
         if names & left or names & set(exceptions):
             left -= names
-        elif not any(_is_header(parameter, key_header) for parameter in parameters):
+        elif not any(is_header(parameter, key_header) for parameter in parameters):
             missing.append(route)
     if left:
         raise AssertionError(f"no unsafe route has the name: {', '.join(sorted(left))}")
@@ -92,21 +93,5 @@ def _unsafe(
         for method, operation in item.items():
             if method in methods:
                 given = [*item.get("parameters", ()), *operation.get("parameters", ())]
-                parameters = [_resolved(document, parameter) for parameter in given]
+                parameters = [resolved(document, parameter) for parameter in given]
                 yield f"{method.upper()} {path}", operation, parameters
-
-
-def _resolved(document: Mapping[str, Any], parameter: Mapping[str, Any]) -> Mapping[str, Any]:
-    """*parameter*, or the one that it refers to."""
-    reference = parameter.get("$ref", "")
-    if not reference.startswith("#/"):
-        return parameter
-    found: Any = document
-    for part in reference[2:].split("/"):
-        found = found.get(part.replace("~1", "/").replace("~0", "~"), {})
-    return found if isinstance(found, Mapping) else {}
-
-
-def _is_header(parameter: Mapping[str, Any], name: str) -> bool:
-    is_header = parameter.get("in") == "header"
-    return is_header and str(parameter.get("name", "")).lower() == name.lower()

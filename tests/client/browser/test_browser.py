@@ -44,7 +44,7 @@ def shop():
 
 
 @pytest.fixture
-def context(browser):
+def context(browser, shop):  # closed before the shop, whose port another test may then get
     context = browser.new_context()
     yield context
     context.close()
@@ -244,6 +244,16 @@ def test_a_definite_no_reverts_the_entry_and_is_a_dead_letter(context, shop):
     assert shop.items == []
 
 
+def test_a_refusal_is_shown_with_its_reason(context, shop):
+    """C4: not every refused order is for a teapot that is sold out."""
+    page = opened(context, shop)
+    shop.script += [(422, {}, {"code": "key-reused"})]
+    order(page)
+    assert shown(page, "refused") == ["Blue teapot", "Not ordered"]
+    page.reload()
+    assert shown(page, "refused") == ["Blue teapot", "Not ordered"]
+
+
 LANE = """
 const shown = [];
 const steps = [];
@@ -302,6 +312,37 @@ def test_an_unknown_action_holds_its_lane_until_a_person_decides(context, shop):
     assert states == decided
     assert shop.keys[0] == shop.keys[1] != shop.keys[2]
     assert shop.items == ["a", "b"]
+
+
+LANE_WAIT = """
+const sign = (_method, _url, body) => {
+  if (body.includes("unsigned")) throw new Error("signed out");
+  return {};
+};
+const waiting = { ...retry, laneWaitMs: 400 };
+const { outbox } = createClient({ database: "lane-wait", retry: waiting, sign });
+await outbox.start();
+const ended = [];
+for (const item of ["unsigned", "unknown", "tea"]) {
+  const ticket = await outbox.submit("POST", "/orders", { item }, { lane: "basket" });
+  ended.push(ticket.result().then(({ state, reason, answer }) => [state, reason, answer?.status]));
+}
+return await Promise.all(ended);
+"""
+
+
+def test_an_action_without_a_definite_answer_holds_its_lane_for_a_limited_time(context, shop):
+    """C3: one that is never sent is refused, one that is unknown stays so; the next is sent."""
+    page = context.new_page()
+    page.goto(f"{shop.url}/coatcheck.js")
+    shop.script += [(409, {}, {"code": "outcome-unknown", "retry": "never"})]
+    began_s = time.monotonic()
+    unsigned, unknown, tea = call(page, LANE_WAIT)
+    assert time.monotonic() - began_s >= 0.8
+    assert unsigned == ["refused", "it could not be sent: Error: signed out", None]
+    assert unknown == ["unknown", "outcome-unknown", 409]
+    assert tea == ["done", "", 201]
+    assert shop.items == ["tea"]
 
 
 LATE = """
@@ -420,7 +461,7 @@ def test_every_block_of_the_page_is_a_part_of_the_example():
         assert block in textwrap.dedent(source) or textwrap.indent(block, "    ") in source
 
 
-def test_the_module_is_in_the_package_with_types_for_every_export():
+def test_the_module_is_in_the_package_with_types_for_every_export_and_setting():
     folder = files("coatcheck.client").joinpath("browser")
     source, types = (folder.joinpath(f"coatcheck.{end}").read_text() for end in ("js", "d.ts"))
     exports = re.findall(r"^export (?:const|class|function) (\w+)", source, re.MULTILINE)
@@ -429,3 +470,8 @@ def test_the_module_is_in_the_package_with_types_for_every_export():
         assert re.search(
             rf"^export (?:declare )?(?:const|class|function) {name}\b", types, re.MULTILINE
         )
+    settings, typed = (
+        re.findall(r"^  (\w+): ", text.split("{", 1)[1].split("\n}", 1)[0], re.MULTILINE)
+        for text in (source[source.index("export const RETRY") :], types)
+    )
+    assert settings == typed

@@ -100,6 +100,7 @@ def test_an_expired_key_is_renewed_once_and_only_on_request(entry, renews, state
     [
         (Verdict("pending", "no route", was_sent=False), 10_499, "pending"),
         (Verdict("pending", "no route", was_sent=False), 10_500, "refused"),
+        (Verdict("pending", "no route", was_sent=False), -9_500, "refused"),  # a clock set back
         (Verdict("pending", "attempts"), 10_500, "pending"),
         (Verdict("pending", was_sent=False, needs_new_key=True), 10_500, "pending"),
         (Verdict("done"), 10_500, "done"),

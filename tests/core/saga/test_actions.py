@@ -2,6 +2,8 @@
 
 import http.client
 import pickle
+import urllib.error
+from types import SimpleNamespace
 
 import aiohttp
 import botocore.exceptions
@@ -12,6 +14,7 @@ import requests
 import stripe
 import urllib3
 
+from coatcheck.core.client.send import Result
 from coatcheck.core.flow import Sleep
 from coatcheck.core.keep import Outcome, OutcomeKind
 from coatcheck.core.response import encode_value
@@ -129,6 +132,7 @@ OF_LIBRARIES = [
     requests.ConnectionError(),
     requests.ReadTimeout(),
     stripe.APIConnectionError("lost"),
+    urllib.error.URLError(TimeoutError()),
     urllib3.exceptions.ProtocolError(),
 ]
 
@@ -139,8 +143,57 @@ def test_a_lost_answer_of_an_http_library_leaves_the_outcome_unknown(error):
     assert ended(ASKED, [error], [HAPPENED])[0] == Ended(NOW_MS, RESULT)
 
 
-@pytest.mark.parametrize("error", [requests.HTTPError(), stripe.CardError("no", "card", "c")])
-def test_a_refusal_by_a_service_is_a_failure(error):
+def httpx2_error(status, **extensions):
+    response = httpx2.Response(status, extensions=extensions)
+    return httpx2.HTTPStatusError("", request=httpx2.Request("POST", "http://a"), response=response)
+
+
+def with_status(status):
+    """The errors that libraries raise for a response of *status*."""
+    of_requests = requests.Response()
+    of_requests.status_code = status
+    yield httpx2_error(status)
+    yield requests.HTTPError(response=of_requests)
+    yield aiohttp.ClientResponseError(SimpleNamespace(real_url="http://a"), (), status=status)
+    yield stripe.APIError("no", http_status=status)
+    yield urllib.error.HTTPError("http://a", status, "no", {}, None)
+    yield botocore.exceptions.ClientError(
+        {"ResponseMetadata": {"HTTPStatusCode": status}}, "PutItem"
+    )
+
+
+@pytest.mark.parametrize("status", [408, 500, 502, 503, 504])
+def test_a_service_that_gave_up_half_way_leaves_the_outcome_unknown(status):
+    """E3: it may have charged the card before it answered 504."""
+    for error in with_status(status):
+        assert ended(ASKED, [error], [HAPPENED])[0] == Ended(NOW_MS, RESULT), repr(error)
+
+
+@pytest.mark.parametrize("status", [400, 401, 402, 404, 409, 422, 429])
+def test_a_refusal_by_a_service_is_a_failure(status):
+    """E3."""
+    for error in [*with_status(status), stripe.CardError("no", "card", "c")]:
+        assert ended(ASKED, [error], [])[0].failure.error == type(error).__name__
+
+
+@pytest.mark.parametrize("status", [401, 403, 409, 425, 429])
+def test_a_refusal_of_a_repeated_call_may_say_nothing_about_the_first_one(status):
+    """E3: the service refused before it looked for the key, or still works on the first call."""
+    for error in with_status(status):
+        plan = PLAIN._replace(retry=Retry(tries=4, pause=0))
+        assert ended(plan, [TimeoutError(), error, error, RESULT])[0] == Ended(NOW_MS, RESULT)
+
+
+def test_the_clients_of_coatcheck_say_whether_an_outcome_is_unknown():
+    """E3: a 409 may say that the server does not know the outcome itself."""
+    for outcome in ("unknown", "refused"):
+        error = httpx2_error(409, coatcheck=Result(outcome, 1, False, "k"))
+        answers = [HAPPENED] if outcome == "unknown" else []
+        assert (ended(ASKED, [error], answers)[0].failure is None) == (outcome == "unknown")
+
+
+@pytest.mark.parametrize("error", [OSError(), KeyError("status"), requests.HTTPError()])
+def test_any_other_error_is_a_failure(error):
     """E3."""
     assert ended(ASKED, [error], [])[0].failure.error == type(error).__name__
 

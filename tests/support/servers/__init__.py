@@ -97,7 +97,7 @@ def until(look: Callable[[], T]) -> T:
     return found
 
 
-def _reserve_port() -> tuple[socket.socket, int]:
+def reserve_port() -> tuple[socket.socket, int]:
     """A socket, and the port that is reserved for a server of ours while the socket is open.
 
     The system gives the port to nobody else, also while the server starts and after it was killed.
@@ -124,7 +124,7 @@ class Server:
         self.directory = Path(tempfile.mkdtemp(prefix=f"coatcheck-{name}-{mark()}-", dir=parent))
         if self.user:
             shutil.chown(self.directory, self.user)
-        self._reserved, self.port = _reserve_port()
+        self._reserved, self.port = reserve_port()
         self.process: subprocess.Popen[bytes] | None = None
         atexit.register(self.remove)
 

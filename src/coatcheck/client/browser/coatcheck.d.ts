@@ -16,6 +16,11 @@ export interface Retry {
   renewExpired: boolean;
   /** How long the server remembers a key; 24 h. */
   serverWindowMs: number;
+  /**
+   * Of the outbox: how long an action that cannot be sent, or whose outcome is unknown, holds back
+   * the later ones of its lane; 7 days.
+   */
+  laneWaitMs: number;
 }
 
 export declare const RETRY: Readonly<Retry>;

@@ -19,6 +19,8 @@ export const RETRY = Object.freeze({
   retryAfterMaxMs: 60_000, // a longer Retry-After counts as this
   renewExpired: false, // whether an expired key is replaced once; the action may then happen twice
   serverWindowMs: 24 * 3_600_000, // how long the server remembers a key
+  // Of the outbox: how long an action that cannot be sent, or is unknown, holds its lane back.
+  laneWaitMs: 7 * 86_400_000,
 });
 const METHODS_WITHOUT_KEY = new Set(["GET", "HEAD", "OPTIONS", "PUT", "DELETE"]);
 
@@ -483,7 +485,8 @@ class Outbox extends EventTarget {
 
   #sendLater(lane, pauseMs) {
     if (this.#waiting.has(lane)) return;
-    const timer = setTimeout(() => this.#sendLane(lane), pauseMs);
+    // At most five minutes: browsers run a timer of many days at once.
+    const timer = setTimeout(() => this.#sendLane(lane), Math.min(pauseMs, PAUSE_MS_MAX));
     this.#waiting.set(lane, { isLocking: false, timer });
   }
 
@@ -495,7 +498,7 @@ class Outbox extends EventTarget {
       // `sign` failed: it is called again later.
       result = { outcome: "refused", gaveUp: String(error), response: null };
     }
-    const verdict = await verdictOf(action, result);
+    const verdict = await verdictOf(action, result, this.#client.retry);
     await this.#actions.change(action.key, (stored) =>
       stored.state === "pending" ? { ...stored, ...verdict } : stored,
     );
@@ -557,11 +560,15 @@ async function isSameRequest(one, other) {
 const isDead = ({ state }) => state === "refused" || state === "unknown";
 
 /** What *result* means for the stored action. */
-async function verdictOf(action, { outcome, gaveUp, wasReplayed, code, response }) {
+async function verdictOf(action, result, { laneWaitMs }) {
+  const { outcome, gaveUp, wasReplayed, code, response } = result;
   if (gaveUp) {
+    const wasSent = action.wasSentBefore || outcome === "unknown";
+    // The distance, so that a clock that was set back does not hold the lane back for ever.
+    if (!wasSent && Math.abs(Date.now() - action.submittedMs) >= laneWaitMs)
+      return { state: "refused", reason: `it could not be sent: ${gaveUp}`, endedMs: Date.now() };
     const longestMs = Math.min(PAUSE_MS_MAX, PAUSE_MS * 2 ** Math.min(action.calls - 1, 20));
     const dueMs = Date.now() + (longestMs * (1 + Math.random())) / 2;
-    const wasSent = action.wasSentBefore || outcome === "unknown";
     return { reason: gaveUp, dueMs, firstSentMs: wasSent ? action.firstSentMs : null };
   }
   const { status } = response;
@@ -672,23 +679,27 @@ class Actions {
 
   /**
    * The next action of *lane*, marked as sent; null if there is none, `{pauseMs}` if it is not due.
-   * An unknown action holds its lane back until it is retried or discarded.
+   * An unknown action holds its lane back for a limited time, or until it is retried or discarded.
    */
-  take(lane, { deadlineMs, serverWindowMs }, isForced) {
+  take(lane, { deadlineMs, serverWindowMs, laneWaitMs }, isForced) {
     return this.#write((store, done) => {
       store.index("lane").getAll(lane).onsuccess = ({ target }) => {
-        const open = ({ state }) => state === "pending" || state === "unknown";
-        const head = target.result.find(open);
         const now = Date.now();
+        const isPending = ({ state }) => state === "pending";
+        const holds = ({ state, endedMs }) =>
+          state === "unknown" && Math.abs(now - endedMs) < laneWaitMs;
+        const head = target.result.find((action) => isPending(action) || holds(action));
         const sentMs = head?.firstSentMs ?? now;
         const pauseMs = (head?.dueMs ?? 0) - now;
         const isDue = pauseMs <= 0 || pauseMs > PAUSE_MS_MAX + CLOCK_MS;
         const isLate = now + deadlineMs > sentMs + serverWindowMs;
-        if (head === undefined || head.state === "unknown") done(null);
+        if (!target.result.some(isPending)) done(null);
+        else if (!isPending(head)) done({ pauseMs: laneWaitMs - Math.abs(now - head.endedMs) });
         else if (!isDue && !isForced) done({ pauseMs });
         else if (isLate || sentMs > now + CLOCK_MS) {
           // The server may have forgotten the key, and would execute the action again.
-          const late = { ...head, state: "unknown", reason: isLate ? TOO_LATE : CLOCK_SET_BACK };
+          const reason = isLate ? TOO_LATE : CLOCK_SET_BACK;
+          const late = { ...head, state: "unknown", reason, endedMs: now };
           store.put(late);
           done(late);
         } else {

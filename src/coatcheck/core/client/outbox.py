@@ -108,7 +108,8 @@ def limited(verdict: Verdict, entry: Entry, now_ms: int, lane_wait_ms: int) -> V
     """*verdict*, or a refusal: an action that cannot be sent holds its lane for a limited time."""
     if verdict.state != "pending" or verdict.was_sent or verdict.needs_new_key:
         return verdict
-    if now_ms - entry.submitted_ms < lane_wait_ms:
+    # The distance: otherwise a clock that was set back would make it years.
+    if abs(now_ms - entry.submitted_ms) < lane_wait_ms:
         return verdict
     return Verdict("refused", f"it could not be sent: {verdict.reason}", was_sent=False)
 

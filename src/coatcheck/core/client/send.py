@@ -115,6 +115,21 @@ class Result:
     advice: Retry | None = None
 
 
+# Where a response has its `Result`: in the extensions of httpx, as an attribute elsewhere.
+EXTENSION = "coatcheck"
+
+
+def result_of(thing: object) -> Result | None:
+    """What came of the call that returned the response, or raised the error, *thing*."""
+    for one in (thing, getattr(thing, "response", None)):  # the latter: of `raise_for_status`
+        extensions = getattr(one, "extensions", None)
+        found = extensions.get(EXTENSION) if isinstance(extensions, dict) else None
+        found = getattr(one, EXTENSION, None) if found is None else found
+        if isinstance(found, Result):
+            return found
+    return None
+
+
 def send(order: Order, budget: RetryBudget, now_s: float) -> Flow[Result]:
     """Send the request of *order*, and again until there is a definite answer or a limit."""
     policy = order.policy

@@ -1,8 +1,8 @@
 """Actions of a saga: the functions of its steps and undos are called until their outcome is known.
 
 A function that returns has had its effect. A function that raises an error has had none, except if
-the error leaves the outcome unknown: `Uncertain`, a time-out, a lost connection. An unknown outcome
-is settled before anything is undone or repeated:
+the error leaves the outcome unknown (see `unknown_errors`): a time-out, a lost connection, a 503.
+An unknown outcome is settled before anything is undone or repeated:
 
     the service remembers the key     send it again, with the same key
     the step has a probe              ask it
@@ -29,19 +29,8 @@ from coatcheck.core.flow import Effect, Flow, Sleep
 from coatcheck.core.keep import Outcome, OutcomeKind
 from coatcheck.core.policy import Duration, duration_ms
 from coatcheck.core.response import decode_value, encode_value
-from coatcheck.errors import (
-    ClaimLost,
-    KeyBusy,
-    KeyExpired,
-    Misconfigured,
-    OutcomeUnknown,
-    ResultUnavailable,
-    SagaBlocked,
-    StepInDoubt,
-    StoreUnavailable,
-    Uncertain,
-    Unreadable,
-)
+from coatcheck.core.saga.unknown_errors import UNKNOWN_ERRORS, is_outcome_unknown
+from coatcheck.errors import Misconfigured, Uncertain, Unreadable
 
 # 255: what most providers accept as a key.
 KEY_CHARS_MAX = 255
@@ -55,31 +44,6 @@ UNDO = ":undo"
 # Recorded as steps. The names of a saga's own steps have no colon.
 UNDOING = ":undoing"
 PIVOT = ":pivot"
-
-# Errors after which it is not known what the function did. Those of the second line come from
-# guarded functions and other sagas, which a step may call.
-UNKNOWN_ERRORS: tuple[type[Exception], ...] = (
-    *(Uncertain, TimeoutError, ConnectionError),
-    *(SagaBlocked, OutcomeUnknown, ResultUnavailable, KeyBusy, KeyExpired),
-    *(StoreUnavailable, StepInDoubt, ClaimLost),
-)
-# The same of libraries that need not be installed, by package and class: no answer has come, or
-# only a part of it.
-UNKNOWN_ERRORS_OF_LIBRARIES = frozenset(
-    {
-        ("aiohttp", "ClientConnectionError"),
-        ("aiohttp", "ClientPayloadError"),
-        ("botocore", "HTTPClientError"),
-        ("http", "HTTPException"),
-        ("httpx", "TransportError"),
-        ("httpx2", "TransportError"),
-        ("requests", "ChunkedEncodingError"),
-        ("requests", "ConnectionError"),
-        ("requests", "Timeout"),
-        ("stripe", "APIConnectionError"),
-        ("urllib3", "HTTPError"),
-    }
-)
 
 
 def check_name(what: str, name: object) -> str:
@@ -271,7 +235,7 @@ def _after_error(
     *is_unclear*: the outcome of an earlier call is not known.
     """
     is_last = tries >= plan.retry.tries
-    if _is_outcome_unknown(error, plan.unknown_errors):
+    if is_outcome_unknown(error, plan.unknown_errors, is_repeated=is_unclear):
         now_ms = yield from Now()
         is_unclear = now_ms < plan.again_until_ms and not is_last
         if not is_unclear:
@@ -290,13 +254,6 @@ def _after_error(
         if known is not None:
             return known
     return Ended((yield from Now()), failure=failure_of(plan.name, error))
-
-
-def _is_outcome_unknown(error: Exception, kinds: tuple[type[Exception], ...]) -> bool:
-    if isinstance(error, kinds):
-        return True
-    names = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(error).__mro__}
-    return not names.isdisjoint(UNKNOWN_ERRORS_OF_LIBRARIES)
 
 
 def _asked(plan: ActionPlan, error: Exception, tries: int) -> Flow[Ended | None]:

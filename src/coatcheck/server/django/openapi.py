@@ -53,7 +53,8 @@ def _path_in(result: dict[str, Any], path: str) -> str:
     if path in paths:
         return path
     shape = _shape_of(path)
-    return next((known for known in paths if shape.endswith(_shape_of(known))), path)
+    alike = [known for known in paths if shape.endswith(_shape_of(known))]
+    return max(alike, key=lambda known: len(_shape_of(known)), default=path)
 
 
 def _shape_of(path: str) -> str:

@@ -38,6 +38,7 @@ class DjangoRoutes:
         self._policy = policy
         self._register = register
         self._is_registered = False
+        self._matches: dict[tuple[str, str], Match] = {}  # of marked views: there are only so many
 
     def let_pass(self, _native: MutableMapping[str, Any]) -> None:
         """Note that this request is not guarded: its method is safe."""
@@ -59,8 +60,14 @@ class DjangoRoutes:
         mark = None if found is None else mark_of_view(found.func, method)
         if found is None or mark is None:
             return Match(self._policy if method in self._policy.methods else None, None, None)
+        known = self._matches.get((found.route, method))
+        if known is None or known.mark is not mark:
+            known = self._matches[found.route, method] = self._marked(found.route, method, mark)
+        return known
+
+    def _marked(self, route: str, method: str, mark: Mark) -> Match:
         policy = policy_of_mark(self._policy, method, mark)
-        template = f"/{found.route}"
+        template = f"/{route}"
         self._register(f"{method} {template}", policy)
         return Match(policy if method in policy.methods else None, template, mark)
 
