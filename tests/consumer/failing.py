@@ -19,3 +19,19 @@ def failing_once(seen: list[Any], name: str) -> Callable[[object], Awaitable[Non
             raise ValueError
 
     return fail_once
+
+
+# Poisoned messages, more than twice as many as are handled at one time, and a healthy one behind them.
+POISON = b"poison"
+BEHIND_POISON = [*((f"{number}-poison", POISON) for number in range(25)), ("healthy", b"1")]
+
+
+def failing_for_poison(seen: list[Any]) -> Callable[[Any], Awaitable[None]]:
+    """A handler that notes the id of each message, and fails if it is poisoned."""
+
+    async def fail_for_poison(message: Any) -> None:
+        seen.append(message.message_id)
+        if message.body == POISON:
+            raise ValueError
+
+    return fail_for_poison

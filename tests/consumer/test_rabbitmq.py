@@ -5,27 +5,30 @@ from __future__ import annotations
 import asyncio
 import functools
 from contextlib import asynccontextmanager
+from unittest.mock import Mock
 
 import aio_pika
 import pytest
 
 from coatcheck import Misconfigured
 from coatcheck.consumer import Inbox, event_ids
-from coatcheck.consumer.message import REASON
-from coatcheck.consumer.rabbitmq import _next, consume
-from tests.consumer.failing import fail, failing_once
+from coatcheck.consumer import rabbitmq as rabbitmq_module
+from coatcheck.consumer.rabbitmq import _Fetching, _next, consume
+from coatcheck.consumer.running import Running
+from tests.consumer.failing import BEHIND_POISON, POISON, failing_for_poison, failing_once
 from tests.consumer.law import Source
 from tests.consumer.waits import arrived, until
 from tests.support.servers.rabbitmq import rabbitmq
 
 QUORUM = {"x-queue-type": "quorum"}
+SINGLE = {"x-single-active-consumer": True}
 
 
-async def published(url, name, events):
+async def published(url, name, events, arguments=QUORUM):
     connection = await aio_pika.connect(url)
     async with connection:
         channel = await connection.channel()
-        await channel.declare_queue(name, durable=True, arguments=QUORUM)
+        await channel.declare_queue(name, durable=True, arguments=arguments)
         for id, body in events:
             headers = {"event": id} if id else {}
             message = aio_pika.Message(body, message_id=id, headers=headers, delivery_mode=2)
@@ -35,10 +38,11 @@ async def published(url, name, events):
 class Site:
     """A queue, its consumer in a task, and its dead letters."""
 
-    def __init__(self, name, channel, stop, consuming):
+    def __init__(self, name, arguments, channel, stop, consuming):
         self.name = name
         self.channel = channel
         self.stop = stop
+        self.arguments = arguments
         self._task = asyncio.create_task(consuming)
 
     async def end(self):
@@ -46,7 +50,7 @@ class Site:
         await asyncio.wait_for(self._task, 20)
 
     async def publish(self, *events):
-        await published(rabbitmq().url, self.name, events)
+        await published(rabbitmq().url, self.name, events, self.arguments)
 
     async def dead_letter(self):
         queue = await self.channel.declare_queue(f"{self.name}.dead-letters", durable=True)
@@ -62,7 +66,7 @@ class Site:
 
 
 @asynccontextmanager
-async def consuming(function, tmp_path, concurrency=10, **settings):
+async def consuming(function, tmp_path, concurrency=10, arguments=QUORUM, **settings):
     """A consumer of a fresh queue, which is stopped at the end."""
     server = rabbitmq()
     name, stop = server.fresh_name(), asyncio.Event()
@@ -72,11 +76,10 @@ async def consuming(function, tmp_path, concurrency=10, **settings):
         Inbox(f"sqlite:///{tmp_path}/inbox.db", consumer="c", **settings) as inbox,
     ):
         channel = await connection.channel()
-        queue = await channel.declare_queue(name, durable=True, arguments=QUORUM)
+        queue = await channel.declare_queue(name, durable=True, arguments=arguments)
         handler = inbox.handler(name="h", event_id=event_ids.header("event"))(function)
-        site = Site(
-            name, channel, stop, consume(queue, handler, stop=stop, concurrency=concurrency)
-        )
+        working = consume(queue, handler, stop=stop, concurrency=concurrency)
+        site = Site(name, arguments, channel, stop, working)
         try:
             yield site
         finally:
@@ -113,35 +116,92 @@ def test_a_failed_message_is_handled_again_and_nothing_is_lost(tmp_path):
     assert seen == ["a", "a"]
 
 
-@pytest.mark.parametrize(("id", "reason"), [("a", "ValueError in attempt 2"), ("", "no event id")])
-def test_a_message_that_cannot_be_handled_is_kept_with_its_reason(tmp_path, id, reason):
-    async def main():
-        async with consuming(fail, tmp_path, attempts_max=2, backoff="10ms") as site:
-            await site.publish((id, b"poison"))
-            letter = await site.dead_letter()
-            assert letter.body == b"poison"
-            assert letter.headers.get("event", "") == id
-            assert reason in str(letter.headers[REASON])
-
-    asyncio.run(main())
-
-
-def test_a_message_whose_pause_is_cut_short_by_the_stop_goes_back_to_the_queue(tmp_path):
+@pytest.mark.parametrize("concurrency", [1, 10])
+@pytest.mark.parametrize("arguments", [QUORUM, {}, SINGLE, {**QUORUM, **SINGLE}], ids="-".join)
+def test_poisoned_messages_that_pause_do_not_hold_up_the_healthy_one_behind_them(
+    tmp_path, arguments, concurrency
+):
     seen = []
 
     async def main():
-        async def fail(message):
-            seen.append(message)
-            raise ValueError
-
-        async with consuming(fail, tmp_path, backoff="5m") as site:
-            await site.publish(("a", b"1"))
-            await arrived(seen, 1)
+        settings = {"arguments": arguments, "concurrency": concurrency, "backoff": "5m"}
+        async with consuming(failing_for_poison(seen), tmp_path, **settings) as site:
+            await site.publish(*BEHIND_POISON)
+            await arrived(seen, len(BEHIND_POISON))
             await site.end()
-            assert await until(site.left) == 1
+            # Those that pause are in the queue again.
+            assert await until(site.left) == len(BEHIND_POISON) - 1
 
     asyncio.run(main())
-    assert len(seen) == 1
+    assert sorted(seen) == sorted(id for id, _ in BEHIND_POISON)
+
+
+def test_a_message_that_pauses_while_the_connection_is_lost_does_not_end_the_fetching(monkeypatch):
+    monkeypatch.setattr(rabbitmq_module, "RETRY_S", 0.01)
+    calls = []
+
+    class Queue:
+        channel = Mock(is_closed=False)
+
+        async def consume(self, _callback, consumer_tag):
+            calls.append(consumer_tag)
+            if len(calls) == 2:
+                raise ConnectionError
+
+        async def cancel(self, _tag):
+            raise ConnectionError
+
+    async def main():
+        fetching = _Fetching(Queue(), asyncio.Queue(), 1)
+        await fetching.start()
+        async with Running(None, concurrency=1) as running:
+            message = Mock(consumer_tag=calls[0])
+            await running.start(fetching.pause(message, 0.01, running))
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+    assert len(set(calls)) == 3
+
+
+def test_no_more_messages_are_fetched_than_are_handled_beside_those_that_pause(tmp_path):
+    """Others are for other consumers of the queue."""
+    seen = []
+
+    async def main():
+        fail_for_poison, may_end = failing_for_poison(seen), asyncio.Event()
+
+        async def on_message(message):
+            await fail_for_poison(message)
+            await may_end.wait()
+
+        async with consuming(on_message, tmp_path, concurrency=4, backoff="5m") as site:
+            await site.publish(*[(f"{number}-poison", POISON) for number in range(25)])
+            await site.publish(*[(str(number), b"1") for number in range(25)])
+            await arrived(seen, 25 + 3)  # one that pauses is not yet half of four
+            left = await site.left()
+            may_end.set()
+            await arrived(seen, 50)
+            return left
+
+    # 4 run, and up to 5 more wait here since the last subscription.
+    assert asyncio.run(main()) >= 25 - 4 - 5
+
+
+def test_a_message_that_was_kept_for_long_goes_back_to_the_queue_after_its_pause(
+    tmp_path, monkeypatch
+):
+    """RabbitMQ closes a channel that keeps a message for 30 minutes."""
+    monkeypatch.setattr(rabbitmq_module, "KEPT_S_MAX", 0.01)
+    deliveries = []
+
+    async def main():
+        async with consuming(
+            failing_once(deliveries, "deliveries"), tmp_path, backoff="5m"
+        ) as site:
+            await site.publish(("a", b"1"))
+            await arrived(deliveries, 2)
+
+    asyncio.run(main())
+    assert deliveries == [None, 2]  # it came from the queue again
 
 
 def test_a_channel_that_could_lose_dead_letters_is_refused(tmp_path):

@@ -14,7 +14,7 @@ from coatcheck import Misconfigured
 from coatcheck.consumer import Inbox
 from coatcheck.consumer.message import REASON
 from coatcheck.consumer.redis_streams import consume
-from tests.consumer.failing import fail, failing_once
+from tests.consumer.failing import BEHIND_POISON, fail, failing_for_poison, failing_once
 from tests.consumer.law import Source
 from tests.consumer.waits import arrived, until
 from tests.support.servers.redis import Redis as Server
@@ -137,6 +137,18 @@ def test_a_failed_entry_is_handled_again_after_its_pause(tmp_path):
 
     asyncio.run(main())
     assert seen == ["a", "a"]
+
+
+def test_poisoned_messages_that_pause_do_not_hold_up_the_healthy_one_behind_them(tmp_path):
+    seen = []
+
+    async def main():
+        async with consuming(failing_for_poison(seen), tmp_path, backoff="5m") as site:
+            site.publish(*BEHIND_POISON)
+            await arrived(seen, len(BEHIND_POISON))
+
+    asyncio.run(main())
+    assert sorted(seen) == sorted(id for id, _ in BEHIND_POISON)
 
 
 @pytest.mark.parametrize(("id", "reason"), [("a", "ValueError in attempt 2"), ("", "no event id")])

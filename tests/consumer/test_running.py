@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from coatcheck import Misconfigured
+from coatcheck.consumer import running as running_module
 from coatcheck.consumer.running import Running, extending
 from tests.consumer.waits import arrived
 
@@ -68,6 +69,24 @@ def test_a_consumer_knows_how_many_messages_it_may_receive():
     rooms = asyncio.run(asyncio.wait_for(main(), 20))
     assert rooms[:2] == [2, 1]
     assert rooms[2] >= 1
+
+
+@pytest.mark.parametrize(("aside_max", "others"), [(1, 2), (0, 1)])
+def test_others_run_in_the_place_of_one_that_pauses_unless_too_many_pause(
+    monkeypatch, aside_max, others
+):
+    monkeypatch.setattr(running_module, "ASIDE_MAX", aside_max)
+
+    async def main():
+        stop = asyncio.Event()
+        async with Running(stop, concurrency=2) as running:
+            await running.start(running.step_aside(3_600))
+            await asyncio.sleep(0)
+            room = await running.room()
+            stop.set()
+        return room, await running.room()
+
+    assert asyncio.run(asyncio.wait_for(main(), 20)) == (others, 2)
 
 
 def test_an_error_of_one_handler_ends_the_consumer_with_that_error():

@@ -14,7 +14,7 @@ from coatcheck.consumer import Inbox
 from coatcheck.consumer.message import REASON
 from coatcheck.consumer.sqs import consume
 from coatcheck.consumer.sqs_client import BATCH_MAX
-from tests.consumer.failing import fail, failing_once
+from tests.consumer.failing import BEHIND_POISON, fail, failing_for_poison, failing_once
 from tests.consumer.law import Source
 from tests.consumer.waits import arrived, until
 from tests.support.servers.sqs import JARS, sqs
@@ -137,6 +137,18 @@ def test_a_failed_message_is_delivered_again_after_its_pause(tmp_path):
 
     asyncio.run(main())
     assert seen == [1, 2]
+
+
+def test_poisoned_messages_that_pause_do_not_hold_up_the_healthy_one_behind_them(tmp_path):
+    seen = []
+
+    async def main():
+        async with consuming(failing_for_poison(seen), tmp_path, backoff="5m") as site:
+            await site.publish(*BEHIND_POISON)
+            await arrived(seen, len(BEHIND_POISON))
+
+    asyncio.run(main())
+    assert sorted(seen) == sorted(id for id, _ in BEHIND_POISON)
 
 
 def test_later_messages_of_a_group_wait_for_the_one_that_failed(tmp_path):

@@ -1,16 +1,19 @@
-"""A saga of three steps with undos, and the agency that its functions call.
+"""A saga of four steps with undos, and the agency that its functions call.
 
     flight   a plain step: an unknown outcome is sent again, with the same key
     hotel    a step with a probe, which is asked
     charge   a plain step, which the agency sometimes refuses
+    ticket   after the pivot: the agency is sometimes busy, and the step is retried
 
+The flight and the hotel are branches, which run at the same time.
 The agency decides once for each key, and calls are late, lost or answered too late, as elsewhere.
 The saga may also fail outside of its steps, and not again in the next attempt: what has begun to
 undo must not go forward again. It does not fail before a step that an earlier attempt has begun: the
 function of a saga takes all of them again. Its functions are retried for as long as it takes, so
 that no saga is blocked here.
 
-    without faults, each function is called once
+    without faults, each function is called once; that of the ticket until the agency is not busy
+    nothing is undone after the ticket was asked for
     the hotel is not called again, in this attempt or a later one, before its probe was asked
     no function is called again by an attempt that has not confirmed its claim since the last call
 """
@@ -29,18 +32,20 @@ from coatcheck.core.saga.actions import Blocked, Retry
 from coatcheck.errors import StepsChanged
 from coatcheck.operation import Operation
 from coatcheck.saga.action import Setting
+from coatcheck.saga.branches import raise_first
 from coatcheck.saga.run import Saga
 
 from .downstream import Downstream, Generation, generation_of
 from .handlers import Ended, Handlers
 from .runner import Doing, done
-from .world import Pause, Resume, Violation
+from .world import Host, Pause, Resume, Violation
 
 if TYPE_CHECKING:
     from .served import ServedRequest
 
-STEPS = ("flight", "hotel", "charge")
-# The share of charges that are refused, of sagas that fail before a step or at the end, and of calls
+BRANCHES = ("flight", "hotel")
+STEPS = (*BRANCHES, "charge", "ticket")
+# The share of charges that are refused, and of tickets for which the agency is busy; of sagas that fail before a step or at the end, and of calls
 # in which trouble comes.
 REFUSED = 0.3
 FAILS = 0.15
@@ -65,6 +70,7 @@ class Booking:
         self._calls: defaultdict[str, list[int]] = defaultdict(list)  # by key: their attempts
         self._asked_for: set[tuple[str, int]] = set()  # by key and attempt, since the last call
         self._versions: dict[tuple[str, int], int] = {}  # of the claim, at the last call
+        self._past_pivot: set[Generation] = set()
         self._effects: defaultdict[Generation, list[str]] = defaultdict(list)
 
     def execute(self, served: ServedRequest, claim: Record, operation: Operation) -> Ended:
@@ -103,20 +109,36 @@ class Booking:
     def _book(
         self, served: ServedRequest, claim: Record, saga: Saga
     ) -> Generator[Pause, Any, None]:
-        for name in STEPS:
-            yield self.handlers.delay_ms()
+        with saga._branching():
+            branches = [self._step(served, claim, saga, name) for name in BRANCHES]
+            yield from together(served.process, branches)
+        yield from self._step(served, claim, saga, "charge")
+        self._fail_sometimes(saga, "ticket")
+        saga.pivot()
+        yield from self._step(served, claim, saga, "ticket", may_fail=False)
+
+    def _step(
+        self,
+        served: ServedRequest,
+        claim: Record,
+        saga: Saga,
+        name: str,
+        *,
+        may_fail: bool = True,
+    ) -> Generator[Pause, Any, None]:
+        yield self.handlers.delay_ms()
+        if may_fail:
             self._fail_sometimes(saga, name)
-            called = functools.partial(self._called, served, claim, saga.operation)
-            options: dict[str, Any] = {"undo": functools.partial(self._undone, called, name)}
-            if name == "hotel":
-                options["probe"] = functools.partial(self._probed, claim)
-            step: Any = saga.step(name, called, **options)
-            yield from done(step)
-        self._fail_sometimes(saga, "")
+        called = functools.partial(self._called, served, claim, saga.operation)
+        options: dict[str, Any] = {"undo": functools.partial(self._undone, called, claim, name)}
+        if name == "hotel":
+            options["probe"] = functools.partial(self._probed, claim)
+        step: Any = saga.step(name, called, **options)
+        yield from done(step)
 
     def _fail_sometimes(self, saga: Saga, before: str) -> None:
         """Raise an error, unless an earlier attempt has come further."""
-        is_new = progress_of(saga.operation.claim).step(before) is None
+        is_new = progress_of(saga.operation.claim).step(before) is None and not saga._is_past_pivot
         if is_new and self.world.chance(FAILS):
             raise KeyError(before)
 
@@ -128,12 +150,16 @@ class Booking:
         """An action or an undo; its result is that of `Doing`."""
         self.world.happened("saga", "calls", claim, key)
         self._check_call(claim, operation, key)
+        if key.endswith(":ticket"):
+            self._past_pivot.add(generation_of(claim))
         if self.world.chance(STRUCK):
             served.process.setting.strike(served.process)
         return Doing(self._answered(claim, key))
 
-    def _undone(self, called: Callable[..., Any], name: str, *, key: str) -> Any:
+    def _undone(self, called: Callable[..., Any], claim: Record, name: str, *, key: str) -> Any:
         self.world.require(key.endswith(f":{name}:undo"), "saga: an undo has a key of its own")
+        is_past_pivot = generation_of(claim) in self._past_pivot
+        self.world.require(not is_past_pivot, "saga: nothing is undone after the pivot")
         return called(key=key)
 
     def _check_call(self, claim: Record, operation: Operation, key: str) -> None:
@@ -141,7 +167,7 @@ class Booking:
         calls.append(claim.attempt)
         self._is_calm = self._is_calm and self.handlers.faults.is_calm
         self.world.require(
-            len(calls) == 1 or not self._is_calm,
+            len(calls) == 1 or not self._is_calm or key.endswith(":ticket"),
             "saga: without faults, each function is called once",
         )
         is_again = min(calls) < claim.attempt or calls.count(claim.attempt) > 1
@@ -175,7 +201,9 @@ class Booking:
         self.world.later(self.handlers.delay_ms(), resume, act())
 
     def _act(self, claim: Record, key: str) -> bytes | None:
-        """Decide, once for *key*."""
+        """Decide, once for *key*, unless the agency is busy."""
+        if key.endswith(":ticket") and key not in self._answers and self.world.chance(REFUSED):
+            return None
         if key not in self._answers:
             is_refused = key.endswith(":charge") and self.world.chance(REFUSED)
             self._answers[key] = None if is_refused else key.encode()
@@ -204,13 +232,44 @@ class Booking:
             acted = [name for name in effects if ":" not in name]
             undone = [name.partition(":")[0] for name in effects if ":" in name]
             if answer is None or b"undone for" not in answer:
-                is_whole = acted == list(STEPS) and not undone
+                is_whole = in_order(acted) == list(STEPS) and not undone
                 self.world.require(is_whole, "saga: each step has happened, and none was undone")
                 continue
             is_empty = set(acted) <= set(undone)
             self.world.require(is_empty, "saga: of a saga that was undone, nothing is left")
-            in_reverse = [name for name in reversed(STEPS) if name in undone]
-            self.world.require(undone == in_reverse, "saga: undos run in reverse order, each once")
+            in_reverse = [name for name in STEPS if name in undone]
+            self.world.require(
+                in_order(undone[::-1]) == in_reverse, "saga: undos run in reverse order, each once"
+            )
             for name in acted:
                 is_before = effects.index(name) < effects.index(f"{name}:undo")
                 self.world.require(is_before, "saga: nothing acts after it was undone")
+
+
+def in_order(names: list[str]) -> list[str]:
+    """*names*, with the branches in their order if the first two are both of them."""
+    return [*sorted(names[:2]), *names[2:]] if set(names[:2]) == set(BRANCHES) else names
+
+
+def together(host: Host, bodies: list[Generator[Pause, Any, None]]) -> Generator[Pause, Any, None]:
+    """Run *bodies* at the same time, as `saga.gather` does."""
+    errors: list[BaseException | None] = []
+
+    def branch(body: Generator[Pause, Any, None], resume: Resume) -> Generator[Pause, Any, None]:
+        try:
+            yield from body
+        except (GeneratorExit, Violation):
+            raise
+        except BaseException as error:  # noqa: BLE001 - raised when all have ended
+            errors.append(error)
+        else:
+            errors.append(None)
+        if len(errors) == len(bodies):
+            resume()
+
+    def start(resume: Resume) -> None:
+        for body in bodies:
+            host.start(branch(body, resume))
+
+    yield start
+    raise_first(errors)

@@ -4,6 +4,7 @@ The control is `test_simulation`: the same seeds with nothing broken.
 """
 
 import dataclasses
+from contextlib import nullcontext
 
 import pytest
 
@@ -562,6 +563,15 @@ def calls_again_without_its_claim(monkeypatch):
     monkeypatch.setattr(step_writer.StepWriter, "confirm", lambda *_: None)
 
 
+def forgets_its_pivot(monkeypatch):
+    monkeypatch.setattr(Saga, "pivot", lambda *_: None)
+
+
+def takes_branches_for_a_sequence(monkeypatch):
+    """The next attempt blocks a saga whose branches come in another order."""
+    monkeypatch.setattr(Saga, "_branching", nullcontext)
+
+
 NOTHING_LEFT = "saga: of a saga that was undone, nothing is left"
 SAGAS = [
     # The recorded steps show that its function goes another way: it is blocked.
@@ -572,6 +582,8 @@ SAGAS = [
     (registers_no_undo, NOTHING_LEFT),
     (repeats_what_it_should_ask_for, "saga: a probe is asked before its step is repeated"),
     (undoes_twice, "saga: without faults, each function is called once"),
+    (takes_branches_for_a_sequence, "no key is stuck: outcome-unknown"),
+    (forgets_its_pivot, "saga: nothing is undone after the pivot"),
     (calls_again_without_its_claim, "saga: a call is repeated after its claim was confirmed"),
 ]
 

@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 # 7 days: brokers redeliver for days after an outage, and operators replay old messages.
 WINDOW = "7d"
-# 10: with a backoff from 1 s to 5 minutes, about 20 minutes of attempts.
+# 10: with a backoff from 1 s to 5 minutes, about 9 minutes of attempts.
 ATTEMPTS_MAX = 10
 # While the store is down, or the settings are wrong, messages stay with the broker.
 STORE_DOWN_S = 5.0

@@ -7,14 +7,18 @@
 
 A message that is to come again later stays here, unacknowledged, and is handled again after its
 pause: RabbitMQ itself would deliver it again at once, and a quorum queue drops a message that was
-returned to it too often. If this process dies, RabbitMQ delivers the message to another one.
+returned to it too often. Others are handled meanwhile. If this process dies, RabbitMQ delivers the
+message to another one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
+import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 from coatcheck.consumer.inbox import Handler
@@ -41,8 +45,14 @@ __all__ = ["consume", "publisher"]
 
 logger = logging.getLogger("coatcheck")
 
+ERRORS = (AMQPError, *CONNECTION_EXCEPTIONS)
 # Set by quorum queues: how often the message was delivered before.
 DELIVERY_COUNT = "x-delivery-count"
+# 1 s: how often a subscription is tried that a lost connection has ended.
+RETRY_S = 1.0
+# 10 minutes: no longer pauses, and a message that was kept here for longer is returned after its
+# pause. RabbitMQ closes the channel of a consumer that has kept one for 30 minutes.
+KEPT_S_MAX = 600.0
 
 
 async def consume(
@@ -62,7 +72,8 @@ async def consume(
     Args:
         queue: of a channel with publisher confirms, which is aio-pika's default.
         handler: what `Inbox.handler` made.
-        concurrency: how many messages are handled at one time; more are not fetched either.
+        concurrency: how many messages are handled at one time. Those that pause do not count, up to
+            1 000; otherwise no more are fetched than are handled.
         dead_letters: the name of the queue for messages that cannot be handled, each with its
             reason in the header `x-coatcheck-reason`; by default `<name of queue>.dead-letters`.
             It is declared as durable if there is none.
@@ -70,21 +81,24 @@ async def consume(
     channel = queue.channel
     if not getattr(channel, "publisher_confirms", True):
         raise Misconfigured("a dead letter could be lost: open the channel with publisher confirms")
-    consumer = _Consumer(queue.name, handler, channel, dead_letters or f"{queue.name}.dead-letters")
+    received: asyncio.Queue[AbstractIncomingMessage] = asyncio.Queue()
+    fetching = _Fetching(queue, received, concurrency)
+    letters = dead_letters or f"{queue.name}.dead-letters"
+    consumer = _Consumer(queue.name, handler, channel, letters, fetching)
     async with Running(stop, concurrency=concurrency) as running:
         await consumer.declare()
         await channel.set_qos(prefetch_count=concurrency)
-        received: asyncio.Queue[AbstractIncomingMessage] = asyncio.Queue()
         # Made once: each call of `closed` leaves something behind on the channel.
         closed = asyncio.shield(channel.closed())
-        tag = await queue.consume(received.put)
+        await fetching.start()
         try:
             while (native := await running.until_stopped(_next(received, closed))) is not None:
+                await fetching.make_room(running)
                 await running.start(consumer.deliver(native, running))
         finally:
             closed.cancel()
             if not channel.is_closed:
-                await queue.cancel(tag)
+                await fetching.end()
                 while not received.empty():
                     await received.get_nowait().nack(requeue=True)
 
@@ -135,16 +149,90 @@ async def _next(
     raise ConnectionError("the channel to RabbitMQ is closed")
 
 
+class _Fetching:
+    """
+    Fetches as many messages as are handled at one time, beside those that pause.
+
+    RabbitMQ sends a consumer no more messages than that without an answer. When half of them pause,
+    this subscribes anew, and RabbitMQ sends as many again; those that pause can still be answered.
+    """
+
+    def __init__(
+        self,
+        queue: AbstractQueue,
+        received: asyncio.Queue[AbstractIncomingMessage],
+        concurrency: int,
+    ) -> None:
+        self._queue = queue
+        self._received = received
+        self._concurrency = concurrency
+        self._tag = ""
+        self._pausing: set[AbstractIncomingMessage] = set()  # those of this tag
+        self._is_over = False
+        self._lock = asyncio.Lock()  # one subscription begins or ends at a time
+
+    async def start(self) -> None:
+        """Subscribe to the queue."""
+        self._tag = f"coatcheck-{secrets.token_hex(8)}"
+        self._pausing = set()
+        await self._queue.consume(self._received.put, consumer_tag=self._tag)
+
+    async def end(self) -> None:
+        """Fetch no more."""
+        self._is_over = True
+        async with self._lock:
+            await self._queue.cancel(self._tag)
+
+    async def pause(self, native: AbstractIncomingMessage, seconds: float, to: Running) -> None:
+        """Pause in the handling of *native*; others are handled meanwhile."""
+        pausing = self._pausing
+        if native.consumer_tag == self._tag:
+            pausing.add(native)
+        await self.make_room(to)
+        await to.step_aside(seconds)
+        pausing.discard(native)
+
+    async def make_room(self, running: Running) -> None:
+        """Subscribe anew if half of the messages pause, and none waits here to be handled."""
+        async with self._lock:
+            is_half = 2 * len(self._pausing) >= self._concurrency
+            if is_half and self._received.empty() and running.may_step_aside and not self._is_over:
+                await self._start_anew(running)
+
+    async def _start_anew(self, running: Running) -> None:
+        """
+        Subscribe once more, after the end of the first subscription.
+
+        In the other order, a queue with a single active consumer would send nothing any more.
+        """
+        with suppress(*ERRORS):  # it has ended with its connection
+            await self._queue.cancel(self._tag)
+        while not (self._is_over or running.stop.is_set() or self._queue.channel.is_closed):
+            try:
+                await self.start()
+            except ERRORS as error:
+                logger.warning("coatcheck: a queue of RabbitMQ cannot be subscribed to: %s", error)
+                await running.pause(RETRY_S)
+            else:
+                return
+
+
 class _Consumer:
     """Handles the messages of one queue."""
 
     def __init__(
-        self, queue: str, handler: Handler[..., Any], channel: AbstractChannel, dead_letters: str
+        self,
+        queue: str,
+        handler: Handler[..., Any],
+        channel: AbstractChannel,
+        dead_letters: str,
+        fetching: _Fetching,
     ) -> None:
         self._queue = queue
         self._handler = handler
         self._channel = channel
         self._dead_letters = dead_letters
+        self._fetching = fetching
 
     async def declare(self) -> None:
         """Have a queue for dead letters: a message is never dropped."""
@@ -153,6 +241,7 @@ class _Consumer:
     async def deliver(self, native: AbstractIncomingMessage, running: Running) -> None:
         """Handle one message, and answer to RabbitMQ."""
         message = message_of(native, self._queue)
+        return_at = time.monotonic() + KEPT_S_MAX
         while True:
             action = await self._handler.handle(message)
             if isinstance(action, Acknowledge):
@@ -160,8 +249,8 @@ class _Consumer:
             if isinstance(action, DeadLetter):
                 await self._keep_dead_letter(native, action.reason)
                 break
-            await running.pause(action.after_s)
-            if running.stop.is_set():
+            await self._fetching.pause(native, min(action.after_s, KEPT_S_MAX), running)
+            if running.stop.is_set() or time.monotonic() >= return_at:
                 await _answer(native, is_handled=False)
                 return
         await _answer(native, is_handled=True)
@@ -186,7 +275,7 @@ class _Consumer:
 async def _answer(native: AbstractIncomingMessage, *, is_handled: bool) -> None:
     try:
         await (native.ack() if is_handled else native.nack(requeue=True))
-    except (AMQPError, *CONNECTION_EXCEPTIONS) as error:
+    except ERRORS as error:
         # RabbitMQ delivers it again, and the record says whether it is handled.
         logger.info("coatcheck: a message could not be acknowledged: %s", error)
 

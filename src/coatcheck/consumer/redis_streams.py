@@ -67,7 +67,8 @@ async def consume(
             the other fields are its headers, `message-id` among them; without a field `body`, the
             body is all fields as a JSON object.
         group: the consumer group; it is made, from the beginning of the stream, if there is none.
-        concurrency: how many entries are handled at one time; more are not fetched either.
+        concurrency: how many entries are handled at one time; more are not fetched either. Those
+            that pause do not count, up to 1 000.
         idle: after this time, entries of a consumer that has died go to another one. A handler that
             runs for longer keeps its entry.
         dead_letters: the stream for entries that cannot be handled, each with its reason in the
@@ -206,7 +207,7 @@ class _Consumer:
                 if isinstance(action, DeadLetter):
                     await self._keep_dead_letter(entry, action.reason)
                     return
-                await running.pause(action.after_s)
+                await running.step_aside(action.after_s)
                 if running.stop.is_set():
                     return
 

@@ -17,6 +17,9 @@ T = TypeVar("T")
 
 # 10 handlers at a time: they wait for databases and other services most of the time.
 CONCURRENCY = 10
+# 1 000 messages pause in one process beside those that are handled: a broken service must not fill
+# its memory.
+ASIDE_MAX = 1_000
 
 
 class Running:
@@ -38,6 +41,7 @@ class Running:
         self.stop = stop or asyncio.Event()
         self._concurrency = concurrency
         self._count = 0
+        self._aside = 0
         self._free = asyncio.Semaphore(concurrency)
         self._tasks = asyncio.TaskGroup()
 
@@ -77,18 +81,39 @@ class Running:
 
     async def start(self, work: Coroutine[Any, Any, object]) -> None:
         """Run *work* in a task, as soon as few enough others run."""
-        await self._free.acquire()
-        self._count += 1
+        await self._enter()
         task = self._tasks.create_task(work)
-        task.add_done_callback(self._on_end)
+        task.add_done_callback(self._leave)
 
     def start_soon(self, work: Coroutine[Any, Any, object]) -> None:
         """Run *work* in a task at once, however many others run."""
         self._tasks.create_task(work)
 
-    def _on_end(self, _task: object) -> None:
+    async def _enter(self) -> None:
+        await self._free.acquire()
+        self._count += 1
+
+    def _leave(self, _task: object = None) -> None:
         self._count -= 1
         self._free.release()
+
+    @property
+    def may_step_aside(self) -> bool:
+        """Fewer messages pause than may."""
+        return self._aside < ASIDE_MAX
+
+    async def step_aside(self, seconds: float) -> None:
+        """Pause in work that was started; others run in its place, unless too many pause."""
+        if not self.may_step_aside:
+            await self.pause(seconds)
+            return
+        self._aside += 1
+        self._leave()
+        try:
+            await self.pause(seconds)
+        finally:
+            await self._enter()
+            self._aside -= 1
 
     async def pause(self, seconds: float) -> None:
         """Wait; not longer than until the application stops the consumer."""

@@ -24,7 +24,7 @@ async def gather_on_loop(branches: tuple[Any, ...]) -> list[Any]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
-    _raise_first([task.exception() for task in tasks])
+    raise_first([task.exception() for task in tasks])
     return [task.result() for task in tasks]
 
 
@@ -38,11 +38,11 @@ def gather_in_threads(branches: tuple[Callable[[], Any], ...]) -> list[Any]:
     with ThreadPoolExecutor(BRANCHES_MAX, "coatcheck-saga") as pool:
         contexts = [(contextvars.copy_context(), branch) for branch in branches]
         futures = [pool.submit(context.run, branch) for context, branch in contexts]
-    _raise_first([future.exception() for future in futures])
+    raise_first([future.exception() for future in futures])
     return [future.result() for future in futures]
 
 
-def _raise_first(errors: list[BaseException | None]) -> None:
+def raise_first(errors: list[BaseException | None]) -> None:
     """Raise the first error; what ends the run comes before a failure."""
     found = [error for error in errors if error is not None]
     for error in found:
