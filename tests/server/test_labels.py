@@ -59,7 +59,7 @@ LABELS = {
     of_fastapi: "POST /orders/{number}",
     of_starlette: "POST /orders/{number}",
     of_flask: "POST /orders/<number>",
-    of_litestar: "POST /orders/{number:int}",
+    of_litestar: "POST /orders/{number}",
 }
 
 
