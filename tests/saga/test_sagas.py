@@ -582,6 +582,7 @@ def test_a_changed_definition_is_blocked_for_a_person(make_sagas, downstream, cl
         changed(1)
     second.resume("1", by="ada", why="the bus will do", accept_change=True)
     assert changed(1) is None
+    assert "resumed with its new definition" in " ".join(second.show("1").history)
     assert downstream.effects_of("bus") == ["trip:1:bus"]
 
 

@@ -14,6 +14,7 @@ from coatcheck.core.recovery import Resolved, Unchanged
 from coatcheck.core.response import encode_value
 from coatcheck.core.saga.actions import LABEL_PREFIX
 from coatcheck.core.saga.decisions import (
+    CHANGE_ACCEPTED,
     DID_NOT_HAPPEN,
     HAPPENED,
     RESUMED,
@@ -121,8 +122,9 @@ class Decisions:
     def resume(self, *, accept_change: bool = False) -> Record:
         """Have it continue; *accept_change*: with the definition that it has now."""
         record = self._record
-        change = without_definition if accept_change else progress_of
-        return self._decided(lambda: change(record), RESUMED)
+        if accept_change:
+            return self._decided(lambda: without_definition(record), CHANGE_ACCEPTED)
+        return self._decided(lambda: progress_of(record), RESUMED)
 
     def skip(self, step: str) -> Record:
         """Have it continue as if *step* were done, without a result."""

@@ -46,6 +46,6 @@ def test_the_signature_has_what_may_not_change():
 
 
 def test_a_change_is_named():
-    assert changed_words(["a", "b"], ["a", "c"]).endswith("began: b gone; c new")
+    assert changed_words(["a", "b", "b"], ["a", "c", "c"]).endswith("began: b gone; c new")
     assert changed_words(["a"], ["a", "c"]).endswith("began: c new")
     assert changed_words(["a", "b"], ["b", "a"]).endswith("began: the order of its steps")

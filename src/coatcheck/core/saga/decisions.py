@@ -17,6 +17,7 @@ from coatcheck.core.saga.view import blocked_of
 
 SKIPPED = "skipped"
 RESUMED = "resumed"
+CHANGE_ACCEPTED = "resumed with its new definition"
 HAPPENED = "happened"
 DID_NOT_HAPPEN = "did not happen"
 

@@ -99,8 +99,8 @@ def signature_of(outline: tuple[OutlineStep, ...]) -> list[str]:
 
 def changed_words(began: list[str], now: list[str]) -> str:
     """How the steps of a definition differ from those that the saga *began* with."""
-    gone = [name for name in began if name not in now]
-    new = [name for name in now if name not in began]
+    gone = [name for name in dict.fromkeys(began) if name not in now]  # one may be in two branches
+    new = [name for name in dict.fromkeys(now) if name not in began]
     parts = [f"{', '.join(gone)} gone"] * bool(gone) + [f"{', '.join(new)} new"] * bool(new)
     return "its definition has changed since it began: " + (
         "; ".join(parts) or "the order of its steps"
