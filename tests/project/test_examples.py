@@ -152,9 +152,9 @@ at once: tea milk sugar
 settled: tea sugar
 """,
     "prometheus_metrics": """\
-coatcheck_decisions_total{code="",label="POST /orders/{id}",outcome="executed"} 2.0
-coatcheck_decisions_total{code="",label="POST /orders/{id}",outcome="replayed"} 1.0
-coatcheck_decisions_total{code="key-reused",label="POST /orders/{id}",outcome="refused"} 1.0
+coatcheck_decisions_total{code="",label="POST /orders/{shop}",outcome="executed"} 2.0
+coatcheck_decisions_total{code="",label="POST /orders/{shop}",outcome="replayed"} 1.0
+coatcheck_decisions_total{code="key-reused",label="POST /orders/{shop}",outcome="refused"} 1.0
 coatcheck_in_flight 0.0
 """,
     "opentelemetry_spans": """\
