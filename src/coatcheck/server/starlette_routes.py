@@ -96,7 +96,9 @@ class StarletteRoutes:
             routes = self._read_routes(asgi_scope)
         if not routes:  # another framework's application
             return (self._policy if method in self._policy.methods else None), None
-        place = (method, asgi_scope["path"], *self._hosts(asgi_scope))
+        place: tuple[str, ...] = (method, asgi_scope["path"])
+        if self.matter:
+            place += tuple(_hosts_of(asgi_scope))
         match = self._matches.get(place)
         if match is None:
             match = self._match(asgi_scope, routes)
@@ -104,13 +106,9 @@ class StarletteRoutes:
                 self._matches.clear()
             if sum(map(len, place)) <= MATCHED_CHARS_MAX:
                 self._matches[place] = match
-        note_found(match.mark)
+        if self._has_marks:
+            note_found(match.mark)
         return match.policy, match.template
-
-    def _hosts(self, asgi_scope: MutableMapping[str, Any]) -> list[str]:
-        if not self.matter:
-            return []
-        return [value.decode("latin-1") for n, value in asgi_scope["headers"] if n == b"host"]
 
     def _read_routes(self, asgi_scope: MutableMapping[str, Any]) -> Sequence[Any]:
         """The application's routes; searched for marks if they have changed."""
@@ -314,6 +312,10 @@ def _all_in(routes: Sequence[Any]) -> Iterator[Any]:
     for route in _flat(routes):
         yield route
         yield from _all_in(getattr(route, "routes", None) or ())
+
+
+def _hosts_of(asgi_scope: MutableMapping[str, Any]) -> list[str]:
+    return [value.decode("latin-1") for n, value in asgi_scope["headers"] if n == b"host"]
 
 
 def _templates(routes: Sequence[Any]) -> Iterator[tuple[str, Any]]:
