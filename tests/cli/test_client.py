@@ -26,10 +26,10 @@ def run(capsys):
 
 def test_a_plan_says_whether_the_window_is_long_enough(run):
     """T4: for people by words, for programs by the exit code."""
-    code, shown, _ = run("plan", "--rate", "1000", "--store", "redis", "--response-bytes", "678")
+    code, shown, _ = run("plan", "--rate", "1000", "--store", "redis", "--response-bytes", "679")
     assert code == 0
     assert "keys stored           90,000,000" in shown
-    assert "90 GB in redis: 322 bytes for a key and 678 for its response" in shown
+    assert "90 GB in redis: 321 bytes for a key and 679 for its response" in shown
     assert "every retry is inside the window" in shown
     code, shown, _ = run("plan", "--window", "1h", "--retries-for", "2d")
     assert code == 1

@@ -69,7 +69,7 @@ def test_the_sizes_are_those_of_the_documentation():
 
 
 def test_the_report_is_for_people():
-    text = plan_text(coatcheck.plan(rate=1_000, store="redis", response_bytes=678))
+    text = plan_text(coatcheck.plan(rate=1_000, store="redis", response_bytes=679))
     assert "keys stored           90,000,000" in text
     assert "storage               90 GB in redis" in text
     assert text.endswith("every retry is inside the window")

@@ -26,8 +26,8 @@ class BytesPerKey(NamedTuple):
 BYTES_PER_KEY: Mapping[str, BytesPerKey] = {
     "sqlite": BytesPerKey(189, 153),
     "postgresql": BytesPerKey(268, 212),
-    "mysql": BytesPerKey(463, 379),
-    "redis": BytesPerKey(322, 289),
+    "mysql": BytesPerKey(453, 379),
+    "redis": BytesPerKey(321, 290),
     "dynamodb": BytesPerKey(370, 316),
 }
 _ALIASES = {"postgres": "postgresql", "mariadb": "mysql", "rediss": "redis", "valkey": "redis"}
